@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rand::Rng as _;
 
 use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
-use epoxide::driver::{Device, Stream};
+use epoxide::driver::{Device, Event, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Config, Counts, DispatchHandle, DispatchLayout,
@@ -517,4 +517,79 @@ fn halves_of_two_batches_interleave() {
             group.barrier(PATIENCE)
         });
     }
+}
+
+/// Both batches' halves in turn, with rows that the host does not count, into `sums`.
+fn interleave([a, b]: [&mut Lane; 2], batches: [&Batch; 2], sums: [&Tensor<'_>; 2]) -> Result<()> {
+    fn request(batch: &Batch, capacity: u64) -> DispatchRequest<'_> {
+        DispatchRequest::new(&batch.x, &batch.layout).counts(Counts::OnDevice { capacity })
+    }
+    let [on_a, on_b] = [StreamOrder::on(&a.stream), StreamOrder::on(&b.stream)];
+    let first = request(batches[0], a.buffer.capacity());
+    let sent_a = a.buffer.dispatch_send(&mut a.place, first, on_a)?;
+    let second = request(batches[1], b.buffer.capacity());
+    let sent_b = b.buffer.dispatch_send(&mut b.place, second, on_b)?;
+    let there_a = sent_a.receive(on_a)?;
+    let back_a = CombineRequest::new(&there_a.recv_x, &there_a.handle);
+    let sent_a = a.buffer.combine_send_into(back_a, sums[0], None, on_a)?;
+    let there_b = sent_b.receive(on_b)?;
+    let back_b = CombineRequest::new(&there_b.recv_x, &there_b.handle);
+    let sent_b = b.buffer.combine_send_into(back_b, sums[1], None, on_b)?;
+    sent_a.receive(on_a)?;
+    sent_b.receive(on_b).map(drop)
+}
+
+/// One graph has both batches, on two branches, and finds other rows in each replay.
+#[test]
+fn a_graph_has_the_halves_of_two_batches() {
+    run_ranks(RANKS, |rank, group| {
+        let checker = Checker::new(CheckConfig::default());
+        let device =
+            VirtualGpu::new(VirtConfig { ordinal: rank, checker: Some(checker), ..VirtConfig::default() });
+        let [mut a, mut b] = [Lane::new(&device, &*group)?, Lane::new(&device, &*group)?];
+        let batches = [Batch::new(&mut a, 3, rank)?, Batch::new(&mut b, 4, rank)?];
+        let sums_of = |batch: &Batch| Tensor::alloc(&device, DType::Bf16, &[batch.x.rows(), HIDDEN]);
+        let sums = [sums_of(&batches[0])?, sums_of(&batches[1])?];
+        let (both, into) = ([&batches[0], &batches[1]], [&sums[0], &sums[1]]);
+        for lane in [&mut a, &mut b] {
+            lane.buffer.begin_rehearsal();
+        }
+        interleave([&mut a, &mut b], both, into)?;
+        for lane in [&mut a, &mut b] {
+            lane.stream.synchronize()?;
+            lane.buffer.end_rehearsal();
+        }
+        let (fork, join) = (Event::new(&device)?, Event::new(&device)?);
+        let recorder = Stream::new(&device)?;
+        let graph = recorder.capture(|| {
+            fork.record(&recorder)?;
+            [&a, &b].into_iter().try_for_each(|lane| lane.stream.wait(&fork))?;
+            interleave([&mut a, &mut b], both, into)?;
+            [&a, &b].into_iter().try_for_each(|lane| {
+                join.record(&lane.stream)?;
+                recorder.wait(&join)
+            })
+        })?;
+        for replay in 1..=tier::pick(2, 4) {
+            for batch in &batches {
+                let factor = f32::from(1u8 << replay);
+                let row =
+                    |token| vec![bf16::from_f32(factor * value(batch.number, rank, token)); HIDDEN as usize];
+                let rows: Vec<bf16> = (0..batch.routing.num_tokens(rank)).flat_map(row).collect();
+                batch.x.write(&recorder, &rows)?;
+            }
+            // SAFETY: both buffers, the batches and the streams outlive the replay.
+            unsafe { graph.launch(&recorder)? };
+            recorder.synchronize()?;
+            for (batch, sums) in batches.iter().zip(&sums) {
+                let scaled: Vec<bf16> = sums.to_host(&recorder)?;
+                let factor = f32::from(1u8 << replay);
+                let plain: Vec<bf16> = scaled.iter().map(|it| bf16::from_f32(it.to_f32() / factor)).collect();
+                batch.check(&plain, rank);
+            }
+        }
+        a.buffer.check()?;
+        b.buffer.check()?;
+        group.barrier(PATIENCE)
+    });
 }
