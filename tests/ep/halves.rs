@@ -32,7 +32,7 @@ const HIDDEN: u64 = 8;
 /// How late the slow rank is: rank 1.
 const DELAY: Duration = Duration::from_millis(60);
 const DEADLINE: Duration = Duration::from_millis(400);
-/// What the times held before.
+/// The times before.
 const BEFORE: i64 = 1 << 40;
 
 fn setup() -> Setup {

@@ -575,7 +575,7 @@ impl Buffer {
     /// Enqueues the kernel that sums.
     ///
     /// # Safety
-    /// As of [`Buffer::stage_rows`], behind which it runs.
+    /// The same as of [`Buffer::stage_rows`], behind which it runs.
     unsafe fn sum_rows(&mut self, stream: &Stream, launch: &CombineLaunch) -> Result<()> {
         let CombineLaunch { handle, dtype, staged, ring, num_sms, entry_weights, .. } = launch;
         let (dtype, mut args, by_expert) = (*dtype, launch.args, handle.tables.by_expert);

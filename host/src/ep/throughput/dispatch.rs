@@ -590,7 +590,7 @@ impl Buffer {
         Ok((output_of_rows(&payload, &lease, handle, event), end))
     }
 
-    /// What follows the kernels of a dispatch, of which launching them says more.
+    /// The kernels that follow those of a dispatch; launching those may add copies.
     fn end_of(
         &self,
         name: &'static str,

@@ -104,7 +104,7 @@ impl<T> Pending<'_, T> {
     }
 }
 
-/// What follows the kernels of a dispatch.
+/// The kernels that follow those of a dispatch.
 #[derive(Debug)]
 pub(super) struct DispatchEnd {
     /// The name of the call.
@@ -115,7 +115,7 @@ pub(super) struct DispatchEnd {
     pub copies: Option<Copies>,
     /// The caller's counts, and those that are added to them.
     pub counts: Option<AddedCounts>,
-    /// What must live as long as a recording of it.
+    /// Memory that must live as long as a recording of it.
     pub uses: Vec<Owner>,
 }
 
@@ -190,7 +190,7 @@ impl Buffer {
     /// Enqueues the end of an operation that has been entered with `holds`.
     ///
     /// # Safety
-    /// As of [`Buffer::enter`]. The kernels of the operation precede it on the stream.
+    /// The same as of [`Buffer::enter`]. The kernels of the operation precede it on the stream.
     pub(super) unsafe fn end(&self, stream: &Stream, waits: &Waits) -> Result<()> {
         let comm = Comm { trace: DevicePtr::NULL, ..waits.comm };
         let waited = waits.waited.unwrap_or(DevicePtr::NULL).into();
@@ -227,7 +227,7 @@ impl Buffer {
     /// which copy while they move rows.
     ///
     /// # Safety
-    /// As of [`Buffer::enter`].
+    /// The same as of [`Buffer::enter`].
     pub(super) unsafe fn announce(&self, stream: &Stream, copies: &Copies) -> Result<()> {
         let kernel = &copies.node.by_expert.as_ref().ok_or_else(not_loaded)?.announce;
         // SAFETY: the caller keeps the memory.

@@ -146,9 +146,9 @@ pub struct ByExpert {
     pub number: Kernel,
     pub plan: Kernel,
     pub dispatch: Kernel,
-    /// Of a dispatch in two halves.
+    /// Part of a dispatch in two halves.
     pub announce: Kernel,
-    /// Of a dispatch in two halves.
+    /// Part of a dispatch in two halves.
     pub copy: Kernel,
     pub stage: Kernel,
     pub combine: Kernel,
