@@ -25,11 +25,21 @@
 //! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
 //! | [`Buffer::combine_backward`], [`Buffer::dispatch_backward`], [`Buffer::weights_backward`] | [gradients](#training) | no |
 //! | [`Buffer::combine_into`] | the same with the sums in tensors of the caller's | no |
+//! | [`Buffer::dispatch_send`], [`Buffer::dispatch_cached_send`], [`Buffer::combine_send`], [`Buffer::combine_send_into`] | the first [half](#two-batches-at-once) of a call; [`Pending::receive`] is the second | as the call |
 //! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
 //! | [`Buffer::transpose_column`] | copies a received column with the rows side by side, as grouped GEMMs read scales; local | no |
 //! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows; local | no |
 //! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
+//!
+//! # Two batches at once
+//! One batch's experts can run while another batch is under way. Make a buffer for each of the two,
+//! with a stream of its own, and interleave their halves: `dispatch_send` of A, `combine_send` of B,
+//! `receive` of A, and so on. The first half of a dispatch ends when the own rows have left, that
+//! of a combine when its rows are where peers gather them; the second one waits for the peers. No
+//! multiprocessor is held in between. A [`Pending`] borrows its buffer, so the compiler rejects a
+//! second operation in flight there. Kernels of both batches must fit on the device together: give
+//! each buffer half of the multiprocessors ([`Config`]).
 //!
 //! # Training
 //! Each operation has its backward, along the [`DispatchHandle`] of the forward pass: dispatch and
@@ -83,7 +93,7 @@
 pub use crate::ep::ExpertRows;
 pub use crate::ep::core::Step;
 pub use crate::ep::throughput::{
-    Buffer, CachedDispatchRequest, CombineRequest, CombineRows, Combined, Config, Counts, Detached,
-    DispatchHandle, DispatchLayout, DispatchRequest, GradWeights, InternodeHandle, IntranodeHandle,
-    NodeCounts, Options, Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
+    Buffer, CachedDispatchRequest, CombineOutputs, CombineRequest, CombineRows, Combined, Config, Counts,
+    Detached, DispatchHandle, DispatchLayout, DispatchRequest, GradWeights, InternodeHandle, IntranodeHandle,
+    NodeCounts, Options, Pending, Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
 };

@@ -12,6 +12,7 @@ mod experts;
 mod expiry;
 mod failing;
 mod gate;
+mod halves;
 mod overlap;
 mod own_memory;
 mod payloads;

@@ -18,9 +18,10 @@ use epoxide::throughput::{
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Element, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
+use rand::Rng;
 
 use crate::compare::Difference;
-use crate::payload::{bytes_of, values_of};
+use crate::payload::{bytes_of, rng_of, values_of};
 use crate::roundtrip::RoundTrip;
 
 /// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
@@ -306,6 +307,27 @@ pub(crate) struct Region {
     pub(crate) is_metadata: bool,
 }
 
+/// Calls that are launched as two halves, or whose waits are measured.
+#[derive(Debug)]
+struct Apart {
+    seed: u64,
+    calls: u64,
+    waits: TypedTensor<'static, i64>,
+    /// Whether waits can be measured.
+    measures: bool,
+}
+
+impl Apart {
+    /// Whether the next call is launched as two halves, and where its waits are added up. `rank`:
+    /// the number of a rank that decides for itself, or one that all have.
+    fn next(apart: &mut Option<Apart>, rank: u64) -> (bool, Option<&TypedTensor<'static, i64>>) {
+        let Some(Apart { seed, calls, waits, measures }) = apart else { return (false, None) };
+        *calls += 1;
+        let mut rng = rng_of(&[*seed, *calls, rank]);
+        (rng.random_bool(0.7), Some(&*waits).filter(|_| *measures && rng.random_bool(0.5)))
+    }
+}
+
 /// One rank, with a buffer of either mode.
 #[derive(Debug)]
 pub struct Rank<B = Buffer> {
@@ -321,6 +343,8 @@ pub struct Rank<B = Buffer> {
     pub on_comm_stream: bool,
     /// Checks that failed.
     pub failures: Vec<String>,
+    /// How calls of high throughput are launched, where they are not launched whole.
+    apart: Option<Apart>,
     /// Where dispatches put things, once that is known.
     pub(crate) regions: Vec<Region>,
 }
@@ -364,6 +388,7 @@ impl<B> Rank<B> {
             buffer,
             on_comm_stream: false,
             failures: Vec::new(),
+            apart: None,
             regions: Vec::new(),
         }
     }
@@ -527,13 +552,40 @@ impl Rank {
         self.buffer.get_placed_dispatch_layout(topk_idx, map, order(&self.stream, self.on_comm_stream))
     }
 
+    /// Launches some of the calls that follow as two halves, and measures the waits of some: which,
+    /// the seed draws, the same on every rank.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub fn launch_apart(&mut self, seed: u64) -> Result<()> {
+        let ranks = self.buffer.num_ranks() as usize;
+        let waits = TypedTensor::from_host(&self.stream, &[ranks as u64], &vec![0; ranks])?;
+        self.apart = Some(Apart { seed, calls: 0, waits, measures: self.buffer.num_nodes() == 1 });
+        Ok(())
+    }
+
+    /// How long the calls waited for each rank, in ns, since [`Rank::launch_apart`]; nothing before.
+    ///
+    /// # Errors
+    /// The error of the last call, and those of the driver.
+    pub fn waited(&self) -> Result<Vec<i64>> {
+        self.apart.as_ref().map_or(Ok(Vec::new()), |apart| apart.waits.values(&self.stream))
+    }
+
     /// [`Buffer::dispatch`].
     pub fn dispatch<'p>(
         &mut self,
         place: &'p mut Place,
         request: DispatchRequest<'_>,
     ) -> Result<Received<'p>> {
-        self.buffer.dispatch(place, request, order(&self.stream, self.on_comm_stream))
+        let order = order(&self.stream, self.on_comm_stream);
+        // Each rank decides for itself.
+        let (in_halves, waits) = Apart::next(&mut self.apart, self.rank.into());
+        let request = waits.into_iter().fold(request, DispatchRequest::cumulative_wait_ns);
+        if in_halves {
+            return self.buffer.dispatch_send(place, request, order)?.receive(order);
+        }
+        self.buffer.dispatch(place, request, order)
     }
 
     /// [`Buffer::dispatch_cached`].
@@ -542,12 +594,25 @@ impl Rank {
         place: &'p mut Place,
         request: CachedDispatchRequest<'_>,
     ) -> Result<Received<'p>> {
-        self.buffer.dispatch_cached(place, request, order(&self.stream, self.on_comm_stream))
+        let order = order(&self.stream, self.on_comm_stream);
+        let (in_halves, waits) = Apart::next(&mut self.apart, self.rank.into());
+        let request = waits.into_iter().fold(request, CachedDispatchRequest::cumulative_wait_ns);
+        if in_halves {
+            return self.buffer.dispatch_cached_send(place, request, order)?.receive(order);
+        }
+        self.buffer.dispatch_cached(place, request, order)
     }
 
     /// [`Buffer::combine`].
     pub fn combine(&mut self, request: CombineRequest<'_>) -> Result<Combined> {
-        self.buffer.combine(request, order(&self.stream, self.on_comm_stream))
+        let order = order(&self.stream, self.on_comm_stream);
+        // Those of a tensor are the same on every rank.
+        let (in_halves, waits) = Apart::next(&mut self.apart, u64::MAX);
+        let request = waits.into_iter().fold(request, CombineRequest::cumulative_wait_ns);
+        if in_halves {
+            return self.buffer.combine_send(request, order)?.receive(order);
+        }
+        self.buffer.combine(request, order)
     }
 
     /// [`Buffer::combine_into`].
@@ -558,6 +623,11 @@ impl Rank {
         out_topk_weights: Option<&TypedTensor<'_, f32>>,
     ) -> Result<Option<Event>> {
         let order = order(&self.stream, self.on_comm_stream);
+        let (in_halves, waits) = Apart::next(&mut self.apart, u64::MAX);
+        let request = waits.into_iter().fold(request, CombineRequest::cumulative_wait_ns);
+        if in_halves {
+            return self.buffer.combine_send_into(request, out, out_topk_weights, order)?.receive(order);
+        }
         self.buffer.combine_into(request, out, out_topk_weights, order)
     }
 

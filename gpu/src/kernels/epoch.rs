@@ -120,6 +120,16 @@ impl ReadyEntry {
         }
     }
 
+    /// The entry of a dispatch with a count exchange, before it has its plan.
+    ///
+    /// # Safety
+    /// `local` is live.
+    #[device]
+    pub unsafe fn planning(comm: &Comm, epoch: u64) -> ReadyEntry {
+        let abort = ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT);
+        ReadyEntry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort }
+    }
+
     /// Whether rows have places.
     #[device]
     pub fn is_planned(&self) -> bool {
@@ -146,9 +156,7 @@ impl ReadyEntry {
 /// The plan that this dispatch goes by is its own.
 #[device]
 pub unsafe fn tell_planning<const MANY: bool>(comm: &Comm, epoch: u64) {
-    let abort = ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT);
-    let entry = ReadyEntry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort };
-    tell_ready::<MANY>(comm, entry.ready_word(comm, epoch));
+    tell_ready::<MANY>(comm, ReadyEntry::planning(comm, epoch).ready_word(comm, epoch));
 }
 
 /// A phase of a block, as the offset of its time in [`BlockTrace`].
@@ -611,6 +619,15 @@ pub unsafe fn note(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64,
         st_relaxed_sys_u64(field!(status, Status.call), comm.call);
         st_release_sys_u64(field!(status, Status.code), what as u64);
     }
+}
+
+/// Adds the time since `start` to those for which `rank` was waited for, u64 `[num_ranks]` in ns.
+///
+/// # Safety
+/// One thread of the grid calls it for a rank; there is a time for each.
+#[device]
+pub unsafe fn add_wait(waited: Global<u64>, rank: u32, start: u64) {
+    waited.st(rank, waited.ld(rank) + (globaltimer() - start));
 }
 
 /// Up to four packets of the messages in the own pool, which are waited for together.

@@ -18,6 +18,7 @@ mod dispatch;
 mod epoch;
 mod example;
 mod first_tokens;
+mod halves;
 mod ids;
 mod internode_by_expert;
 mod internode_combine;
@@ -69,8 +70,9 @@ mod own {
             CombineStagedManyBf16, CombineStagedManyF32, StageByExpert, StageCombine, WeightGradients,
         },
         copy_by_expert::CopyByExpert,
-        dispatch::{Dispatch, DispatchByExpert, DispatchMany},
+        dispatch::{AnnounceTokens, CopyReceivedRows, Dispatch, DispatchByExpert, DispatchMany},
         first_tokens::FirstTokens,
+        halves::{EndOperation, EnterOperation},
         internode_by_expert::InternodePlanByExpert,
         internode_combine::{
             InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16,

@@ -289,10 +289,9 @@ pub struct DispatchArgs {
 
 layout_assert!(DispatchArgs, size = 304, narrow_ids at 300);
 
-/// Arguments of `dispatch_by_expert`.
+/// Arguments of `dispatch_by_expert`, `announce_tokens` and `copy_received_rows`.
 #[kernel_args(requires(
     self.dispatch.num_tokens <= self.max_tokens,
-    self.copy_warps >= 1,
     self.copy_words >= 1,
     self.copy_words <= MAX_TOPK,
 ))]
@@ -303,7 +302,8 @@ pub struct ExpertDispatchArgs {
     pub max_tokens: u32,
     /// Words of such a record.
     pub copy_words: u32,
-    /// Warps of a block that copy rows, between those that send rows and those that send metadata.
+    /// Warps of a block that copy rows, between those that send rows and those that send metadata. 0
+    /// where `copy_received_rows` copies them behind the dispatch.
     pub copy_warps: u32,
     /// Zero.
     pub reserved: u32,

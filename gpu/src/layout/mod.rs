@@ -13,6 +13,7 @@ mod copy_by_expert;
 mod device_ptr;
 mod example;
 mod experts;
+mod halves;
 mod handle;
 mod internode_by_expert;
 mod limits;
@@ -38,6 +39,7 @@ mod own {
     pub use super::columns::*;
     pub use super::copy_by_expert::*;
     pub use super::experts::*;
+    pub use super::halves::*;
     pub use super::handle::*;
     pub use super::internode_by_expert::*;
     pub use super::low_latency::*;

@@ -153,7 +153,7 @@ impl Copies {
     /// # Safety
     /// The peers have entered the operation.
     #[device]
-    unsafe fn tell_tokens(&self, args: &DispatchArgs, epoch: u64) {
+    pub unsafe fn tell_tokens(&self, args: &DispatchArgs, epoch: u64) {
         let comm = &args.comm;
         stride!(rank in laneid()..comm.num_ranks, 32 => {
             if rank != comm.rank {
@@ -310,6 +310,37 @@ impl Copies {
             });
             at += self.warps;
         }
+    }
+}
+
+impl Copies {
+    /// Makes the copies of a dispatch that has ended, in which no block did: this warp is the
+    /// `nth` of `of` of the grid. All records are here, up to the last token of each source.
+    ///
+    /// # Safety
+    /// Rows had places, and no wait has expired. The ring is the warp's.
+    #[device]
+    pub unsafe fn make_late(&self, args: &DispatchArgs, epoch: u64, ring: &Ring, (nth, of): (u32, u32)) {
+        let (comm, mut turn) = (&args.comm, Turn::first());
+        stride!(distance in 1..comm.num_ranks => {
+            let source = comm.rank + distance;
+            let source = if source < comm.num_ranks { source } else { source - comm.num_ranks };
+            let mut token = nth;
+            while token < self.max_tokens {
+                let at = self.record_at(comm, pool_at::<true>(comm, comm.rank), source, 1 + token);
+                let word = if laneid() < self.words { ld_u64(at + laneid() as u64 * 8) } else { 0 };
+                let is_here = (word >> 32) as u32 == epoch as u32;
+                // Lane 0 has a word of every record.
+                if ballot(is_here) & 1 == 0 {
+                    break;
+                }
+                let count = ballot(is_here && word & MORE != 0).trailing_ones() + 1;
+                if count > 1 {
+                    self.copy(args, ring, &mut turn, word as u32 & NONE as u32, count);
+                }
+                token += of;
+            }
+        });
     }
 }
 

@@ -7,6 +7,7 @@
 //! the same in all lanes.
 
 mod copies;
+mod late;
 mod metadata;
 mod rows;
 
@@ -22,6 +23,8 @@ use crate::simt::*;
 use metadata::{Entries, tokens_at_once};
 
 pub use copies::{COPY_STAGES, Copies, Place, copy_rings_behind, is_first_of_rank, wait_two_behind};
+#[cfg(not(target_arch = "nvptx64"))]
+pub use late::{AnnounceTokens, CopyReceivedRows};
 pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, store_plain};
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.

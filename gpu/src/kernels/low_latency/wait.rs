@@ -7,7 +7,7 @@
 //! Soundness: all words are in this rank's own memory, and are only read. Each time of the caller's
 //! has one thread. The conditions around a barrier are the same in all threads of a block.
 
-use super::super::epoch::{Deadline, record, wait_at_least};
+use super::super::epoch::{Deadline, add_wait, record, wait_at_least};
 use super::internode::{is_message_here, wait_message_alone};
 use super::ranks::{Few, Many, Ranks};
 use super::{Opened, Opening, Piece, begin, call_of, chunk_offset, chunks_of, in_packets, wait_packet};
@@ -51,7 +51,7 @@ unsafe fn wait<R: Ranks>(args: &LowLatencyWaitArgs) {
     is_here::<R, true>(args, &opened, source);
     barrier_sync();
     if tid() == 0 {
-        add_wait(args, source, start);
+        add_wait(args.waited, source, start);
     }
 }
 
@@ -68,7 +68,7 @@ pub unsafe fn low_latency_internode_wait(args: LowLatencyWaitArgs) {
     let waits = source != common.comm.rank && opened.has_member(source) && tid() == 0;
     if waits && !is_message_here(&args.messages, source, epoch) {
         wait_message_alone(&common.comm, &args.messages, source, epoch);
-        add_wait(&args, source, start);
+        add_wait(args.waited, source, start);
     }
 }
 
@@ -84,15 +84,6 @@ unsafe fn open<R: Ranks>(args: &LowLatencyWaitArgs) -> Opened<R> {
     } else {
         begin::<R, false>(common, &Opening::load::<false>(common, tid() == 0), words)
     }
-}
-
-/// Adds the time since `start` to that of the source.
-///
-/// # Safety
-/// One thread of the grid calls it for a source; there is a time for each.
-#[device]
-unsafe fn add_wait(args: &LowLatencyWaitArgs, source: u32, start: u64) {
-    args.waited.st(source, args.waited.ld(source) + (globaltimer() - start));
 }
 
 /// Whether this thread's share of what the source sends is here. `WAITS`: waits for it; false when

@@ -1,4 +1,4 @@
-//! Counts that grow with each dispatch, in memory of the caller's.
+//! Counts and times that grow with each operation, in memory of the caller's.
 
 use epoxide_gpu::kernels::AddCounts;
 use epoxide_gpu::layout::{AddCountsArgs, Comm, DevicePtr};
@@ -16,6 +16,11 @@ const THREADS: u32 = AddCounts::INFO.max_threads;
 pub fn check_cumulative(counts: Option<&TypedTensor<'_, i32>>, local_experts: u32) -> Result<()> {
     let experts = ("local_experts", Some(local_experts.into()));
     counts.map_or(Ok(()), |counts| counts.expect(CUMULATIVE_COUNTS, &[DType::I32], &[experts]))
+}
+
+/// An error unless the tensor has a time for each rank.
+pub fn check_wait_ns(times: &TypedTensor<'_, i64>, num_ranks: u32) -> Result<()> {
+    times.expect("cumulative_wait_ns", &[DType::I64], &[("num_ranks", Some(num_ranks.into()))])
 }
 
 /// Enqueues the addition of a dispatch's `counts`, of `local_experts` experts, to cumulative ones.

@@ -10,7 +10,7 @@
 //! | `network.rs` | the way to other nodes |
 //! | `fault.rs` | what kernels record, and the errors made of it |
 //! | `step.rs` | recordings, and what they keep |
-//! | `add_counts.rs` | counts that grow with each dispatch |
+//! | `add_counts.rs` | counts and times that grow with each operation |
 //! | `first_tokens.rs` | batches whose size only the device knows |
 //! | `sizes.rs` | the sizes of a buffer that does not exist yet |
 //! | `instruments.rs` | when blocks reached their phases; what benchmarks and tests read |
@@ -38,7 +38,7 @@ use std::time::Duration;
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{Comm, DevicePtr};
 
-pub(crate) use add_counts::{CUMULATIVE_COUNTS, add_counts, check_cumulative};
+pub(crate) use add_counts::{CUMULATIVE_COUNTS, add_counts, check_cumulative, check_wait_ns};
 pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
 pub use enqueue::StreamOrder;
 pub use fault::{Calls, Faults};

@@ -28,7 +28,7 @@ use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels, Kind};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::core::{Lease, PlaceState, add_counts};
+use crate::ep::core::{Lease, PlaceState, add_counts, check_wait_ns};
 use crate::ep::payload::Records;
 use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
@@ -274,8 +274,7 @@ impl Buffer {
         uses: &mut Vec<Owner>,
     ) -> Result<Option<DevicePtr>> {
         let Some(times) = times else { return Ok(None) };
-        let ranks = ("num_ranks", Some(self.num_ranks().into()));
-        times.expect("cumulative_wait_ns", &[DType::I64], &[ranks])?;
+        check_wait_ns(times, self.num_ranks())?;
         uses.extend(owners([Some(&**times)]));
         times.is_filled_by(outcome);
         Ok(Some(times.ptr()))

@@ -1,5 +1,8 @@
 //! Combine: every token's owner sums the rows that came back.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use epoxide_gpu::kernels::{
     CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
     CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
@@ -12,15 +15,16 @@ use epoxide_gpu::layout::{
     InternodeExpertCombineArgs, StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::kernels::{Spread, call_within, not_loaded};
+use super::halves::{CombineOutputs, Halves, Pending, Second, Waits};
+use super::handle::HandleState;
+use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, blocks_for, check_fits};
-use crate::driver::Event;
+use crate::driver::{Event, Stream};
 use crate::ep::core::setters;
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
-use std::time::Duration;
 
 /// Threads per block of the copy into the pool.
 pub(super) const STAGE_THREADS: u32 = 512;
@@ -62,6 +66,7 @@ pub struct CombineRequest<'a> {
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     weights: Option<&'a TypedTensor<'a, f32>>,
     handle: &'a DispatchHandle,
+    cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
     num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
@@ -76,6 +81,7 @@ impl<'a> CombineRequest<'a> {
             topk_weights: None,
             weights: None,
             handle,
+            cumulative_wait_ns: None,
             num_sms: None,
             timeout: None,
         }
@@ -88,6 +94,13 @@ impl<'a> CombineRequest<'a> {
         /// ([`DispatchRequest::topk_weights`](super::DispatchRequest::topk_weights)), as they were
         /// then: other nodes sum, and have them from there. Give the same tensor.
         weights: &'a TypedTensor<'a, f32>;
+        /// Adds the nanoseconds that this rank waited for each rank to these, i64 `[num_ranks]`, as a
+        /// dispatch does
+        /// ([`DispatchRequest::cumulative_wait_ns`](super::DispatchRequest::cumulative_wait_ns)): until
+        /// the rank has entered the combine and, once this rank has its sums, until that rank has
+        /// gathered what it needs from here. While a tensor is copied into the pool, waits for rows
+        /// of the peers' tensors are not in it.
+        cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors of the call, those that copy rows into the pool included: even, at
         /// least 2. Within a node each rank decides for itself, and a handle of any dispatch will
         /// do. Across nodes it is that of the dispatch, which a call along its handle has anyway.
@@ -120,6 +133,27 @@ pub struct Combined {
     pub event: Option<Event>,
 }
 
+/// A combine that is ready to be launched.
+#[derive(Debug)]
+pub(super) struct CombineLaunch {
+    pub handle: Arc<HandleState>,
+    dtype: DType,
+    /// Sums of rows where they are, or of those that a kernel in front has copied there.
+    args: CombineArgs,
+    stage: StageArgs,
+    /// Whether the device holds the tensors' rows against those that came.
+    may_be_short: bool,
+    /// The combine that copies rows meanwhile, and its blocks that gather.
+    staged: Option<(StagedCombineArgs, u32)>,
+    ring: RingShape,
+    num_sms: u32,
+    /// Blocks that copy rows, where a kernel in front does.
+    copiers: u32,
+    entry_weights: DevicePtr,
+    waits: Waits,
+    uses: Vec<Owner>,
+}
+
 /// The type and the sizes of a combine's sums.
 #[derive(Debug, Clone, Copy)]
 struct Sums {
@@ -147,24 +181,58 @@ impl Buffer {
     /// [`Buffer::check`].
     pub fn combine(&mut self, request: CombineRequest<'_>, order: StreamOrder<'_>) -> Result<Combined> {
         let capturing = self.core.begin(order)?;
-        let sums = self.check_combine(&request)?;
+        let (launch, combined) = self.prepare_combine(&request, Halves::Both)?;
+        let event = self.launch_combine(&launch, Halves::Both, order, capturing)?;
+        Ok(Combined { event, ..combined })
+    }
+
+    /// The first half of [`Buffer::combine`]: copies a tensor's rows into the pool, and publishes
+    /// that the rows are there. It waits for no peer. The second, [`Pending::receive`], gathers the
+    /// peers' rows and sums; no multiprocessor is held in between.
+    ///
+    /// Rows in the pool must not be written before the second half has ended, since peers read
+    /// them. A tensor is free once the first half has ended. If rows are a tensor, all ranks of a
+    /// node call the halves or none does, else they get [`Error::OtherCall`]; a tensor of f16, rows
+    /// by expert and rows in the pool leave it to each rank. Across nodes the first half ends as
+    /// well when the rows are in the pool; all of the network's part is in the second.
+    ///
+    /// # Errors
+    /// The same as [`Buffer::combine`].
+    pub fn combine_send(
+        &mut self,
+        request: CombineRequest<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<Pending<'_, Combined>> {
+        let capturing = self.core.begin(order)?;
+        let (launch, combined) = self.prepare_combine(&request, Halves::Send)?;
+        self.launch_combine(&launch, Halves::Send, order, capturing)?;
+        Ok(self.pending("combine", Second::Combine(Box::new(launch)), combined))
+    }
+
+    fn prepare_combine(
+        &self,
+        request: &CombineRequest<'_>,
+        halves: Halves,
+    ) -> Result<(CombineLaunch, Combined)> {
+        let sums = self.check_combine(request)?;
         let Sums { dtype, tokens, hidden, num_topk } = sums;
         let (block, at) = self.core.arena().take(|pieces| {
             let x = pieces.array("combined_x", tokens, sums.row_bytes().into());
             (x, pieces.array("combined_weights", tokens * u64::from(num_topk), 4))
         })?;
-        let event = self.launch_combine(&request, order, capturing, sums, at, [block.clone() as Owner])?;
+        let launch = self.combine_launch(request, halves, sums, at, [block.clone() as Owner])?;
         let handle = &request.handle.0;
         let weights = || {
             TypedTensor::in_memory(at.1, &[tokens, num_topk.into()], block.clone())
                 .result("combined_topk_weights", handle)
         };
-        Ok(Combined {
+        let combined = Combined {
             combined_x: Tensor::in_memory(at.0, dtype, &[tokens, hidden], block.clone())
                 .result("combined_x", handle),
             combined_topk_weights: request.topk_weights.map(|_| weights()),
-            event,
-        })
+            event: None,
+        };
+        Ok((launch, combined))
     }
 
     /// [`Buffer::combine`] with the sums in tensors of the caller's, whose fields of [`Combined`]
@@ -188,7 +256,38 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
         let capturing = self.core.begin(order)?;
-        let sums = self.check_combine(&request)?;
+        let launch = self.prepare_combine_into(&request, (out, out_topk_weights), Halves::Both)?;
+        let event = self.launch_combine(&launch, Halves::Both, order, capturing)?;
+        self.core.fills_tensor(out, &launch.handle);
+        out_topk_weights.iter().for_each(|out| self.core.fills_tensor(out, &launch.handle));
+        Ok(event)
+    }
+
+    /// The first half of [`Buffer::combine_into`], as [`Buffer::combine_send`].
+    ///
+    /// # Errors
+    /// The same as [`Buffer::combine_into`].
+    pub fn combine_send_into<'b, 'o>(
+        &'b mut self,
+        request: CombineRequest<'_>,
+        out: &'o Tensor<'o>,
+        out_topk_weights: Option<&'o TypedTensor<'o, f32>>,
+        order: StreamOrder<'_>,
+    ) -> Result<Pending<'b, CombineOutputs<'o>>> {
+        let capturing = self.core.begin(order)?;
+        let launch = self.prepare_combine_into(&request, (out, out_topk_weights), Halves::Send)?;
+        self.launch_combine(&launch, Halves::Send, order, capturing)?;
+        let outputs = CombineOutputs { x: out, topk_weights: out_topk_weights };
+        Ok(self.pending("combine", Second::Combine(Box::new(launch)), outputs))
+    }
+
+    fn prepare_combine_into(
+        &self,
+        request: &CombineRequest<'_>,
+        (out, out_topk_weights): (&Tensor<'_>, Option<&TypedTensor<'_, f32>>),
+        halves: Halves,
+    ) -> Result<CombineLaunch> {
+        let sums = self.check_combine(request)?;
         let tokens = ("num_tokens", Some(sums.tokens));
         out.expect("out", &[sums.dtype], &[tokens, ("hidden", Some(sums.hidden))])?;
         out.expect_rows_of_16("out")?;
@@ -222,12 +321,7 @@ impl Buffer {
             }
         }
         let at = (out.ptr(), out_topk_weights.map_or(DevicePtr::NULL, |weights| weights.ptr()));
-        let outs = outs.map(|(_, out)| out);
-        let event = self.launch_combine(&request, order, capturing, sums, at, owners(outs))?;
-        for out in outs.into_iter().flatten() {
-            self.core.fills_tensor(out, &request.handle.0);
-        }
-        Ok(event)
+        self.combine_launch(request, halves, sums, at, owners(outs.map(|(_, out)| out)))
     }
 
     /// Checks the arguments of a combine; gives the type and the sizes of its sums.
@@ -285,17 +379,16 @@ impl Buffer {
         Ok(Sums { dtype, tokens: handle.num_tokens.into(), hidden, num_topk })
     }
 
-    /// Enqueues a combine that leaves its sums and those of weights at `sums_at`, in memory that
-    /// `outputs` own.
-    fn launch_combine(
-        &mut self,
+    /// A combine that leaves its sums and those of weights at the given addresses, in memory that
+    /// `outputs` own. In two halves it copies a tensor's rows before it sums.
+    fn combine_launch(
+        &self,
         request: &CombineRequest<'_>,
-        order: StreamOrder<'_>,
-        capturing: bool,
+        halves: Halves,
         sums: Sums,
         (x_at, weights_at): (DevicePtr, DevicePtr),
         outputs: impl IntoIterator<Item = Owner>,
-    ) -> Result<Option<Event>> {
+    ) -> Result<CombineLaunch> {
         let handle = &request.handle.0;
         let num_sms = self.sms_along(request.handle, request.num_sms)?;
         let Sums { dtype, num_topk, .. } = sums;
@@ -305,7 +398,7 @@ impl Buffer {
         let pool = self.core.pool().ptr();
         let in_tensor = if let CombineRows::Tensor(x) = request.rows { Some(x) } else { None };
         let is_plain = self.core.topology().nodes == 1 && by_expert.is_none();
-        let is_staged = in_tensor.is_some() && is_plain && dtype != DType::F16;
+        let is_staged = in_tensor.is_some() && is_plain && dtype != DType::F16 && halves == Halves::Both;
         let kind = match (dtype, is_staged) {
             (DType::F16, _) => CallKind::CombineF16,
             (DType::F32, true) => CallKind::CombineStagedF32,
@@ -340,7 +433,7 @@ impl Buffer {
         let stagers = request.num_sms.filter(|_| is_staged).map(|num_sms| num_sms / 2);
         let gatherers = stagers.unwrap_or(num_sms);
         let ring = self.kernels.combine_ring(row_bytes, gatherers, is_staged);
-        let mut args = CombineArgs {
+        let args = CombineArgs {
             comm,
             combined_x: x_at,
             combined_weights: if num_topk == 0 { null } else { weights_at },
@@ -386,134 +479,208 @@ impl Buffer {
             _ => None,
         };
         let entry_weights = request.weights.map(|weights| &**weights);
-        let uses = owners([in_tensor, weights, entry_weights]).into_iter();
-        let uses = uses.chain([request.handle.0.block.clone() as Owner]).chain(outputs);
-        self.run(order, capturing, Some("combine"), uses, |buffer, stream| {
-            buffer.describe_rows(RowBytes { combine: row_bytes.into(), ..buffer.row_bytes });
-            let kernels = &buffer.kernels;
-            let copiers = request.num_sms.unwrap_or(buffer.core.device().info().sm_count);
-            // Rows are copied by as many threads as the kernel can have, however few gather.
-            let (blocks, threads, reserved) = match (&handle.tables.routing, staged) {
-                (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
-                (Spread::OneNode(..), None) => {
-                    (blocks_for(handle.num_tokens, num_sms), ring.threads(), JOINED_BYTES)
-                }
-                // One warp more, which posts puts.
-                (Spread::SeveralNodes(..), None) => {
-                    (num_sms, ring.threads() + 32, PROGRESS_BYTES)
-                }
-            };
-            let shape = (blocks, threads, ring.shared_bytes() + reserved);
-            let (grid, block, shared) = shape;
-            args.comm.trace = buffer.core.trace("combine", grid);
+        let mut uses = owners([in_tensor, weights, entry_weights]);
+        uses.push(handle.block.clone() as Owner);
+        uses.extend(outputs);
+        let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
+        Ok(CombineLaunch {
+            handle: handle.clone(),
+            dtype,
+            args,
+            stage,
+            may_be_short,
+            staged,
+            ring,
+            num_sms,
+            copiers: request.num_sms.unwrap_or(self.core.device().info().sm_count),
+            entry_weights: entry_weights.map_or(null, Tensor::ptr),
+            waits: Waits { comm, waited, is_combine: true },
+            uses,
+        })
+    }
+
+    /// Launches halves of a combine. `capturing`: what [`Core::begin`](crate::ep::core::Core::begin)
+    /// returned.
+    pub(super) fn launch_combine(
+        &mut self,
+        launch: &CombineLaunch,
+        halves: Halves,
+        order: StreamOrder<'_>,
+        capturing: bool,
+    ) -> Result<Option<Event>> {
+        self.run(order, capturing, Some("combine"), launch.uses.iter().cloned(), |buffer, stream| {
+            let row_bytes = launch.args.row_bytes.into();
+            buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them. The last combine ended when
             // every peer had gathered, so the rows may be written.
             unsafe {
-                if let Some(at) = by_expert {
-                    let (_, stage_kernel) = handle.tables.routing.by_expert()?;
-                    if !stage.x.is_null() || may_be_short {
-                        let args = ExpertStageArgs {
-                            stage,
-                            expert_counts: at.expert_counts,
-                            expert_starts: at.expert_starts,
-                            local_experts: handle.local_experts.into(),
-                        };
-                        stream.call(stage_kernel, copiers, STAGE_THREADS, 0, StageByExpert::call(args))?;
+                if halves != Halves::Receive {
+                    buffer.stage_rows(stream, launch)?;
+                }
+                let header = launch.handle.tables.header;
+                if halves == Halves::Send {
+                    // Peers are waited for behind it.
+                    let waits = Waits { waited: None, ..launch.waits };
+                    return buffer.enter(stream, &waits, header, false);
+                }
+                if launch.waits.waited.is_none() {
+                    return buffer.sum_rows(stream, launch);
+                }
+                buffer.enter(stream, &launch.waits, header, true)?;
+                let summed = buffer.sum_rows(stream, launch);
+                let ended = summed.and_then(|()| buffer.end(stream, &launch.waits));
+                if let (Err(error), false) = (&ended, capturing) {
+                    buffer.core.give_up("combine", error);
+                }
+                ended
+            }
+        })
+    }
+
+    /// Enqueues the copy of a tensor's rows into the pool, and the check of their number, unless the
+    /// kernel that sums does it.
+    ///
+    /// # Safety
+    /// The addresses of the launch are live until the stream has passed the kernel, and no peer
+    /// reads combine rows.
+    unsafe fn stage_rows(&self, stream: &Stream, launch: &CombineLaunch) -> Result<()> {
+        let (stage, handle) = (launch.stage, &launch.handle);
+        if launch.staged.is_some() {
+            return Ok(());
+        }
+        // SAFETY: the caller keeps the memory.
+        unsafe {
+            if let Some(at) = handle.tables.by_expert {
+                if stage.x.is_null() && !launch.may_be_short {
+                    return Ok(());
+                }
+                let (_, kernel) = handle.tables.routing.by_expert()?;
+                let args = ExpertStageArgs {
+                    stage,
+                    expert_counts: at.expert_counts,
+                    expert_starts: at.expert_starts,
+                    local_experts: handle.local_experts.into(),
+                };
+                return stream.call(kernel, launch.copiers, STAGE_THREADS, 0, StageByExpert::call(args));
+            }
+            if stage.x.is_null() && stage.weights.is_null() && !launch.may_be_short {
+                return Ok(());
+            }
+            let kernel = &self.kernels.stage_combine;
+            stream.call(kernel, launch.copiers, STAGE_THREADS, 0, StageCombine::call(stage))
+        }
+    }
+
+    /// Enqueues the kernel that sums.
+    ///
+    /// # Safety
+    /// The same as of [`Buffer::stage_rows`], behind which it runs.
+    unsafe fn sum_rows(&mut self, stream: &Stream, launch: &CombineLaunch) -> Result<()> {
+        let CombineLaunch { handle, dtype, staged, ring, num_sms, entry_weights, .. } = launch;
+        let (dtype, mut args, by_expert) = (*dtype, launch.args, handle.tables.by_expert);
+        // Rows are copied by as many threads as the kernel can have, however few gather.
+        let (blocks, threads, reserved) = match (&handle.tables.routing, staged) {
+            (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
+            (Spread::OneNode(..), None) => {
+                (blocks_for(handle.num_tokens, *num_sms), ring.threads(), JOINED_BYTES)
+            }
+            // One warp more, which posts puts.
+            (Spread::SeveralNodes(..), None) => (*num_sms, ring.threads() + 32, PROGRESS_BYTES),
+        };
+        let shape = (blocks, threads, ring.shared_bytes() + reserved);
+        let (grid, block, shared) = shape;
+        args.comm.trace = self.core.trace("combine", grid);
+        // SAFETY: the caller keeps the memory.
+        unsafe {
+            if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
+                let kernels = node.by_expert.as_ref().ok_or_else(not_loaded)?;
+                let args = ExpertCombineArgs {
+                    combine: args,
+                    weights: *entry_weights,
+                    num_topk: at.num_topk.into(),
+                };
+                return match dtype {
+                    DType::F32 => {
+                        let call = CombineByExpertF32::call(args);
+                        stream.call(&kernels.combine_f32, grid, block, shared, call)
+                    }
+                    DType::F16 => {
+                        let call = CombineByExpertF16::call(args);
+                        stream.call(&kernels.combine_f16, grid, block, shared, call)
+                    }
+                    _ => stream.call(&kernels.combine, grid, block, shared, CombineByExpertBf16::call(args)),
+                };
+            }
+            match (&handle.tables.routing, staged) {
+                (Spread::OneNode(node, _), Some((staged, _))) => {
+                    let args = StagedCombineArgs { combine: args, ..*staged };
+                    if dtype == DType::F32 {
+                        call_within!(stream, node, combine_staged_f32: CombineStagedF32 | CombineStagedManyF32, shape, args)
+                    } else {
+                        call_within!(stream, node, combine_staged: CombineStagedBf16 | CombineStagedManyBf16, shape, args)
                     }
                 }
-                if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
-                    let kernels = node.by_expert.as_ref().ok_or_else(not_loaded)?;
-                    let args = ExpertCombineArgs {
+                (Spread::OneNode(node, _), None) if dtype == DType::F32 => {
+                    call_within!(stream, node, combine_f32: CombineF32 | CombineManyF32, shape, args)
+                }
+                (Spread::OneNode(node, _), None) if dtype == DType::F16 => {
+                    call_within!(stream, node, combine_f16: CombineF16 | CombineManyF16, shape, args)
+                }
+                (Spread::OneNode(node, _), None) => {
+                    call_within!(stream, node, combine: CombineBf16 | CombineManyBf16, shape, args)
+                }
+                (Spread::SeveralNodes(nodes, routing), _) => {
+                    let args = InternodeCombineArgs {
                         combine: args,
-                        weights: entry_weights.map_or(null, Tensor::ptr),
+                        wire: nodes.wire(&self.config),
+                        route: routing.route,
+                        slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
+                        reserved: 0,
+                    };
+                    let (Some(at), Some(tables)) = (by_expert, routing.by_expert) else {
+                        return match dtype {
+                            DType::F32 => {
+                                let call = InternodeCombineF32::call(args);
+                                stream.call(&nodes.combine_f32, grid, block, shared, call)
+                            }
+                            DType::F16 => {
+                                let call = InternodeCombineF16::call(args);
+                                stream.call(&nodes.combine_f16, grid, block, shared, call)
+                            }
+                            _ => {
+                                let call = InternodeCombine::call(args);
+                                stream.call(&nodes.combine, grid, block, shared, call)
+                            }
+                        };
+                    };
+                    let kernels = nodes.by_expert.as_ref().ok_or_else(not_loaded)?;
+                    let args = InternodeExpertCombineArgs {
+                        rows: args,
+                        weights: if entry_weights.is_null() {
+                            DevicePtr::NULL
+                        } else {
+                            tables.forward_weights
+                        },
                         num_topk: at.num_topk.into(),
                     };
-                    return match dtype {
+                    match dtype {
                         DType::F32 => {
-                            let call = CombineByExpertF32::call(args);
+                            let call = InternodeCombineByExpertF32::call(args);
                             stream.call(&kernels.combine_f32, grid, block, shared, call)
                         }
                         DType::F16 => {
-                            let call = CombineByExpertF16::call(args);
+                            let call = InternodeCombineByExpertF16::call(args);
                             stream.call(&kernels.combine_f16, grid, block, shared, call)
                         }
                         _ => {
-                            stream.call(&kernels.combine, grid, block, shared, CombineByExpertBf16::call(args))
-                        }
-                    };
-                }
-                let is_by_row = staged.is_none() && by_expert.is_none();
-                if is_by_row && (!stage.x.is_null() || !stage.weights.is_null() || may_be_short) {
-                    let call = StageCombine::call(stage);
-                    stream.call(&kernels.stage_combine, copiers, STAGE_THREADS, 0, call)?;
-                }
-                match (&handle.tables.routing, staged) {
-                    (Spread::OneNode(node, _), Some((staged, _))) => {
-                        let args = StagedCombineArgs { combine: args, ..staged };
-                        if dtype == DType::F32 {
-                            call_within!(stream, node, combine_staged_f32: CombineStagedF32 | CombineStagedManyF32, shape, args)
-                        } else {
-                            call_within!(stream, node, combine_staged: CombineStagedBf16 | CombineStagedManyBf16, shape, args)
-                        }
-                    }
-                    (Spread::OneNode(node, _), None) if dtype == DType::F32 => {
-                        call_within!(stream, node, combine_f32: CombineF32 | CombineManyF32, shape, args)
-                    }
-                    (Spread::OneNode(node, _), None) if dtype == DType::F16 => {
-                        call_within!(stream, node, combine_f16: CombineF16 | CombineManyF16, shape, args)
-                    }
-                    (Spread::OneNode(node, _), None) => {
-                        call_within!(stream, node, combine: CombineBf16 | CombineManyBf16, shape, args)
-                    }
-                    (Spread::SeveralNodes(nodes, routing), _) => {
-                        let args = InternodeCombineArgs {
-                            combine: args,
-                            wire: nodes.wire(&buffer.config),
-                            route: routing.route,
-                            slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
-                            reserved: 0,
-                        };
-                        let (Some(at), Some(tables)) = (by_expert, routing.by_expert) else {
-                            return match dtype {
-                                DType::F32 => {
-                                    let call = InternodeCombineF32::call(args);
-                                    stream.call(&nodes.combine_f32, grid, block, shared, call)
-                                }
-                                DType::F16 => {
-                                    let call = InternodeCombineF16::call(args);
-                                    stream.call(&nodes.combine_f16, grid, block, shared, call)
-                                }
-                                _ => {
-                                    let call = InternodeCombine::call(args);
-                                    stream.call(&nodes.combine, grid, block, shared, call)
-                                }
-                            };
-                        };
-                        let kernels = nodes.by_expert.as_ref().ok_or_else(not_loaded)?;
-                        let args = InternodeExpertCombineArgs {
-                            rows: args,
-                            weights: entry_weights.map_or(null, |_| tables.forward_weights),
-                            num_topk: at.num_topk.into(),
-                        };
-                        match dtype {
-                            DType::F32 => {
-                                let call = InternodeCombineByExpertF32::call(args);
-                                stream.call(&kernels.combine_f32, grid, block, shared, call)
-                            }
-                            DType::F16 => {
-                                let call = InternodeCombineByExpertF16::call(args);
-                                stream.call(&kernels.combine_f16, grid, block, shared, call)
-                            }
-                            _ => {
-                                let call = InternodeCombineByExpert::call(args);
-                                stream.call(&kernels.combine, grid, block, shared, call)
-                            }
+                            let call = InternodeCombineByExpert::call(args);
+                            stream.call(&kernels.combine, grid, block, shared, call)
                         }
                     }
                 }
             }
-        })
+        }
     }
 
     /// An error unless weights are given where rows have them.

@@ -15,6 +15,7 @@ use epoxide_gpu::layout::{
     InternodeExpertPlanArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape, ring_bytes,
 };
 
+use super::halves::{AddedCounts, Copies, DispatchEnd, Halves, Pending, Second, Waits};
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
 use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::{Place, Room};
@@ -23,9 +24,7 @@ use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
 use crate::ep::Payload;
-use crate::ep::core::{
-    CUMULATIVE_COUNTS, Lease, PlaceState, add_counts, check_cumulative, nanoseconds, setters,
-};
+use crate::ep::core::{CUMULATIVE_COUNTS, Lease, PlaceState, check_cumulative, nanoseconds, setters};
 use crate::ep::experts::check_alignment;
 use crate::ep::payload::{Columns, PlacedColumn, Record, Records};
 use crate::ep::tensor::{Owner, owners};
@@ -73,6 +72,7 @@ pub struct DispatchRequest<'a> {
     by_expert: bool,
     counts: Counts,
     cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
+    cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
     num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
@@ -93,6 +93,7 @@ impl<'a> DispatchRequest<'a> {
             by_expert: false,
             counts: Counts::Exact,
             cumulative_counts: None,
+            cumulative_wait_ns: None,
             num_sms: None,
             timeout: None,
         }
@@ -143,6 +144,17 @@ impl<'a> DispatchRequest<'a> {
         /// adds nothing. Selections are those without rounding. Without rows by expert the
         /// alignment must be 1.
         cumulative_counts: &'a TypedTensor<'a, i32>;
+        /// Adds the nanoseconds that this rank waited for each rank to these, i64 `[num_ranks]`, by
+        /// the device's `%globaltimer`: a rank that is slow, or behind a slow link, stands out. It
+        /// waits until the rank has entered the dispatch and, once the own rows have left, until
+        /// those of the rank are here. A wait is 0 for a rank that was in time, and for this one.
+        /// The count exchange in between is not in it. The time is added in the call, in the run in
+        /// front of a recording, and in each replay.
+        ///
+        /// Each rank decides for itself. A small kernel waits in front of those of the dispatch, and
+        /// another one behind them; a call without has neither. Within one node alone: across
+        /// nodes rows are relayed.
+        cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors that move rows, instead of [`Config::num_sms`](super::Config):
         /// even, at least 2.
         ///
@@ -164,6 +176,7 @@ pub struct CachedDispatchRequest<'a> {
     columns: Columns<'a>,
     payload: Option<&'a Payload>,
     handle: &'a DispatchHandle,
+    cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
     num_sms: Option<u32>,
     timeout: Option<Duration>,
 }
@@ -179,6 +192,7 @@ impl<'a> CachedDispatchRequest<'a> {
             columns,
             payload: None,
             handle,
+            cumulative_wait_ns: None,
             num_sms: None,
             timeout: None,
         }
@@ -187,6 +201,9 @@ impl<'a> CachedDispatchRequest<'a> {
     setters! {
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
+        /// Adds up how long this rank waited for each rank, as
+        /// [`DispatchRequest::cumulative_wait_ns`].
+        cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors that move rows, with the rules of
         /// [`CombineRequest::num_sms`](super::CombineRequest::num_sms).
         num_sms: u32;
@@ -274,6 +291,37 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
+        self.start_dispatch(place, request, order, Halves::Both).map(|(received, _)| received)
+    }
+
+    /// The first half of [`Buffer::dispatch`]: exchanges counts and sends rows. It waits until the
+    /// peers have entered the dispatch, and not for their rows. The second, [`Pending::receive`],
+    /// waits for those; no multiprocessor is held in between. With [`Counts::Exact`] the host waits
+    /// for the counts in this call.
+    ///
+    /// Each rank decides for itself whether it calls the halves. Across nodes the first half relays
+    /// rows as well, and so waits for those of other nodes that it relays.
+    ///
+    /// # Errors
+    /// The same as [`Buffer::dispatch`].
+    pub fn dispatch_send<'b, 'p>(
+        &'b mut self,
+        place: &'p mut Place,
+        request: DispatchRequest<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<Pending<'b, Received<'p>>> {
+        let (received, end) = self.start_dispatch(place, request, order, Halves::Send)?;
+        Ok(self.pending(end.name, Second::Dispatch(Box::new(end)), received))
+    }
+
+    /// Launches a dispatch, or its first half; gives what the second one launches.
+    fn start_dispatch<'p>(
+        &mut self,
+        place: &'p mut Place,
+        request: DispatchRequest<'_>,
+        order: StreamOrder<'_>,
+        halves: Halves,
+    ) -> Result<(Received<'p>, DispatchEnd)> {
         let capturing = self.core.begin(order)?;
         let place = place.0.place();
         self.core.check_place(place)?;
@@ -347,47 +395,67 @@ impl Buffer {
         let records = payload.record.place(self.core.arena(), layout.num_tokens)?;
         let to_launch = (num_sms, layout.num_tokens);
         let (rows, ring) = self.dispatch_args(&payload, &records, place, &tables, to_launch, Some(metadata));
+        let mut uses = Vec::new();
+        let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
+        let mut end = self.end_of("dispatch", rows.comm, waited, halves);
+        end.counts = request.cumulative_counts.map(|cumulative| AddedCounts {
+            header: tables.header,
+            counts: tables.by_expert.map_or(tables.num_recv_tokens_per_expert, |at| at.expert_counts),
+            cumulative: cumulative.ptr(),
+            local_experts,
+        });
 
         let mut header = PlanHeader::default();
         let mut lease = None;
         let (scales, weights) = (scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
         let cumulative = request.cumulative_counts.map(|it| &**it);
-        let uses = [Some(x), scales, weights, Some(layout.topk_idx()), cumulative].into_iter();
-        let uses = owners(uses.chain(columns.iter().map(Some))).into_iter().chain(records.owner());
-        let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
+        let inputs = [Some(x), scales, weights, Some(layout.topk_idx()), cumulative].into_iter();
+        uses.extend(owners(inputs.chain(columns.iter().map(Some))));
+        uses.extend(records.owner());
+        uses.extend([layout.block.clone() as Owner, block.clone() as Owner]);
+        end.uses.clone_from(&uses);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them.
             unsafe {
                 records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
-                buffer.launch_notify(stream, &counts, &payload, place, &tables)?;
-                if counts.by_expert {
-                    buffer.launch_expert_plan(stream, &counts, place, &tables)?;
+                if let Some(waits) = &end.waits {
+                    buffer.enter(stream, waits, DevicePtr::NULL, true)?;
                 }
-                let launched = buffer.launch_dispatch(stream, rows, (ring, num_sms), &tables);
-                if let (Err(error), false) = (&launched, capturing) {
-                    // Peers get this rank's counts, and wait for rows that are never sent.
+                let counted =
+                    buffer.launch_notify(stream, &counts, &payload, place, &tables).and_then(|()| {
+                        if !counts.by_expert {
+                            return Ok(());
+                        }
+                        buffer.launch_expert_plan(stream, &counts, place, &tables)
+                    });
+                // Peers have this rank's entry, or its counts, and wait for rows that are never
+                // sent.
+                let is_awaited = end.waits.is_some() || counted.is_ok();
+                let launched = counted
+                    .and_then(|()| buffer.launch_dispatch(stream, rows, (ring, num_sms), &tables, &mut end));
+                if let (Err(error), false, true) = (&launched, capturing, is_awaited) {
                     buffer.core.give_up("dispatch", error);
                 }
                 launched?;
-                if let Some(cumulative) = request.cumulative_counts {
-                    let counts = tables.by_expert.map(|at| at.expert_counts);
-                    add_counts(
-                        &buffer.kernels.add_counts,
-                        stream,
-                        buffer.comm,
-                        tables.header,
-                        counts.unwrap_or(tables.num_recv_tokens_per_expert),
-                        (cumulative.ptr(), local_experts),
-                    )?;
+                if halves == Halves::Both {
+                    buffer.end_dispatch(stream, &end)?;
                 }
             }
             if exact {
                 // Rows are already on their way while the host waits.
-                header = buffer.wait_counts(stream, counts.tag, request.timeout)?;
-                buffer.core.check()?;
-                buffer.plans.check_plan(&header, capacity)?;
+                let planned = buffer.wait_counts(stream, counts.tag, request.timeout).and_then(|counted| {
+                    header = counted;
+                    buffer.core.check()?;
+                    buffer.plans.check_plan(&header, capacity)
+                });
+                if let (Err(_), Halves::Send) = (&planned, halves) {
+                    // No second half will end it.
+                    // SAFETY: as above.
+                    unsafe { buffer.end_dispatch(stream, &end)? };
+                }
+                planned?;
             }
             Ok(())
         })?;
@@ -424,7 +492,7 @@ impl Buffer {
         let with_topk = request.topk_weights.is_some();
         let by_expert = request.by_expert;
         let of_weights = if by_expert { &columns[..1] } else { &columns[..] };
-        Ok(Received {
+        let received = Received {
             recv_topk_idx: (with_topk && !by_expert)
                 .then(|| place.tensor(owner(), at.recv_topk_idx, &columns).result("recv_topk_idx", plan)),
             recv_topk_weights: with_topk.then(|| {
@@ -437,7 +505,8 @@ impl Buffer {
                 .then(|| place.tensor(owner(), at.recv_topk_idx, &[rows, 2]).result("recv_src_entry", plan)),
             num_recv_tokens_per_expert: counts,
             ..output_of_rows(&payload, &lease, &handle, event)
-        })
+        };
+        Ok((received, end))
     }
 
     /// Sends rows along the routing of an earlier dispatch, into `place`, the one of the same index
@@ -452,6 +521,31 @@ impl Buffer {
         request: CachedDispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
+        self.start_cached_dispatch(place, request, order, Halves::Both).map(|(received, _)| received)
+    }
+
+    /// The first half of [`Buffer::dispatch_cached`], as [`Buffer::dispatch_send`].
+    ///
+    /// # Errors
+    /// The same as [`Buffer::dispatch_cached`].
+    pub fn dispatch_cached_send<'b, 'p>(
+        &'b mut self,
+        place: &'p mut Place,
+        request: CachedDispatchRequest<'_>,
+        order: StreamOrder<'_>,
+    ) -> Result<Pending<'b, Received<'p>>> {
+        let (received, end) = self.start_cached_dispatch(place, request, order, Halves::Send)?;
+        Ok(self.pending(end.name, Second::Dispatch(Box::new(end)), received))
+    }
+
+    /// The same as [`Buffer::start_dispatch`], along a handle.
+    fn start_cached_dispatch<'p>(
+        &mut self,
+        place: &'p mut Place,
+        request: CachedDispatchRequest<'_>,
+        order: StreamOrder<'_>,
+        halves: Halves,
+    ) -> Result<(Received<'p>, DispatchEnd)> {
         let capturing = self.core.begin(order)?;
         let place = place.0.place();
         self.core.check_place(place)?;
@@ -470,18 +564,43 @@ impl Buffer {
         let to_launch = (num_sms, handle.0.num_tokens);
         let (args, ring) = self.dispatch_args(&payload, &records, place, tables, to_launch, None);
         let mut lease = None;
-        let uses = owners([Some(x), scales.map(|it| &**it)].into_iter().chain(columns.iter().map(Some)));
-        let uses = uses.into_iter().chain([handle.0.block.clone() as Owner]).chain(records.owner());
+        let mut uses = owners([Some(x), scales.map(|it| &**it)].into_iter().chain(columns.iter().map(Some)));
+        uses.push(handle.0.block.clone() as Owner);
+        uses.extend(records.owner());
+        let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
+        let mut end = self.end_of("cached dispatch", args.comm, waited, halves);
+        end.uses.clone_from(&uses);
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe {
                 records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
-                buffer.launch_dispatch(stream, args, (ring, num_sms), tables)
+                if let Some(waits) = &end.waits {
+                    buffer.enter(stream, waits, tables.header, true)?;
+                }
+                let launched = buffer.launch_dispatch(stream, args, (ring, num_sms), tables, &mut end);
+                if let (Err(error), false, true) = (&launched, capturing, end.waits.is_some()) {
+                    buffer.core.give_up("cached dispatch", error);
+                }
+                launched?;
+                if halves == Halves::Both { buffer.end_dispatch(stream, &end) } else { Ok(()) }
             }
         })?;
         let lease = self.captured_lease(lease, None)?;
-        Ok(output_of_rows(&payload, &lease, handle, event))
+        Ok((output_of_rows(&payload, &lease, handle, event), end))
+    }
+
+    /// The kernels that follow those of a dispatch; launching those may add copies.
+    fn end_of(
+        &self,
+        name: &'static str,
+        comm: Comm,
+        waited: Option<DevicePtr>,
+        halves: Halves,
+    ) -> DispatchEnd {
+        let is_apart = halves == Halves::Send || waited.is_some();
+        let waits = is_apart.then_some(Waits { comm, waited, is_combine: false });
+        DispatchEnd { name, waits, copies: None, counts: None, uses: Vec::new() }
     }
 
     /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and
@@ -820,7 +939,8 @@ impl Buffer {
         Ok(())
     }
 
-    /// Enqueues the movement of rows.
+    /// Enqueues the movement of rows. Where the dispatch ends by a kernel of its own, `end` gets the
+    /// copies of rows by expert that are made behind it.
     ///
     /// # Safety
     /// The addresses in `args` and the handle's block are live until the stream has passed the
@@ -831,6 +951,7 @@ impl Buffer {
         mut args: DispatchArgs,
         (ring, num_sms): (RingShape, u32),
         tables: &HandleTables,
+        end: &mut DispatchEnd,
     ) -> Result<()> {
         let grid = match &tables.routing {
             // A rank with few tokens may have many rows to copy.
@@ -847,7 +968,8 @@ impl Buffer {
                     let threads = ring.threads() + args.metadata_warps * 32;
                     let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
                     if let (Some(kernels), Some(_)) = (&node.by_expert, tables.by_expert) {
-                        let (shape, copy_warps) = (&self.options.shape, self.kernels.copy_warps(ring.bytes));
+                        let (shape, warps) = (&self.options.shape, self.kernels.copy_warps(ring.bytes));
+                        let copy_warps = if end.waits.is_some() { 0 } else { warps };
                         let shared = copy_rings_behind(ring.shared_bytes())
                             + ring_bytes(copy_warps, COPY_STAGES, ring.bytes);
                         let (block, shared) = (threads + copy_warps * 32, shared + JOINED_BYTES);
@@ -859,7 +981,13 @@ impl Buffer {
                             reserved: 0,
                         };
                         let call = DispatchByExpert::call(args);
-                        return stream.call(&kernels.dispatch, grid, block, shared, call);
+                        stream.call(&kernels.dispatch, grid, block, shared, call)?;
+                        if end.waits.is_some() {
+                            let copies = Copies { node: node.clone(), args, blocks: num_sms, warps };
+                            self.announce(stream, &copies)?;
+                            end.copies = Some(copies);
+                        }
+                        return Ok(());
                     }
                     call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
                 }

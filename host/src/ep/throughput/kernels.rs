@@ -4,16 +4,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
-    self as gpu, AddCounts, COPY_STAGES, CeilingPull, CeilingPush, CombineBf16, CombineByExpertBf16,
-    CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16, CombineManyF16,
-    CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16, CombineStagedManyF32,
-    CopyByExpert, Dispatch, DispatchByExpert, DispatchLayout, DispatchMany, FirstTokens,
-    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16,
-    InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch,
-    InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
-    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
-    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, StageByExpert, StageCombine,
-    TransposeColumn, WeightGradients, notify_shared_bytes, number_shared_bytes,
+    self as gpu, AddCounts, AnnounceTokens, COPY_STAGES, CeilingPull, CeilingPush, CombineBf16,
+    CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16,
+    CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16,
+    CombineStagedManyF32, CopyByExpert, CopyReceivedRows, Dispatch, DispatchByExpert, DispatchLayout,
+    DispatchMany, EndOperation, EnterOperation, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine,
+    InternodeCombineByExpert, InternodeCombineByExpertF16, InternodeCombineByExpertF32, InternodeCombineF16,
+    InternodeCombineF32, InternodeCount, InternodeDispatch, InternodeDispatchByExpert, InternodeNotify,
+    InternodePlanByExpert, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES,
+    Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns,
+    PlanByExpert, StageByExpert, StageCombine, TransposeColumn, WeightGradients, notify_shared_bytes,
+    number_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
@@ -145,6 +146,10 @@ pub struct ByExpert {
     pub number: Kernel,
     pub plan: Kernel,
     pub dispatch: Kernel,
+    /// Part of a dispatch in two halves.
+    pub announce: Kernel,
+    /// Part of a dispatch in two halves.
+    pub copy: Kernel,
     pub stage: Kernel,
     pub combine: Kernel,
     pub combine_f16: Kernel,
@@ -153,10 +158,12 @@ pub struct ByExpert {
 
 impl ByExpert {
     /// Their names, in the order of the fields.
-    const NAMES: [&'static str; 7] = [
+    const NAMES: [&'static str; 9] = [
         NumberSelections::INFO.name,
         PlanByExpert::INFO.name,
         DispatchByExpert::INFO.name,
+        AnnounceTokens::INFO.name,
+        CopyReceivedRows::INFO.name,
         StageByExpert::INFO.name,
         CombineByExpertBf16::INFO.name,
         CombineByExpertF16::INFO.name,
@@ -297,6 +304,8 @@ impl LoadedKernels {
             TransposeColumn::INFO,
             AddCounts::INFO,
             WeightGradients::INFO,
+            EnterOperation::INFO,
+            EndOperation::INFO,
         ];
         let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
         if topology.nodes > 1 {
@@ -330,11 +339,14 @@ impl LoadedKernels {
                 let [notify, dispatch, combine, combine_f16, combine_f32, staged, staged_f32] =
                     OneNode::names(is_many);
                 let by_expert = || -> Result<ByExpert> {
-                    let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] = ByExpert::NAMES;
+                    let [number, plan, dispatch, announce, copy, stage, combine, combine_f16, combine_f32] =
+                        ByExpert::NAMES;
                     Ok(ByExpert {
                         number: kernel(number, number_shared)?,
                         plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
                         dispatch: kernel(dispatch, self.shared_limit)?,
+                        announce: kernel(announce, 0)?,
+                        copy: kernel(copy, self.shared_limit)?,
                         stage: kernel(stage, 0)?,
                         combine: kernel(combine, self.shared_limit)?,
                         combine_f16: kernel(combine_f16, self.shared_limit)?,
@@ -399,6 +411,8 @@ pub struct Kernels {
     pub transpose_column: Kernel,
     pub add_counts: Kernel,
     pub weight_gradients: Kernel,
+    pub enter_operation: Kernel,
+    pub end_operation: Kernel,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     copy_by_expert: OnceLock<Kernel>,
@@ -424,6 +438,8 @@ impl Kernels {
             transpose_column: loaded.module.kernel(TransposeColumn::INFO.name, 0)?,
             add_counts: loaded.module.kernel(AddCounts::INFO.name, 0)?,
             weight_gradients: loaded.module.kernel(WeightGradients::INFO.name, 0)?,
+            enter_operation: loaded.module.kernel(EnterOperation::INFO.name, 0)?,
+            end_operation: loaded.module.kernel(EndOperation::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             copy_by_expert: OnceLock::new(),

@@ -5,6 +5,7 @@
 //! | `mod.rs` | [`Buffer`]: how it is made, and its checks of arguments |
 //! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
 //! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
+//! | `halves.rs` | operations in two halves, and measured ones |
 //! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
 //! | `backward.rs` | gradients, along the handle of the forward pass |
 //! | `copy.rs`, `columns.rs` | copies of received rows and columns into tensors of the caller's |
@@ -24,6 +25,7 @@ mod copy;
 mod copy_by_expert;
 mod dispatch;
 mod fault;
+mod halves;
 mod handle;
 mod kernels;
 mod layout;
@@ -59,6 +61,7 @@ pub use ceiling::{CeilingShape, Direction};
 pub use combine::{CombineRequest, CombineRows, Combined};
 pub use config::{Config, low_latency_rdma_size_hint};
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
+pub use halves::{CombineOutputs, Pending};
 pub use handle::{DispatchHandle, InternodeHandle, IntranodeHandle};
 pub use layout::DispatchLayout;
 pub use options::{Fields, Options, Shape, Tuning};
@@ -142,6 +145,8 @@ pub struct Buffer {
     options: Fields,
     tag: u64,
     row_bytes: RowBytes,
+    /// The call whose second half has not been launched.
+    sent: Option<&'static str>,
 }
 
 /// How long the rows in the pool are, as it has been described.
@@ -241,8 +246,19 @@ impl Buffer {
             slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
         };
         let plans = Plans::new(core.faults().clone(), limits);
-        let buffer =
-            Buffer { core, kernels, host_counts, plans, tables, comm, config, options, tag: 0, row_bytes };
+        let buffer = Buffer {
+            core,
+            kernels,
+            host_counts,
+            plans,
+            tables,
+            comm,
+            config,
+            options,
+            tag: 0,
+            row_bytes,
+            sent: None,
+        };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
         Ok(buffer)
@@ -386,6 +402,10 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
+        if let Some(call) = self.sent {
+            let reason = "its first half has run, but what it brings was not received".into();
+            return Err(Error::Broken { call, reason, source: None });
+        }
         let event = Core::run(self, order, capturing, operation, uses, work)?;
         Ok(event.map(|event| event.of(self.core.faults().clone())))
     }

@@ -1,0 +1,82 @@
+//! High throughput: how an operation is entered and ended by kernels of their own. So it can be
+//! launched as two halves, and so its waits can be measured.
+//!
+//! The kernel that moves rows ends its operation in `leave`: the block that completes the ticket
+//! waits for all peers and stores the epoch. `enter_operation` can take one for each rank of the
+//! node from the ticket. Then no block completes it, and the kernel ends when its own rows have
+//! landed. `end_operation` has a block for each rank, which waits for that rank and gives the one
+//! back; the last block stores the epoch. The kernels between are those of any other operation.
+//!
+//! Soundness: all words that are waited for lie in this rank's own pool. A ready word is published
+//! behind all earlier kernels of the stream, and again, with the same value, by the kernels that
+//! follow. The ticket stays below what the operation needs until the last block of `end_operation`
+//! has added to it: [`QUANTUM`] is more than there are ranks. Each time of the caller's has one
+//! thread, and each block works with one: a thread without a ticket must not read the epoch.
+
+use super::epoch::{ReadyEntry, add_wait, current_epoch, pool_at, wait_at_least, wait_entered};
+use crate::layout::{
+    EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, QUANTUM, READY_EPOCHS, READY_SHIFT, Wait,
+    done_offset, ready_offset,
+};
+use crate::simt::*;
+
+const _: () = assert!((MAX_RANKS as u64) < QUANTUM);
+
+/// Publishes that this rank has entered the operation, a rank to a block. If asked, it keeps the
+/// operation from ending before `end_operation`, waits until each rank has entered it, and adds the
+/// time that each was late to the caller's. A rank that is here at the first look is not late.
+#[kernel(threads = 32, registers = 40, dependent, grid = args.comm.num_ranks, block = 32)]
+pub unsafe fn enter_operation(args: EnterArgs) {
+    let (comm, peer, start) = (&args.comm, ctaid(), globaltimer());
+    if tid() != 0 {
+        return;
+    }
+    let epoch = current_epoch(comm);
+    let entry = if args.header.is_null() {
+        ReadyEntry::planning(comm, epoch)
+    } else {
+        ReadyEntry::read(comm, args.header.0)
+    };
+    let ready = entry.ready_word(comm, epoch);
+    if ready != 0 {
+        st_release_sys_u64(pool_at::<true>(comm, peer) + ready_offset(comm.rank), ready);
+    }
+    if peer == comm.rank {
+        if args.holds != 0 {
+            red_relaxed_gpu_add_u64(comm.local.0 + LOCAL_TICKET, (comm.num_ranks as u64).wrapping_neg());
+        }
+        return;
+    }
+    if args.waited.is_null() || ready == 0 {
+        return;
+    }
+    let word = pool_at::<true>(comm, comm.rank) + ready_offset(peer);
+    if ld_relaxed_sys_u64(word) >> READY_SHIFT != epoch & READY_EPOCHS {
+        let what = if args.is_combine != 0 { Wait::CombineReady } else { Wait::DispatchReady };
+        wait_entered(comm, word, ready, peer, epoch, what);
+        add_wait(args.waited, peer, start);
+    }
+}
+
+/// Waits until each rank has done its part towards this one, a rank to a block, adds the time that
+/// each was late to the caller's, if asked, and ends the operation.
+#[kernel(threads = 32, registers = 40, dependent, grid = args.comm.num_ranks, block = 32)]
+pub unsafe fn end_operation(args: EndArgs) {
+    let (comm, peer, start) = (&args.comm, ctaid(), globaltimer());
+    if tid() != 0 {
+        return;
+    }
+    let epoch = current_epoch(comm);
+    let (word, needed) = (pool_at::<true>(comm, comm.rank) + done_offset(peer), epoch * QUANTUM);
+    let is_late = ld_relaxed_sys_u64(word) < needed;
+    let what = if args.is_combine != 0 { Wait::CombineDone } else { Wait::DispatchDone };
+    wait_at_least(comm, word, needed, peer, epoch, what);
+    if is_late && peer != comm.rank && !args.waited.is_null() {
+        add_wait(args.waited, peer, start);
+    }
+    if atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, 1) + 1 == needed {
+        // The end of the kernel publishes it; the one thread of every other block has read the old
+        // one before its ticket.
+        st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
+    }
+}

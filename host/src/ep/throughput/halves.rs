@@ -1,0 +1,254 @@
+//! The halves of an operation, and the kernels that enter and end one by themselves.
+//!
+//! Invariant: an operation whose [`EnterArgs::holds`] is 1 ends with `end_operation`, or the buffer
+//! is given up: its epoch would stand still.
+
+use std::sync::Arc;
+
+use epoxide_gpu::kernels::{AnnounceTokens, COPY_STAGES, CopyReceivedRows, EndOperation, EnterOperation};
+use epoxide_gpu::layout::{Comm, DevicePtr, EndArgs, EnterArgs, ExpertDispatchArgs, ring_bytes};
+
+use super::combine::{CombineLaunch, Combined};
+use super::kernels::{OneNode, not_loaded};
+use super::received::Received;
+use super::{Buffer, StreamOrder, Tensor, TypedTensor};
+use crate::driver::{Event, Stream};
+use crate::ep::core::{add_counts, check_wait_ns};
+use crate::ep::tensor::{Owner, owners};
+use crate::error::{Error, Result};
+
+/// The launches of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Halves {
+    Both,
+    Send,
+    Receive,
+}
+
+/// Which operation a kernel enters or ends, and the tensor whose waits it adds up.
+#[derive(Debug, Clone, Copy)]
+pub struct Waits {
+    pub comm: Comm,
+    pub waited: Option<DevicePtr>,
+    pub is_combine: bool,
+}
+
+/// The results of an operation once its second half has run: [`Pending::receive`] launches that. No
+/// other operation of the buffer is possible before. If this is dropped without it, the buffer
+/// cannot be used any more, since its operation does not end.
+#[derive(Debug)]
+#[must_use = "the operation ends with its second half: call `receive`"]
+pub struct Pending<'b, T> {
+    buffer: &'b mut Buffer,
+    second: Second,
+    output: T,
+}
+
+/// The second half of an operation.
+#[derive(Debug)]
+pub(super) enum Second {
+    Dispatch(Box<DispatchEnd>),
+    Combine(Box<CombineLaunch>),
+}
+
+/// Tensors of the caller's for sums and for sums of weights: the output of
+/// [`Buffer::combine_send_into`].
+#[derive(Debug)]
+pub struct CombineOutputs<'o> {
+    pub(super) x: &'o Tensor<'o>,
+    pub(super) topk_weights: Option<&'o TypedTensor<'o, f32>>,
+}
+
+impl<'p> Pending<'_, Received<'p>> {
+    /// Launches the second half: waits for the peers' rows.
+    ///
+    /// # Errors
+    /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
+    pub fn receive(self, order: StreamOrder<'_>) -> Result<Received<'p>> {
+        let (event, output) = self.launch(order)?;
+        Ok(Received { event, ..output })
+    }
+}
+
+impl Pending<'_, Combined> {
+    /// Launches the second half: gathers the peers' rows and sums.
+    ///
+    /// # Errors
+    /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
+    pub fn receive(self, order: StreamOrder<'_>) -> Result<Combined> {
+        let (event, output) = self.launch(order)?;
+        Ok(Combined { event, ..output })
+    }
+}
+
+impl Pending<'_, CombineOutputs<'_>> {
+    /// Launches the second half of [`Buffer::combine_send_into`]: gathers the peers' rows, and sums
+    /// into the tensors that were given there. Gives the event of an asynchronous call.
+    ///
+    /// # Errors
+    /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
+    pub fn receive(self, order: StreamOrder<'_>) -> Result<Option<Event>> {
+        let Pending { buffer, second, output } = self;
+        let event = buffer.receive(&second, order)?;
+        if let Second::Combine(launch) = &second {
+            buffer.core.fills_tensor(output.x, &launch.handle);
+            output.topk_weights.iter().for_each(|out| buffer.core.fills_tensor(out, &launch.handle));
+        }
+        Ok(event)
+    }
+}
+
+impl<T> Pending<'_, T> {
+    fn launch(self, order: StreamOrder<'_>) -> Result<(Option<Event>, T)> {
+        Ok((self.buffer.receive(&self.second, order)?, self.output))
+    }
+}
+
+/// The kernels that follow those of a dispatch.
+#[derive(Debug)]
+pub(super) struct DispatchEnd {
+    /// The name of the call.
+    pub name: &'static str,
+    /// The end of a dispatch that was entered by a kernel of its own.
+    pub waits: Option<Waits>,
+    /// Copies of rows by expert that its kernel has not made.
+    pub copies: Option<Copies>,
+    /// The caller's counts, and those that are added to them.
+    pub counts: Option<AddedCounts>,
+    /// Memory that must live as long as a recording of it.
+    pub uses: Vec<Owner>,
+}
+
+/// Copies of rows by expert behind a dispatch.
+#[derive(Debug, Clone)]
+pub(super) struct Copies {
+    pub node: Arc<OneNode>,
+    pub args: ExpertDispatchArgs,
+    pub blocks: u32,
+    /// Warps of a block.
+    pub warps: u32,
+}
+
+/// Counts to be added to the caller's.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AddedCounts {
+    pub header: DevicePtr,
+    pub counts: DevicePtr,
+    pub cumulative: DevicePtr,
+    pub local_experts: u32,
+}
+
+impl Buffer {
+    /// The first half of an operation has been launched.
+    pub(super) fn pending<T>(&mut self, call: &'static str, second: Second, output: T) -> Pending<'_, T> {
+        self.sent = Some(call);
+        Pending { buffer: self, second, output }
+    }
+
+    /// Launches the second half of an operation.
+    fn receive(&mut self, second: &Second, order: StreamOrder<'_>) -> Result<Option<Event>> {
+        let sent = self.sent.take();
+        let event = self.core.begin(order).and_then(|capturing| match second {
+            Second::Dispatch(end) => {
+                let uses = end.uses.iter().cloned();
+                // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind
+                // all work enqueued on streams, and a recording keeps them.
+                self.run(order, capturing, Some(end.name), uses, |buffer, stream| unsafe {
+                    buffer.end_dispatch(stream, end)
+                })
+            }
+            Second::Combine(launch) => self.launch_combine(launch, Halves::Receive, order, capturing),
+        });
+        if event.is_err() {
+            self.sent = sent;
+        }
+        event
+    }
+
+    /// Enqueues a kernel that publishes this rank's entry into an operation. `header`: the plan that
+    /// it goes by, null where it will make one. `holds`: whether `end_operation` will end it. If
+    /// waits are added up, the kernel also waits for the peers' entries.
+    ///
+    /// # Safety
+    /// The addresses are live until the stream has passed the kernel. The operation follows on the
+    /// stream.
+    pub(super) unsafe fn enter(
+        &self,
+        stream: &Stream,
+        waits: &Waits,
+        header: DevicePtr,
+        holds: bool,
+    ) -> Result<()> {
+        let comm = Comm { trace: DevicePtr::NULL, ..waits.comm };
+        let waited = waits.waited.unwrap_or(DevicePtr::NULL).into();
+        let args =
+            EnterArgs { comm, header, waited, holds: holds.into(), is_combine: waits.is_combine.into() };
+        // SAFETY: the caller keeps the memory; the words are the buffer's.
+        unsafe { stream.launch_call(&self.kernels.enter_operation, EnterOperation::call(args)) }
+    }
+
+    /// Enqueues the end of an operation that has been entered with `holds`.
+    ///
+    /// # Safety
+    /// The same as of [`Buffer::enter`]. The kernels of the operation precede it on the stream.
+    pub(super) unsafe fn end(&self, stream: &Stream, waits: &Waits) -> Result<()> {
+        let comm = Comm { trace: DevicePtr::NULL, ..waits.comm };
+        let waited = waits.waited.unwrap_or(DevicePtr::NULL).into();
+        let args = EndArgs { comm, waited, is_combine: waits.is_combine.into() };
+        // SAFETY: the caller keeps the memory; the words are the buffer's.
+        unsafe { stream.launch_call(&self.kernels.end_operation, EndOperation::call(args)) }
+    }
+
+    /// Enqueues what follows the kernels of a dispatch.
+    ///
+    /// # Safety
+    /// All addresses are live until the stream has passed the kernels, which follow those of the
+    /// dispatch.
+    pub(super) unsafe fn end_dispatch(&self, stream: &Stream, end: &DispatchEnd) -> Result<()> {
+        // SAFETY: the caller keeps the memory.
+        unsafe {
+            if let Some(waits) = &end.waits {
+                self.end(stream, waits)?;
+            }
+            if let Some(Copies { node, args, blocks, warps }) = &end.copies {
+                let kernel = &node.by_expert.as_ref().ok_or_else(not_loaded)?.copy;
+                let shared = ring_bytes(*warps, COPY_STAGES, args.dispatch.stage_bytes);
+                stream.call(kernel, *blocks, warps * 32, shared, CopyReceivedRows::call(*args))?;
+            }
+            if let Some(AddedCounts { header, counts, cumulative, local_experts }) = end.counts {
+                let to = (cumulative, local_experts);
+                add_counts(&self.kernels.add_counts, stream, self.comm, header, counts, to)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues, behind the movement of rows by expert without copies, the word that peers wait for
+    /// which copy while they move rows.
+    ///
+    /// # Safety
+    /// The same as of [`Buffer::enter`].
+    pub(super) unsafe fn announce(&self, stream: &Stream, copies: &Copies) -> Result<()> {
+        let kernel = &copies.node.by_expert.as_ref().ok_or_else(not_loaded)?.announce;
+        // SAFETY: the caller keeps the memory.
+        unsafe { stream.launch_call(kernel, AnnounceTokens::call(copies.args)) }
+    }
+
+    /// Where the waits of an operation are added up, if anywhere: `uses` gets what must live for it.
+    pub(super) fn wait_ns(
+        &self,
+        times: Option<&TypedTensor<'_, i64>>,
+        uses: &mut Vec<Owner>,
+    ) -> Result<Option<DevicePtr>> {
+        let Some(times) = times else { return Ok(None) };
+        check_wait_ns(times, self.num_ranks())?;
+        if self.num_nodes() > 1 {
+            let rule = "ranks of other nodes are not waited for one by one, since their rows are relayed: \
+                        leave it out, or measure in low latency";
+            return Err(Error::argument("cumulative_wait_ns", "given", rule));
+        }
+        uses.extend(owners([Some(&**times)]));
+        times.is_filled_by(self.core.faults());
+        Ok(Some(times.ptr()))
+    }
+}
