@@ -79,9 +79,9 @@ check two-vms killed-in-combine-other-vm 300 ./rdma_probe killed-in-combine
 check two-vms unplugged 300 ./rdma_probe unplugged
 
 # Queues by themselves.
-check two-devices puts-two-devices 300 ./rdma_probe puts --ranks 3 --large
-check two-vms puts-two-vms 300 ./rdma_probe puts --large
-check two-devices puts-small-mtu 300 env EPOXIDE_RDMA_PATH_MTU=1024 EPOXIDE_RDMA_QUEUE_DEPTH=4 ./rdma_probe puts --puts 100
+check two-devices puts-two-devices 300 ./rdma_probe puts --ranks 3 --large --timeout 200
+check two-vms puts-two-vms 300 ./rdma_probe puts --large --timeout 200
+check two-devices puts-small-mtu 300 env EPOXIDE_RDMA_PATH_MTU=1024 EPOXIDE_RDMA_QUEUE_DEPTH=4 ./rdma_probe puts --puts 100 --timeout 200
 check two-devices loss-and-reordering 300 "${quick[@]}" ./lossy.sh 'delay 1ms reorder 95% loss 5%' ./rdma_probe puts --puts 100 --timeout 100
 check two-vms link-down-for-2-s 300 ./rdma_probe link-down --puts 800 --timeout 200
 check two-vms link-down-for-good 300 "${impatient[@]}" ./rdma_probe link-lost
