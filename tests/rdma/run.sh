@@ -29,20 +29,31 @@ check() {
 }
 
 # run_list VMS COUNT OPTIONS OF RDMA-VM..: runs the list of COUNT machines, which boot once. A test
-# has passed if each of them says so in the last run. Where the kernel of a machine crashes, the
-# whole list runs once more: Debian's rdma_rxe frees a queue whose packets still lie in the ring of
-# an interface that is down (rxe_skb_tx_dtor). A crash that comes each time fails.
+# has passed if each of them says so. Where the kernel of a machine crashes, the tests that have not
+# passed run once more: Debian's rdma_rxe frees a queue whose packets still lie in the ring of an
+# interface that is down (rxe_skb_tx_dtor). A crash that comes each time fails.
 run_list() {
-    local vms=$1 count=$2 name
+    local vms=$1
     if [[ ! -e $folder/$vms ]]; then return; fi
     boot_list "$@"
-    if grep -aq 'Kernel panic' "$folder/$vms.log"; then
-        printf '%s| the kernel of a VM has crashed: once more\n' "$vms"
+    take_passed "$@"
+    if [[ -s $folder/$vms ]] && grep -aq 'Kernel panic' "$folder/$vms.log"; then
+        printf '%s| the kernel of a VM has crashed: the tests that are left once more\n' "$vms"
         boot_list "$@"
+        take_passed "$@"
     fi
-    while read -r name _; do
-        if (($(grep -aEc "^(vm[0-9]+\| )?--- $name: passed, " "$folder/$vms.log") == count)); then printf '%s\n' "$name" >>"$folder/passed"; fi
-    done <"$folder/$vms"
+}
+# Takes the tests that all machines have passed from the list.
+take_passed() {
+    local vms=$1 count=$2 name rest
+    while read -r name rest; do
+        if (($(grep -aEc "^(vm[0-9]+\| )?--- $name: passed, " "$folder/$vms.log") == count)); then
+            printf '%s\n' "$name" >>"$folder/passed"
+        else
+            printf '%s %s\n' "$name" "$rest"
+        fi
+    done <"$folder/$vms" >"$folder/$vms.left"
+    mv "$folder/$vms.left" "$folder/$vms"
 }
 boot_list() {
     local vms=$1 count=$2
