@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use bytemuck::AnyBitPattern;
@@ -699,18 +699,28 @@ pub struct Module(Arc<LoadedModule>);
 impl Module {
     /// Loads PTX text.
     pub fn load(device: &Device, ptx: &str) -> Result<Module> {
-        let handle = device.driver.module_load(ptx)?;
         let waiting = CutPtx::new(ptx).waiting().map(str::to_owned).collect();
+        Module::with_waiting(device, ptx, waiting)
+    }
+
+    /// Loads PTX text whose kernels `waiting` wait for the one in front of them.
+    fn with_waiting(device: &Device, ptx: &str, waiting: Vec<String>) -> Result<Module> {
+        let handle = device.driver.module_load(ptx)?;
         Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle, waiting })))
     }
 
     /// Loads these kernels of [`shipped_ptx`].
     pub(crate) fn shipped(device: &Device, file: Option<&Path>, names: &[&str]) -> Result<Module> {
-        let text = match shipped_ptx(file)? {
-            Cow::Borrowed(_) => epoxide_gpu::shipped().only(names),
-            Cow::Owned(ptx) => CutPtx::new(&ptx).only(names),
-        };
-        Module::load(device, &text)
+        // Found once a process: each buffer loads megabytes of text.
+        static WAITING: LazyLock<Vec<&str>> = LazyLock::new(|| epoxide_gpu::shipped().waiting().collect());
+        match shipped_ptx(file)? {
+            Cow::Borrowed(_) => {
+                let waiting = names.iter().filter(|name| WAITING.contains(name));
+                let waiting = waiting.map(|&name| name.to_owned()).collect();
+                Module::with_waiting(device, &epoxide_gpu::shipped().only(names), waiting)
+            }
+            Cow::Owned(ptx) => Module::load(device, &CutPtx::new(&ptx).only(names)),
+        }
     }
 
     /// A kernel by its entry name; `max_shared_bytes` is the most dynamic shared memory it will be
@@ -821,6 +831,17 @@ mod tests {
         assert_eq!(ptx_of(None).unwrap(), epoxide_gpu::PTX);
         let error = ptx_of(Some(directory.path().join("none.ptx").into())).unwrap_err().to_string();
         assert!(error.contains("EPOXIDE_PTX") && error.contains("none.ptx"), "{error}");
+    }
+
+    #[test]
+    fn shipped_kernels_wait_as_their_text_says() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let waiting = epoxide_gpu::shipped().waiting().next().unwrap();
+        let names = [CeilingPush::INFO.name, waiting];
+        let shipped = Module::shipped(&device, None, &names).unwrap();
+        let loaded = Module::load(&device, &epoxide_gpu::shipped().only(&names)).unwrap();
+        assert_eq!(shipped.0.waiting, [waiting]);
+        assert_eq!(loaded.0.waiting, [waiting]);
     }
 
     #[test]
