@@ -22,6 +22,7 @@ use epoxide_testing::roundtrip::Case;
 use epoxide_testing::tier;
 
 use crate::cases;
+use crate::failing::{FailingDevice, REFUSAL};
 use crate::property::{config, several_nodes};
 use crate::spread::Spread;
 use crate::valid::{refused, setup as two_ranks, then_dispatch};
@@ -358,6 +359,44 @@ fn times_have_an_entry_for_each_rank_of_one_node() {
         refused(rank.dispatch(place, valid.request().cumulative_wait_ns(&times)), &named);
         Ok(())
     });
+}
+
+/// An operation that was entered, and whose end cannot be launched, is the buffer's last.
+#[test]
+fn an_end_that_is_not_launched_breaks_the_buffer() {
+    for call in ["dispatch", "cached dispatch", "combine", "halves"] {
+        run_ranks(1, |_, group| {
+            let failing = FailingDevice::new(VirtualGpu::new(VirtConfig::default()), &["end_operation"]);
+            let options = Setup::new(1, 1, TOKENS, 2 * HIDDEN).max_topk(4).options;
+            let mut rank = Rank::new(epoxide::internal::driver::device(failing.clone()), group, options)?;
+            let mut place = rank.place()?;
+            let topk_idx = rank.upload_typed(1, &vec![vec![0i64]; TOKENS as usize])?;
+            let layout = rank.layout(&topk_idx, 1)?;
+            let x = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
+            let waits = TypedTensor::from_host(&rank.stream, &[1], &[0i64])?;
+            let request = DispatchRequest::new(&x, &layout);
+            let handle = rank.dispatch(&mut place, request)?.handle;
+            let cached = CachedDispatchRequest::new(&x, &handle);
+            failing.refuse_next();
+            let stream = rank.stream.clone();
+            let order = StreamOrder::on(&stream);
+            let outcome = match call {
+                "dispatch" => rank.dispatch(&mut place, request.cumulative_wait_ns(&waits)).map(drop),
+                "cached dispatch" => {
+                    rank.dispatch_cached(&mut place, cached.cumulative_wait_ns(&waits)).map(drop)
+                }
+                "combine" => {
+                    rank.combine(CombineRequest::new(&x, &handle).cumulative_wait_ns(&waits)).map(drop)
+                }
+                _ => rank.buffer.dispatch_send(&mut place, request, order)?.receive(order).map(drop),
+            };
+            refused(outcome, &[REFUSAL]);
+            let later = rank.dispatch(&mut place, request).map(drop);
+            let named = if call == "halves" { "dispatch" } else { call };
+            assert!(matches!(&later, Err(Error::Broken { call, .. }) if *call == named), "{call}: {later:?}");
+            rank.stream.synchronize()
+        });
+    }
 }
 
 /// Every check of a case, where some calls are launched as halves and some are measured.

@@ -440,7 +440,7 @@ impl Buffer {
                 }
                 launched?;
                 if halves == Halves::Both {
-                    buffer.end_dispatch(stream, &end)?;
+                    buffer.end_or_give_up(stream, &end, capturing)?;
                 }
             }
             if exact {
@@ -453,7 +453,7 @@ impl Buffer {
                 if let (Err(_), Halves::Send) = (&planned, halves) {
                     // No second half will end it.
                     // SAFETY: as above.
-                    unsafe { buffer.end_dispatch(stream, &end)? };
+                    unsafe { buffer.end_or_give_up(stream, &end, capturing)? };
                 }
                 planned?;
             }
@@ -583,7 +583,10 @@ impl Buffer {
                     buffer.core.give_up("cached dispatch", error);
                 }
                 launched?;
-                if halves == Halves::Both { buffer.end_dispatch(stream, &end) } else { Ok(()) }
+                if halves == Halves::Both {
+                    buffer.end_or_give_up(stream, &end, capturing)?;
+                }
+                Ok(())
             }
         })?;
         let lease = self.captured_lease(lease, None)?;

@@ -223,6 +223,25 @@ impl Buffer {
         Ok(())
     }
 
+    /// [`Buffer::end_dispatch`] in the call that has begun the dispatch. Without its end no operation
+    /// can follow. `capturing`: whether it is only recorded.
+    ///
+    /// # Safety
+    /// The same as of [`Buffer::end_dispatch`].
+    pub(super) unsafe fn end_or_give_up(
+        &self,
+        stream: &Stream,
+        end: &DispatchEnd,
+        capturing: bool,
+    ) -> Result<()> {
+        // SAFETY: the caller keeps the memory.
+        let ended = unsafe { self.end_dispatch(stream, end) };
+        if let (Err(error), Some(_), false) = (&ended, &end.waits, capturing) {
+            self.core.give_up(end.name, error);
+        }
+        ended
+    }
+
     /// Enqueues, behind the movement of rows by expert without copies, the word that peers wait for
     /// which copy while they move rows.
     ///
