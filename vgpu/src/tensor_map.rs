@@ -191,9 +191,10 @@ impl Field {
 /// Where the mark of a tensor map lies, and its four bytes.
 pub(crate) const MARK_PLACE: (i64, u64) = (4, MARK);
 
-/// An address of a tensor as the second word has it.
+/// An address of a tensor as the second word has it. The highest bit stands for one that is no
+/// multiple of 16.
 pub(crate) fn address_word(address: u64) -> u64 {
-    around_bit_21(address >> 4)
+    around_bit_21(address >> 4) | u64::from(!address.is_multiple_of(16)) << 63
 }
 
 /// A number of 63 bits, as the second word has it. Bit 21 of that word means nothing here: CUTLASS
@@ -249,6 +250,10 @@ impl Tensor {
         check(matches!(element_bytes, 1 | 2 | 4 | 8) && swizzle <= 3, || {
             format!("elements of {element_bytes} bytes, and swizzle {swizzle}")
         })?;
+        check(words[1] >> 63 == 0, || "an address that is not a multiple of 16".into())?;
+        for stride in words[2..2 + rank].iter().map(|word| word & 0xff) {
+            check(stride <= 8, || format!("an element stride of {stride}: each is from 1 to 8"))?;
+        }
         let tile: [u32; MOST_DIMENSIONS] =
             std::array::from_fn(|d| if d < rank { (words[2 + d] >> 16 & 0xffff) as u32 } else { 1 });
         for len in &tile {

@@ -555,6 +555,16 @@ fn a_map_with_a_wrong_number_is_a_fault_of_the_copy() {
         ),
         ("b32 [%r7], 1, 8", "b32 [%r7], 1, 300", "a box dimension of 300"),
         ("b64 [%r7], 0, 192", "b64 [%r7], 0, 200", "a stride of 200 bytes"),
+        (
+            "element_stride.shared::cta.b1024.b32 [%r7], 1, 1",
+            "element_stride.shared::cta.b1024.b32 [%r7], 1, 300",
+            "an element stride of 255",
+        ),
+        (
+            "rank.shared::cta.b1024.b32 [%r7], 1",
+            "rank.shared::cta.b1024.b32 [%r7], 1;\ntensormap.replace.tile.global_address.shared::cta.b1024.b64 [%r7], 4104",
+            "an address that is not a multiple of 16",
+        ),
         ("b32 [%r7], 0, 64", "b32 [%r7], 0, 32", "64 bytes, and those of the swizzle 128"),
     ] {
         let change = |body: String| {
