@@ -4,10 +4,11 @@
 
 use core::mem::offset_of;
 
+use super::peer_wait::PeerWait;
 use crate::layout::{
-    BlockTrace, Comm, FEW_RANKS, LATE_PEERS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_RECORDED, LOCAL_TICKET,
-    MAX_WORLD, MISSING_TOKENS, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS,
-    READY_SHIFT, Status, Wait, done_offset, message_offset, ready_offset,
+    BlockTrace, Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, MISSING_TOKENS, PlanHeader,
+    PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset,
+    message_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -26,12 +27,6 @@ macro_rules! of_lane {
         }
     };
 }
-
-/// Polls between two looks at the clock and the abort word.
-const POLLS_PER_CHECK: u32 = 64;
-/// The same where the deadline is so short, in ns, that as many polls would take a good part of it.
-const POLLS_OF_SHORT: u32 = 4;
-const SHORT_NS: u64 = 2_000_000;
 
 /// The address of rank `rank`'s pool; 0 where there is no such rank. It is chosen among parameters
 /// of the launch without a branch: an index that is not known to the compiler would take them to
@@ -85,7 +80,7 @@ pub unsafe fn warp_aborted(comm: &Comm) -> bool {
 
 /// The value that an expired wait of the operation `epoch` writes to the abort word.
 #[device]
-fn abort_mark(epoch: u64) -> u32 {
+pub fn abort_mark(epoch: u64) -> u32 {
     (epoch as u32).max(1)
 }
 
@@ -256,11 +251,11 @@ pub unsafe fn wait_ranks_ready<const MANY: bool>(
 /// this rank end. False then, and when the wait expired.
 #[device]
 pub unsafe fn wait_entered(comm: &Comm, word: u64, ready: u64, peer: u32, epoch: u64, what: Wait) -> bool {
-    wait_entered_or(comm, word, ready, peer, epoch, (what, Wait::OtherCall), |_| false, || false)
+    let other = PeerWait::new(comm, peer, epoch, Wait::OtherCall);
+    wait_entered_or(PeerWait::new(comm, peer, epoch, what), word, ready, other, |_| false, || false)
 }
 
-/// The same, of a node as well: `others` is what to record where the peer does not come, and where
-/// calls differ.
+/// The same, of a node as well: `other` records another call of the peer.
 ///
 /// `has_passed`: whether the epoch of the word is that of a peer which has been here already.
 /// `is_counting`: whether the peer is in a count exchange that its word does not show. It is called
@@ -268,53 +263,50 @@ pub unsafe fn wait_entered(comm: &Comm, word: u64, ready: u64, peer: u32, epoch:
 ///
 /// # Safety
 /// `word` is a live control word.
-#[allow(clippy::too_many_arguments)]
 #[device]
 pub unsafe fn wait_entered_or(
-    comm: &Comm,
+    mut wait: PeerWait,
     word: u64,
     ready: u64,
-    peer: u32,
-    epoch: u64,
-    (what, other): (Wait, Wait),
+    other: PeerWait,
     has_passed: impl Fn(u64) -> bool,
     is_counting: impl Fn() -> bool,
 ) -> bool {
-    let mut deadline = Deadline::start();
+    let (comm, epoch) = (wait.comm, wait.epoch);
     loop {
         let seen = ld_acquire_sys_u64(word);
         let entered = seen >> READY_SHIFT;
         if entered == epoch & READY_EPOCHS {
             if seen != ready {
-                record(comm, 0, peer, epoch, ready, seen, other);
+                other.record(ready, seen);
             }
             return seen == ready;
         }
         if has_passed(entered) {
             return true;
         }
-        if deadline.expired(comm) {
-            record(comm, deadline.waited, peer, epoch, epoch, seen, what);
+        if wait.has_expired() {
+            wait.record(epoch, seen);
             return false;
         }
-        if comm.call & READY_OTHERS != 0 && deadline.is_long() && is_counting() {
-            record(comm, 0, peer, epoch, ready, epoch << READY_SHIFT, other);
+        if comm.call & READY_OTHERS != 0 && wait.is_long() && is_counting() {
+            other.record(ready, epoch << READY_SHIFT);
             return false;
         }
     }
 }
 
 /// Whether the ready word at `word` shows a peer, whose counts are waited for, in another call.
-/// Another call is recorded as `other`.
+/// Another call is recorded by `other`.
 ///
 /// # Safety
 /// `word` is a live control word. The word guards no data, so that its load needs no acquire.
 #[device]
-pub unsafe fn is_in_other_call(comm: &Comm, word: u64, peer: u32, epoch: u64, other: Wait) -> bool {
-    let seen = ld_relaxed_sys_u64(word);
+pub unsafe fn is_in_other_call(other: &PeerWait, word: u64) -> bool {
+    let (seen, epoch) = (ld_relaxed_sys_u64(word), other.epoch);
     let is_other = (seen >> READY_SHIFT == epoch & READY_EPOCHS) & (seen & READY_OTHERS != 0);
     if is_other {
-        record(comm, 0, peer, epoch, epoch << READY_SHIFT, seen, other);
+        other.record(epoch << READY_SHIFT, seen);
     }
     is_other
 }
@@ -357,7 +349,7 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
     }
     of_lane!(MANY, comm, lane, rank => {
         let word = pool_at::<MANY>(comm, comm.rank) + done_offset(rank);
-        wait_at_least(comm, word, epoch * QUANTUM, rank, epoch, what);
+        PeerWait::new(comm, rank, epoch, what).at_least(word, epoch * QUANTUM);
     });
     if lane == 0 {
         // The end of the kernel publishes it; every other block has read the old one before its
@@ -365,43 +357,6 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
         st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
     }
     trace(comm, Phase::Done);
-}
-
-/// Waits until `*word >= needed`; false when the wait expired.
-#[device]
-pub unsafe fn wait_at_least(comm: &Comm, word: u64, needed: u64, peer: u32, epoch: u64, what: Wait) -> bool {
-    wait_at_least_unless(comm, word, needed, peer, epoch, what, || false)
-}
-
-/// The same, but the wait ends as well once `is_in_vain` is true. It is called now and then, and
-/// only in a long wait.
-///
-/// # Safety
-/// `word` is a live control word.
-#[device]
-pub unsafe fn wait_at_least_unless(
-    comm: &Comm,
-    word: u64,
-    needed: u64,
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-    is_in_vain: impl Fn() -> bool,
-) -> bool {
-    let mut deadline = Deadline::start();
-    loop {
-        let seen = ld_acquire_sys_u64(word);
-        if seen >= needed {
-            return true;
-        }
-        if deadline.expired(comm) {
-            record(comm, deadline.waited, peer, epoch, needed, seen, what);
-            return false;
-        }
-        if deadline.is_long() && is_in_vain() {
-            return false;
-        }
-    }
 }
 
 /// Waits for packet `word` of the count message from `peer`; `None` when the wait expired.
@@ -426,7 +381,7 @@ pub unsafe fn wait_counts<const MANY: bool>(
     epoch: u64,
 ) -> Option<[u32; FEW_RANKS]> {
     let messages = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages;
-    let mut deadline = Deadline::start();
+    let mut wait = PeerWait::new(comm, 0, epoch, Wait::Counts);
     let from = if MANY { from } else { 0 };
     let count = if MANY { (comm.num_ranks - from).min(FEW_RANKS as u32) } else { comm.num_ranks };
     let (mut seen, mut late) = ([0u64; FEW_RANKS], (1u32 << count) - 1);
@@ -445,20 +400,18 @@ pub unsafe fn wait_counts<const MANY: bool>(
             return Some(seen.map(|packet| packet as u32));
         }
         let first = late.trailing_zeros();
-        if deadline.expired(comm) {
+        if wait.has_expired() {
             let mut last = 0;
+            unroll!(8, PEER => { last = if PEER as u32 == first { seen[PEER] >> 32 } else { last } });
             unroll!(8, PEER => {
                 if late >> PEER & 1 != 0 {
-                    note_late(comm, deadline.waited, from + PEER as u32, Wait::Counts);
-                }
-                if PEER as u32 == first {
-                    last = seen[PEER] >> 32;
+                    wait.of(from + PEER as u32).note_late();
                 }
             });
-            record(comm, deadline.waited, from + first, epoch, epoch, last, Wait::Counts);
+            wait.of(from + first).record(epoch, last);
             return None;
         }
-        if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, from + first, epoch) {
+        if wait.is_long() && is_sender_in_other_call::<MANY>(comm, from + first, epoch) {
             return None;
         }
     }
@@ -478,20 +431,8 @@ pub unsafe fn wait_count_at<const MANY: bool>(
     what: Wait,
 ) -> Option<u32> {
     let packet = pool_at::<MANY>(comm, comm.rank) + comm.pool.messages + offset;
-    let mut deadline = Deadline::start();
-    loop {
-        let seen = ld_relaxed_sys_u64(packet);
-        if (seen >> 32) as u32 == epoch as u32 {
-            return Some(seen as u32);
-        }
-        if deadline.expired(comm) {
-            record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
-            return None;
-        }
-        if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, peer, epoch) {
-            return None;
-        }
-    }
+    let is_in_vain = || is_sender_in_other_call::<MANY>(comm, peer, epoch);
+    PeerWait::new(comm, peer, epoch, what).packet_unless::<false>(packet, is_in_vain)
 }
 
 /// Whether the rank of this node that sends the counts of `peer` is in another call, which is then
@@ -505,7 +446,7 @@ unsafe fn is_sender_in_other_call<const MANY: bool>(comm: &Comm, peer: u32, epoc
     core::hint::assert_unchecked(comm.num_ranks >= 1);
     let from = peer % comm.num_ranks;
     let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(from);
-    is_in_other_call(comm, word, from, epoch, Wait::OtherCall)
+    is_in_other_call(&PeerWait::new(comm, from, epoch, Wait::OtherCall), word)
 }
 
 /// Sends packet `word` of the count message to `peer`.
@@ -527,72 +468,6 @@ pub unsafe fn send_count_at<const MANY: bool>(comm: &Comm, peer: u32, offset: u6
     st_relaxed_sys_u64(packet, epoch << 32 | value as u64);
 }
 
-/// When a wait began. The clock is read on the first miss, and then every [`POLLS_PER_CHECK`] polls
-/// or, with a short deadline, every [`POLLS_OF_SHORT`].
-pub struct Deadline {
-    start: u64,
-    pub waited: u64,
-    polls: u32,
-}
-
-impl Deadline {
-    #[device]
-    pub fn start() -> Self {
-        Deadline { start: 0, waited: 0, polls: 0 }
-    }
-
-    /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`]
-    /// polls.
-    #[device]
-    pub fn is_long(&self) -> bool {
-        self.polls.is_multiple_of(POLLS_PER_CHECK)
-    }
-
-    /// # Safety
-    /// The abort word is live.
-    #[device]
-    pub unsafe fn expired(&mut self, comm: &Comm) -> bool {
-        self.polls += 1;
-        let polls = if comm.timeout_ns < SHORT_NS { POLLS_OF_SHORT } else { POLLS_PER_CHECK };
-        if self.polls & (polls - 1) != 1 {
-            return false;
-        }
-        if self.start == 0 {
-            self.start = globaltimer();
-            return aborted(comm);
-        }
-        self.waited = globaltimer() - self.start;
-        self.waited > comm.timeout_ns || aborted(comm)
-    }
-}
-
-/// Records a wait that expired or met another call, and raises the abort word, which ends all other
-/// waits of this rank.
-///
-/// # Safety
-/// `local` is live.
-#[device]
-pub unsafe fn record(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
-    note_late(comm, waited, peer, what);
-    if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_ABORT, 0, abort_mark(epoch)) == 0 {
-        note(comm, waited, peer, epoch, needed, seen, what);
-    }
-}
-
-/// Records that the words of `peer` have not come in a wait of `waited` ns. A wait that began
-/// shortly before another one ended it is not recorded: it is no evidence about the peer.
-///
-/// # Safety
-/// Each peer has two words.
-#[device]
-pub unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
-    if waited > comm.timeout_ns / 2 {
-        let entry = if what.is_for_entry() { peer } else { MAX_WORLD as u32 + peer };
-        let late = Global::<u64>::new(comm.status.0 + LATE_PEERS);
-        st_relaxed_sys_u64(late.at(entry), what as u64);
-    }
-}
-
 /// Notes that a combine may leave a token without its sum, or a part of it.
 ///
 /// # Safety
@@ -601,24 +476,6 @@ pub unsafe fn note_late(comm: &Comm, waited: u64, peer: u32, what: Wait) {
 #[device]
 pub unsafe fn note_missing_token(comm: &Comm, token: u32) {
     st_relaxed_sys_u8(comm.status.0 + MISSING_TOKENS + token as u64, 1)
-}
-
-/// Records a failure, unless another one is recorded, and ends nothing.
-///
-/// # Safety
-/// The winner of the swap is the record's only writer; `code` is released last.
-#[device]
-pub unsafe fn note(comm: &Comm, waited: u64, peer: u32, epoch: u64, needed: u64, seen: u64, what: Wait) {
-    if atom_acq_rel_gpu_cas_u32(comm.local.0 + LOCAL_RECORDED, 0, 1) == 0 {
-        let status = comm.status.0;
-        st_relaxed_sys_u64(field!(status, Status.peer), peer as u64);
-        st_relaxed_sys_u64(field!(status, Status.epoch), epoch);
-        st_relaxed_sys_u64(field!(status, Status.needed), needed);
-        st_relaxed_sys_u64(field!(status, Status.seen), seen);
-        st_relaxed_sys_u64(field!(status, Status.waited_ns), waited);
-        st_relaxed_sys_u64(field!(status, Status.call), comm.call);
-        st_release_sys_u64(field!(status, Status.code), what as u64);
-    }
 }
 
 /// Adds the time since `start` to those for which `rank` was waited for, u64 `[num_ranks]` in ns.
@@ -677,7 +534,7 @@ impl Packets {
         epoch: u64,
         what: Wait,
     ) -> Option<[u32; Packets::MOST]> {
-        let mut deadline = Deadline::start();
+        let mut wait = PeerWait::new(comm, 0, epoch, what);
         loop {
             let (mut seen, mut late) = ([0; Packets::MOST], self.wanted);
             unroll!(4, PART => { seen[PART] = ld_relaxed_sys_u64(self.addresses[PART]) });
@@ -696,16 +553,16 @@ impl Packets {
                     (peer, last) = (self.peers[PART], seen[PART] >> 32);
                 }
             });
-            if deadline.expired(comm) {
+            if wait.has_expired() {
                 unroll!(4, PART => {
                     if late >> PART & 1 != 0 {
-                        note_late(comm, deadline.waited, self.peers[PART], what);
+                        wait.of(self.peers[PART]).note_late();
                     }
                 });
-                record(comm, deadline.waited, peer, epoch, epoch, last, what);
+                wait.of(peer).record(epoch, last);
                 return None;
             }
-            if deadline.is_long() && is_sender_in_other_call::<MANY>(comm, peer, epoch) {
+            if wait.is_long() && is_sender_in_other_call::<MANY>(comm, peer, epoch) {
                 return None;
             }
         }

@@ -13,7 +13,8 @@
 //! has added to it: [`QUANTUM`] is more than there are ranks. Each time of the caller's has one
 //! thread, and each block works with one: a thread without a ticket must not read the epoch.
 
-use super::epoch::{ReadyEntry, add_wait, current_epoch, pool_at, wait_at_least, wait_entered};
+use super::epoch::{ReadyEntry, add_wait, current_epoch, pool_at, wait_entered};
+use super::peer_wait::PeerWait;
 use crate::layout::{
     EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, QUANTUM, READY_EPOCHS, READY_SHIFT, Wait,
     done_offset, ready_offset,
@@ -70,7 +71,7 @@ pub unsafe fn end_operation(args: EndArgs) {
     let (word, needed) = (pool_at::<true>(comm, comm.rank) + done_offset(peer), epoch * QUANTUM);
     let is_late = ld_relaxed_sys_u64(word) < needed;
     let what = if args.is_combine != 0 { Wait::CombineDone } else { Wait::DispatchDone };
-    wait_at_least(comm, word, needed, peer, epoch, what);
+    PeerWait::new(comm, peer, epoch, what).at_least(word, needed);
     if is_late && peer != comm.rank && !args.waited.is_null() {
         add_wait(args.waited, peer, start);
     }

@@ -15,7 +15,8 @@
 #[cfg(not(target_arch = "nvptx64"))]
 use super::by_expert::PLAN_BY_EXPERT_SHARED_BYTES;
 use super::by_expert::{Exchange, answer, lay_out_segments, list_rows};
-use super::epoch::{Packets, aborted, current_epoch, pool_of, send_count_at, wait_at_least, wait_count_at};
+use super::epoch::{Packets, aborted, current_epoch, pool_of, send_count_at, wait_count_at};
+use super::peer_wait::PeerWait;
 use super::rail::{Delivery, Operation, Path, deliver, node_word};
 use super::verdict::Verdict;
 use crate::layout::{
@@ -209,7 +210,7 @@ impl Across<'_> {
                 deliver(comm, wire, &path, lane, 0, delivery, operation);
             });
             let theirs = path.memory + node_word(wire.layout.counts, lane);
-            wait_at_least(comm, theirs + JUDGED, self.epoch, lane, self.epoch, Wait::NodeCounts);
+            PeerWait::new(comm, lane, self.epoch, Wait::NodeCounts).at_least(theirs + JUDGED, self.epoch);
             crowded = ld_relaxed_sys_u64(theirs + CROWDED);
         }
         let over = ballot((lane < wire.num_nodes) & (crowded != 0));

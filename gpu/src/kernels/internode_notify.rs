@@ -16,9 +16,9 @@
 use core::mem::offset_of;
 
 use super::epoch::{
-    Phase, aborted, current_epoch, is_in_other_call, send_count_at, tell_planning, trace,
-    wait_at_least_unless, wait_count_at,
+    Phase, aborted, current_epoch, is_in_other_call, send_count_at, tell_planning, trace, wait_count_at,
 };
+use super::peer_wait::PeerWait;
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::{Verdict, counts_behind};
 use crate::layout::{
@@ -208,9 +208,9 @@ impl<'a> Exchange<'a> {
             posted = deliver(comm, wire, &path, node, 0, delivery, self.operation());
             let arrived = path.memory + node_word(wire.layout.counts, node);
             let ready = path.memory + node_word(wire.layout.ready, node);
-            let is_elsewhere = || is_in_other_call(comm, ready, node, self.epoch, Wait::OtherNodeCall);
-            let (epoch, what) = (self.epoch, Wait::NodeCounts);
-            if !wait_at_least_unless(comm, arrived, epoch, node, epoch, what, is_elsewhere) {
+            let wait = PeerWait::new(comm, node, self.epoch, Wait::NodeCounts);
+            let other = PeerWait::new(comm, node, self.epoch, Wait::OtherNodeCall);
+            if !wait.at_least_unless(arrived, self.epoch, || is_in_other_call(&other, ready)) {
                 st_shared_u32(word(UNHEARD), 1);
             }
         }

@@ -29,6 +29,7 @@ mod layout;
 mod list;
 mod low_latency;
 mod notify;
+mod peer_wait;
 mod progress;
 mod rail;
 mod ring;

@@ -4,9 +4,8 @@
 //! A rank talks to one rank of every other node: the one with its own index there. In this file
 //! `node` stands for it.
 
-use super::epoch::{
-    Phase, aborted, pool_of, trace, wait_at_least, wait_entered, wait_entered_or, warp_aborted,
-};
+use super::epoch::{Phase, aborted, pool_of, trace, wait_entered, wait_entered_or, warp_aborted};
+use super::peer_wait::PeerWait;
 use crate::layout::{
     ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NodePath, PutRequest, QueueHandle, QueueWords,
     READY_EPOCHS, RING_ENTRIES, Wait, Wire, ready_offset,
@@ -44,6 +43,14 @@ pub struct Operation {
     pub ready: u64,
     /// The name of a wait for the proxy in the record of one that expired.
     pub queue_wait: Wait,
+}
+
+impl Operation {
+    /// A wait for the proxy of the queue to `peer`.
+    #[device]
+    fn proxy<'a>(&self, comm: &'a Comm, peer: u32) -> PeerWait<'a> {
+        PeerWait::new(comm, peer, self.epoch, self.queue_wait)
+    }
 }
 
 /// The way to a node: addresses of [`NodePath`].
@@ -177,9 +184,7 @@ pub unsafe fn post_to(
 ) -> Posted {
     let ticket = atom_relaxed_gpu_add_u64(posted, 1) + 1;
     let taken = field!(queue, QueueWords.taken);
-    if ticket > RING_ENTRIES
-        && !wait_at_least(comm, taken, ticket - RING_ENTRIES, peer, operation.epoch, operation.queue_wait)
-    {
+    if ticket > RING_ENTRIES && !operation.proxy(comm, peer).at_least(taken, ticket - RING_ENTRIES) {
         return Posted::NONE;
     }
     let slot = (ticket - 1) % RING_ENTRIES;
@@ -201,7 +206,7 @@ pub unsafe fn post_to(
 pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Operation) {
     if posted.ticket != 0 {
         let completed = field!(posted.queue, QueueWords.completed);
-        wait_at_least(comm, completed, posted.ticket, node, operation.epoch, operation.queue_wait);
+        operation.proxy(comm, node).at_least(completed, posted.ticket);
     }
 }
 
@@ -272,8 +277,8 @@ unsafe fn wait_node_entered(
     // one. Then it has been here too, and found the calls the same.
     let has_passed = |entered| entered == (epoch + 1) & READY_EPOCHS;
     let is_counting = || ld_relaxed_sys_u64(counting) == epoch;
-    let waits = (what, Wait::OtherNodeCall);
-    wait_entered_or(comm, word, ready, node, epoch, waits, has_passed, is_counting);
+    let other = PeerWait::new(comm, node, epoch, Wait::OtherNodeCall);
+    wait_entered_or(PeerWait::new(comm, node, epoch, what), word, ready, other, has_passed, is_counting);
 }
 
 /// Lane n waits until node n has entered the operation. One warp calls it. False, in all lanes,
@@ -336,7 +341,7 @@ pub unsafe fn rows_arrived(word: u64, epoch: u64) -> u32 {
 /// The word is in this rank's wire memory.
 #[device]
 pub unsafe fn wait_rows(comm: &Comm, word: u64, node: u32, rows: u32, epoch: u64, what: Wait) -> bool {
-    wait_at_least(comm, word, arrival(epoch, rows), node, epoch, what)
+    PeerWait::new(comm, node, epoch, what).at_least(word, arrival(epoch, rows))
 }
 
 /// Waits until `rows` rows of the own node's channel are there, by the arrival word at this

@@ -4,7 +4,8 @@
 //! own combine rows, which no peer reads between the end of the last combine and this rank's ready
 //! word for the next. A row has one warp.
 
-use crate::kernels::epoch::{current_epoch, record};
+use crate::kernels::epoch::current_epoch;
+use crate::kernels::peer_wait::PeerWait;
 use crate::kernels::segments::Segments;
 use crate::layout::{Comm, ExpertStageArgs, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
 use crate::simt::*;
@@ -85,7 +86,8 @@ pub(super) unsafe fn rows_of_plan(header: u64) -> u32 {
 #[device]
 pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64) {
     if tid() == 0 {
-        record(comm, 0, comm.rank, epoch, came as u64, given as u64, Wait::MissingRows);
+        let failure = PeerWait::new(comm, comm.rank, epoch, Wait::MissingRows);
+        failure.record(came as u64, given as u64);
     }
 }
 

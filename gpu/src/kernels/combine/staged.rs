@@ -14,9 +14,9 @@ use core::cell::Cell;
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes, note_missing, rows_of_plan};
 use super::sum::{Bf16, Contributors, F32, Gather, Listed, Outputs, Peers, Ranks, Summand, spoil, sum_rows};
 use crate::kernels::epoch::{
-    Deadline, Phase, ReadyEntry, current_epoch, leave, pool_at, record, tell_ready, trace, wait_ranks_ready,
-    warp_aborted,
+    Phase, ReadyEntry, current_epoch, leave, pool_at, tell_ready, trace, wait_ranks_ready, warp_aborted,
 };
+use crate::kernels::peer_wait::PeerWait;
 use crate::kernels::ring::{Ring, Turn, channel_range};
 use crate::layout::{
     CombineArgs, Comm, LOCAL_STARTED, STARTED_SHIFT, StagedCombineArgs, Wait, ring_bytes, row_stride,
@@ -310,7 +310,7 @@ unsafe fn wait_staged<const MANY: bool>(args: &StagedCombineArgs, channel: u32, 
     }
     let words = Global::<u64>::new(pool_at::<MANY>(comm, comm.rank) + staged_offset(peer, channel * parts));
     let needed = row - begin + 1;
-    let mut deadline = Deadline::start();
+    let mut wait = PeerWait::new(comm, peer, epoch, Wait::Staged);
     // So many of the channel's rows are there without a gap, by the parts so far.
     let (mut staged, mut part) = (u32::MAX, 0);
     while part < parts {
@@ -320,9 +320,8 @@ unsafe fn wait_staged<const MANY: bool>(args: &StagedCombineArgs, channel: u32, 
         if there >= needed {
             staged = staged.min(there);
             part += 1;
-        } else if deadline.expired(comm) {
-            let (needed, there) = (needed as u64, there as u64);
-            record(comm, deadline.waited, peer, epoch, needed, there, Wait::Staged);
+        } else if wait.has_expired() {
+            wait.record(needed as u64, there as u64);
             return u32::MAX;
         }
     }

@@ -19,8 +19,9 @@
 //! copied to has this one writer. Collectives stand where all lanes of a warp arrive.
 
 use super::rows::{Cursor, Tail, copy_scales, load_stage, scale_place};
-use crate::kernels::epoch::{Deadline, pool_at, record};
+use crate::kernels::epoch::pool_at;
 use crate::kernels::list::Destination;
+use crate::kernels::peer_wait::PeerWait;
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{
     Comm, DispatchArgs, ExpertDispatchArgs, Wait, bulk_scale_bytes, copies_offset, row_stride,
@@ -243,7 +244,7 @@ impl<R: Place> Copies<R> {
     pub unsafe fn wait(&self, comm: &Comm, source: u32, nth: u32, epoch: u64) -> Option<(u32, u32)> {
         let lane = laneid();
         let at = self.record_at(comm, pool_at::<true>(comm, comm.rank), source, nth);
-        let mut deadline = Deadline::start();
+        let mut wait = PeerWait::new(comm, source, epoch, Wait::DispatchDone);
         loop {
             let word = if lane < self.words { ld_acquire_sys_u64(at + lane as u64 * 8) } else { 0 };
             let is_here = lane < self.words && (word >> 32) as u32 == epoch as u32;
@@ -252,9 +253,9 @@ impl<R: Place> Copies<R> {
             if here >> (before & 31) & 1 != 0 && before < 32 {
                 return Some((word as u32 & NONE as u32, before + 1));
             }
-            if ballot(deadline.expired(comm)) != 0 {
+            if ballot(wait.has_expired()) != 0 {
                 if lane == 0 {
-                    record(comm, deadline.waited, source, epoch, epoch, word >> 32, Wait::DispatchDone);
+                    wait.record(epoch, word >> 32);
                 }
                 return None;
             }

@@ -16,12 +16,13 @@
 //! entries are the same in all lanes.
 
 use crate::kernels::dispatch::{self, COPY_STAGES, Place, wait_two_behind};
-use crate::kernels::epoch::{Deadline, pool_at, record};
+use crate::kernels::epoch::pool_at;
 use crate::kernels::list::Destination;
+use crate::kernels::peer_wait::PeerWait;
 use crate::kernels::rail::channel_rows;
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{
-    Comm, DispatchArgs, FEW_RANKS, InternodeDispatchArgs, InternodeExpertDispatchArgs, Wait,
+    DispatchArgs, FEW_RANKS, InternodeDispatchArgs, InternodeExpertDispatchArgs, Wait,
     copy_records_of_channel, internode_copies_offset,
 };
 use crate::simt::*;
@@ -182,7 +183,7 @@ pub unsafe fn make(
     stride!(rank in 0..comm.num_ranks => {
         if is_source & (rank != comm.rank) {
             let at = copies.all.record_at(comm, pool_at::<true>(comm, comm.rank), rank, copies.count(lane));
-            let count = wait_count(comm, at, rank, epoch);
+            let count = PeerWait::new(comm, rank, epoch, Wait::DispatchDone).packet::<false>(at);
             is_missing |= count.is_none();
             unroll!(8, RANK => {
                 counts[RANK] = if RANK as u32 == rank { count.unwrap_or(0) } else { counts[RANK] };
@@ -215,25 +216,6 @@ pub unsafe fn make(
             });
         });
         row += copies.all.warps;
-    }
-}
-
-/// Waits for the number of tokens at `at` from rank `peer`; `None` when the wait expired.
-///
-/// # Safety
-/// The peer stores it there. Data and flag are one atomic word, so no acquire is needed.
-#[device]
-unsafe fn wait_count(comm: &Comm, at: u64, peer: u32, epoch: u64) -> Option<u32> {
-    let mut deadline = Deadline::start();
-    loop {
-        let seen = ld_relaxed_sys_u64(at);
-        if (seen >> 32) as u32 == epoch as u32 {
-            return Some(seen as u32);
-        }
-        if deadline.expired(comm) {
-            record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, Wait::DispatchDone);
-            return None;
-        }
     }
 }
 

@@ -259,7 +259,7 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
             }
         }
         bulk_commit();
-        if BY_EXPERT && copies.warps() != 0 && offset == 0 {
+        if BY_EXPERT && copies.warps() != 0 && same_in_lanes(offset) == 0 {
             let token = copies.token(sent.node, sent.row);
             late.turn(copies, rows, epoch, token, to);
         }

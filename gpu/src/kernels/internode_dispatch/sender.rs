@@ -248,7 +248,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
             }
         }
         if BY_EXPERT {
-            if copies.warps() != 0 && sent.offset == 0 {
+            if copies.warps() != 0 && same_in_lanes(sent.offset) == 0 {
                 // Tokens that do not come to this node have no record.
                 let row = shfl_u32(token.node_head as u32, wire.node);
                 let nth = if row as i32 >= 0 { copies.token(wire.node, row) } else { copies::NONE };

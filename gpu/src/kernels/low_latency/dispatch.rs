@@ -9,8 +9,9 @@
 //! writers and the readers of each word of shared memory. Collectives stand where all lanes of a
 //! warp arrive.
 
-use super::super::epoch::{Phase, note, note_missing_token, share, trace, trace_by, wait_at_least};
+use super::super::epoch::{Phase, note_missing_token, share, trace, trace_by};
 use super::super::ids::{Id, place, recorded_token};
+use super::super::peer_wait::PeerWait;
 use super::batch;
 use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
 use super::fp8::{from_bf16, quantised};
@@ -21,7 +22,7 @@ use super::team::Team;
 use super::{
     NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, dispatch_shared_bytes,
     finish, have_all_called, id_packets, ids_offset, last_warp, let_next_launch, packet_seen, publish_call,
-    publishes_call, tokens_in_chunk, wait_calls, wait_node_members_ready, wait_packet,
+    publishes_call, tokens_in_chunk, wait_calls, wait_node_members_ready,
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
@@ -414,7 +415,8 @@ unsafe fn send_ids<R: Ranks>(
     if expert >= experts || expert < -1 {
         // Peers get the token's other entries, and the tokens of blocks that begin later.
         let named = recorded_token(&args.table, token);
-        note(comm, 0, comm.rank, epoch, named, expert as u64, Wait::LowLatencyExpert);
+        let failure = PeerWait::new(comm, comm.rank, epoch, Wait::LowLatencyExpert);
+        failure.note(named, expert as u64);
         note_missing_token(comm, token);
     }
     let expert = expert as u32;
@@ -601,9 +603,7 @@ unsafe fn receive<R: Ranks, const BATCH: bool>(
         let (source, chunk) = (index / chunks, index % chunks);
         let tokens = shared.tokens.ld(source);
         if chunk < chunks_of(common, tokens) {
-            let pool = R::pool(comm, comm.rank);
-            let word = pool + common.place.arrived + chunk_offset(common, source, chunk);
-            wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows);
+            wait_chunk::<R>(args, source, chunk, epoch);
         }
     });
 }
@@ -660,7 +660,7 @@ unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
 unsafe fn wait_chunk<R: Ranks>(args: &LowLatencyDispatchArgs, source: u32, chunk: u32, epoch: u64) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let word = R::pool(comm, comm.rank) + common.place.arrived + chunk_offset(common, source, chunk);
-    wait_at_least(comm, word, epoch, source, epoch, Wait::LowLatencyRows)
+    PeerWait::new(comm, source, epoch, Wait::LowLatencyRows).at_least(word, epoch)
 }
 
 /// The tokens of all ranks within a node, of which ids come first, as packets.
@@ -745,7 +745,8 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
         let weights = Global::<u64>::new(self.pool + common.place.weights);
         let packet = weights.at(self.row_of(source, index) * common.num_topk + entry);
         // A weight that does not come is recorded as an error.
-        wait_packet::<false>(&common.comm, packet, source, self.epoch, Wait::LowLatencyIds).unwrap_or(0)
+        let wait = PeerWait::new(&common.comm, source, self.epoch, Wait::LowLatencyIds);
+        wait.packet::<false>(packet).unwrap_or(0)
     }
 
     #[device]
@@ -834,7 +835,7 @@ unsafe fn list<R: Ranks, const BARRIER: u32>(
         let packet = Global::<u64>::new(listed.weights).at(entry);
         // A weight that does not come is recorded as an error, so that the value here does not
         // matter.
-        wait_packet::<false>(comm, packet, listed.source, epoch, Wait::LowLatencyIds).unwrap_or(0)
+        PeerWait::new(comm, listed.source, epoch, Wait::LowLatencyIds).packet::<false>(packet).unwrap_or(0)
     };
     if total <= FEW_TOKENS {
         let first = team.warp() * nctaid() + ctaid();

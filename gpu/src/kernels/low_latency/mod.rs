@@ -27,7 +27,8 @@ use core::marker::PhantomData;
 use self::by_expert::Scratch;
 use self::ranks::{Few, Many, Ranks, each_rank};
 use self::team::Team;
-use super::epoch::{Deadline, Phase, gave_up_before, record, share, trace, trace_by, wait_at_least_unless};
+use super::epoch::{Phase, gave_up_before, share, trace, trace_by};
+use super::peer_wait::PeerWait;
 use super::segments::sum_upto;
 use crate::layout::{
     Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_TICKET, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
@@ -384,7 +385,7 @@ unsafe fn begin<R: Ranks, const COMBINE: bool>(
             let is_unpaired = opening.is_unpaired();
             let what = if is_unpaired { Wait::LowLatencyUnpaired } else { Wait::LowLatencyTokens };
             let (needed, seen) = (opening.tokens as u64, args.num_tokens as u64);
-            record(&args.comm, 0, args.comm.rank, epoch, needed, seen, what);
+            PeerWait::new(&args.comm, args.comm.rank, epoch, what).record(needed, seen);
         }
         let is_answered = opening.is_answered() as u32;
         st_shared_v4(words.at(0), R::opened_words(epoch, is_answered, members));
@@ -502,11 +503,11 @@ unsafe fn call_of<R: Ranks>(comm: &Comm, rank: u32, epoch: u64) -> u64 {
 unsafe fn wait_call<R: Ranks>(args: &LowLatencyArgs, rank: u32, epoch: u64) -> Option<u32> {
     let comm = &args.comm;
     let packet = call_of::<R>(comm, rank, epoch);
-    let call = wait_packet::<true>(comm, packet, rank, epoch, Wait::LowLatencyEnter)?;
+    let call = PeerWait::new(comm, rank, epoch, Wait::LowLatencyEnter).packet::<true>(packet)?;
     if (call ^ comm.call as u32) & !LowLatencyCall::TOKEN_BITS == 0 {
         return Some((call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens));
     }
-    record(comm, 0, rank, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
+    PeerWait::new(comm, rank, epoch, Wait::LowLatencyOtherCall).record(comm.call, call as u64);
     None
 }
 
@@ -600,34 +601,8 @@ unsafe fn have_all_called<R: Ranks>(shared: &NodeShared<R>, opened: &Opened<R>) 
     are_here
 }
 
-/// Waits for the packet at `packet` in the own pool; `None` when the wait expired. `ACQUIRE`:
-/// whether the stores before the packet's release are visible after the wait. A packet's own data
-/// needs no acquire, and relaxed loads are many times cheaper.
-///
-/// # Safety
-/// The address is live.
-#[device]
-unsafe fn wait_packet<const ACQUIRE: bool>(
-    comm: &Comm,
-    packet: u64,
-    peer: u32,
-    epoch: u64,
-    what: Wait,
-) -> Option<u32> {
-    let mut deadline = Deadline::start();
-    loop {
-        let seen = if ACQUIRE { ld_acquire_sys_u64(packet) } else { ld_relaxed_sys_u64(packet) };
-        if (seen >> 32) as u32 == epoch as u32 {
-            return Some(seen as u32);
-        }
-        if deadline.expired(comm) {
-            record(comm, deadline.waited, peer, epoch, epoch, seen >> 32, what);
-            return None;
-        }
-    }
-}
-
-/// The same of a packet that `seen` was loaded from before, without acquiring.
+/// Waits for the packet at `packet` in the own pool, that `seen` was loaded from before; `None` when
+/// the wait expired.
 ///
 /// # Safety
 /// The address is live.
@@ -636,7 +611,7 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
     if (seen >> 32) as u32 == epoch as u32 {
         return Some(seen as u32);
     }
-    wait_packet::<false>(comm, packet, peer, epoch, what)
+    PeerWait::new(comm, peer, epoch, what).packet::<false>(packet)
 }
 
 /// Publishes this rank's entry into a dispatch and waits for the entry of all members. The place
@@ -662,8 +637,8 @@ unsafe fn wait_node_members_ready<R: Ranks>(comm: &Comm, opened: &Opened<R>) -> 
             let packet = || pool + call_offset(R::ROOM, rank, epoch);
             let is_in_other_call = || is_other_call(comm, packet(), rank, epoch);
             let word = pool + ready_offset(rank);
-            let what = Wait::LowLatencyReady;
-            ready &= wait_at_least_unless(comm, word, epoch, rank, epoch, what, is_in_other_call);
+            let wait = PeerWait::new(comm, rank, epoch, Wait::LowLatencyReady);
+            ready &= wait.at_least_unless(word, epoch, is_in_other_call);
         }
     });
     ballot(!ready) == 0
@@ -681,7 +656,7 @@ unsafe fn is_other_call(comm: &Comm, packet: u64, peer: u32, epoch: u64) -> bool
     let is_other = (seen >> 32) as u32 == epoch as u32 && differs;
     if is_other {
         let theirs = seen as u32 as u64;
-        record(comm, 0, peer, epoch, comm.call, theirs, Wait::LowLatencyOtherCall);
+        PeerWait::new(comm, peer, epoch, Wait::LowLatencyOtherCall).record(comm.call, theirs);
     }
     is_other
 }
@@ -811,17 +786,17 @@ unsafe fn is_piece_late([a, b, c, d]: [[u32; 4]; 4], epoch: u32) -> bool {
 /// caller records. The whole warp calls it.
 ///
 /// # Safety
-/// The address is live.
+/// The address is live. All lanes have the same wait.
 #[device]
-unsafe fn wait_piece(comm: &Comm, at: u64, seen: [[u32; 4]; 4], epoch: u32) -> Result<[[u32; 4]; 3], u64> {
-    let (mut packets, mut deadline) = (seen, Deadline::start());
+unsafe fn wait_piece(mut wait: PeerWait, at: u64, seen: [[u32; 4]; 4]) -> Result<[[u32; 4]; 3], u64> {
+    let (mut packets, epoch) = (seen, wait.epoch as u32);
     loop {
         let [a, b, c, d] = packets;
         if !is_piece_late(packets, epoch) {
             return Ok([[a[0], a[1], a[2], d[0]], [b[0], b[1], b[2], d[1]], [c[0], c[1], c[2], d[2]]]);
         }
-        if ballot(deadline.expired(comm)) != 0 {
-            return Err(deadline.waited);
+        if ballot(wait.has_expired()) != 0 {
+            return Err(wait.waited);
         }
         packets = load_packets(at);
     }

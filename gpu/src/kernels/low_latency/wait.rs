@@ -7,10 +7,11 @@
 //! Soundness: all words are in this rank's own memory, and are only read. Each time of the caller's
 //! has one thread. The conditions around a barrier are the same in all threads of a block.
 
-use super::super::epoch::{Deadline, add_wait, record, wait_at_least};
+use super::super::epoch::add_wait;
+use super::super::peer_wait::PeerWait;
 use super::internode::{is_message_here, wait_message_alone};
 use super::ranks::{Few, Many, Ranks};
-use super::{Opened, Opening, Piece, begin, call_of, chunk_offset, chunks_of, in_packets, wait_packet};
+use super::{Opened, Opening, Piece, begin, call_of, chunk_offset, chunks_of, in_packets};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyWaitArgs, PIECE_PACKET_BYTES, Wait, pieces_of,
 };
@@ -132,7 +133,7 @@ unsafe fn is_here<R: Ranks, const WAITS: bool>(
 unsafe fn its_call<R: Ranks, const WAITS: bool>(comm: &Comm, source: u32, epoch: u64) -> Option<u32> {
     let packet = call_of::<R>(comm, source, epoch);
     if WAITS {
-        return wait_packet::<false>(comm, packet, source, epoch, Wait::LowLatencyEnter);
+        return PeerWait::new(comm, source, epoch, Wait::LowLatencyEnter).packet::<false>(packet);
     }
     let seen = ld_relaxed_sys_u64(packet);
     if (seen >> 32) as u32 == epoch as u32 { Some(seen as u32) } else { None }
@@ -157,7 +158,7 @@ unsafe fn has_chunks<R: Ranks, const WAITS: bool>(
     stride!(chunk in tid()..chunks_of(args, tokens), ntid() => {
         let word = words + chunk_offset(args, source, chunk);
         are_here &= if WAITS {
-            wait_at_least(comm, word, epoch, source, epoch, what)
+            PeerWait::new(comm, source, epoch, what).at_least(word, epoch)
         } else {
             ld_relaxed_sys_u64(word) >= epoch
         };
@@ -184,7 +185,7 @@ unsafe fn has_pieces<R: Ranks, const WAITS: bool>(
         while ranks.has(source) && index < pieces_of(args.row_bytes) {
             let piece = Piece { rank: source, token, index };
             let last = piece.offset(common, args.row_bytes, source) + PIECE_PACKET_BYTES as u64 - 16;
-            let mut deadline = Deadline::start();
+            let mut wait = PeerWait::new(comm, source, epoch, Wait::LowLatencyReturned);
             loop {
                 let [.., seen] = ld_relaxed_sys_b128(packets + last);
                 if seen == epoch as u32 {
@@ -193,9 +194,8 @@ unsafe fn has_pieces<R: Ranks, const WAITS: bool>(
                 if !WAITS {
                     return false;
                 }
-                if deadline.expired(comm) {
-                    let what = Wait::LowLatencyReturned;
-                    record(comm, deadline.waited, source, epoch, epoch, seen as u64, what);
+                if wait.has_expired() {
+                    wait.record(epoch, seen as u64);
                     return false;
                 }
             }

@@ -9,7 +9,8 @@
 //! arrive: the numbers and masks of pieces are the same in all lanes.
 
 use super::super::super::combine::{Bf16, Summand};
-use super::super::super::epoch::{Phase, record, trace};
+use super::super::super::epoch::{Phase, trace};
+use super::super::super::peer_wait::PeerWait;
 use super::super::ranks::{Few, Many, Ranks, each_rank};
 use super::super::{
     Opened, Opening, PieceOf, add_share, begin, have_all_entered, in_packets, inside, last_warp,
@@ -134,7 +135,7 @@ unsafe fn has_rank_given_up<R: Ranks>(comm: &Comm, opened: Opened<R>, rank: u32)
     let word = R::pool(comm, comm.rank) + gave_up_offset(R::ROOM, rank);
     let seen = ld_relaxed_sys_u64(word);
     if seen >= epoch {
-        record(comm, 0, rank, epoch, epoch, seen, Wait::LowLatencyGaveUp);
+        PeerWait::new(comm, rank, epoch, Wait::LowLatencyGaveUp).record(epoch, seen);
     }
     seen >= epoch
 }

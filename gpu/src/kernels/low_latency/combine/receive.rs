@@ -1,7 +1,8 @@
 //! A token's owner sums what has come back.
 
 use super::super::super::combine::{Bf16, Summand};
-use super::super::super::epoch::{Deadline, note_late, note_missing_token, record};
+use super::super::super::epoch::note_missing_token;
+use super::super::super::peer_wait::PeerWait;
 use super::super::element::Element;
 use super::super::fp8::{LANES_PER_SCALE, Sixteen, from_e4m3, scale_offset};
 use super::super::ranks::Ranks;
@@ -115,15 +116,15 @@ pub(super) unsafe fn receive<
 /// The word is in this rank's own pool.
 #[device]
 unsafe fn wait_returned<R: Ranks>(comm: &Comm, word: u64, rank: u32, epoch: u64) -> bool {
-    let mut deadline = Deadline::start();
+    let mut wait = PeerWait::new(comm, rank, epoch, Wait::LowLatencyReturned);
     loop {
         let seen = ld_acquire_sys_u64(word);
         if seen >= epoch {
             return true;
         }
-        if deadline.expired(comm) {
-            let what = late_with::<R>(comm, rank, epoch, Wait::LowLatencyReturned);
-            record(comm, deadline.waited, rank, epoch, epoch, seen, what);
+        if wait.has_expired() {
+            wait.what = late_with::<R>(comm, rank, epoch, wait.what);
+            wait.record(epoch, seen);
             return false;
         }
     }
@@ -281,10 +282,12 @@ unsafe fn record_late_piece<R: Ranks>(
         let seen = load_packets(packets + piece.offset(common, args.row_bytes, from));
         if (is_piece_late(seen, epoch as u32) || is_first) && laneid() == 0 {
             let what = late_with::<R>(comm, from, epoch, Wait::LowLatencyReturned);
+            let mut wait = PeerWait::new(comm, from, epoch, what);
+            wait.waited = waited;
             if is_first {
-                record(comm, waited, from, epoch, epoch, seen[0][3] as u64, what);
+                wait.record(epoch, seen[0][3] as u64);
             } else {
-                note_late(comm, waited, from, what);
+                wait.note_late();
             }
         }
         if left.is_empty() {
@@ -369,14 +372,14 @@ unsafe fn sum_pieces<E: Element, R: Ranks>(
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let packets = R::pool(comm, comm.rank) + common.place.returned_packets;
-    let epoch = opened.epoch() as u32;
     let (mut sums, mut left) = ([[0.0; 8]; 3], ranks);
     while !left.is_empty() {
         let from = left.first();
         left = left.without_first();
         let at = packets + piece.offset(common, args.row_bytes, from);
         let seen = load_packets(at);
-        let vectors = match wait_piece(comm, at, seen, epoch) {
+        let wait = PeerWait::new(comm, from, opened.epoch(), Wait::LowLatencyReturned);
+        let vectors = match wait_piece(wait, at, seen) {
             Ok(vectors) => vectors,
             Err(waited) => {
                 record_late_piece(args, piece, from, left, waited, opened.epoch());
@@ -405,7 +408,6 @@ unsafe fn sum_quantised_pieces<R: Ranks>(
 ) -> bool {
     let (common, comm) = (&args.common, &args.common.comm);
     let pool = R::pool(comm, comm.rank);
-    let epoch = opened.epoch() as u32;
     let (mut sums, mut left) = ([[[0.0; 8]; 2]; 3], ranks);
     while !left.is_empty() {
         let from = left.first();
@@ -419,7 +421,8 @@ unsafe fn sum_quantised_pieces<R: Ranks>(
             + common.place.returned_scales
             + scale_offset(common, args.row_bytes, from, piece.token, index);
         let mut scale = if is_there { ld_relaxed_sys_u64(of_scale) } else { 0 };
-        let vectors = match wait_piece(comm, at, seen, epoch) {
+        let wait = PeerWait::new(comm, from, opened.epoch(), Wait::LowLatencyReturned);
+        let vectors = match wait_piece(wait, at, seen) {
             Ok(vectors) => vectors,
             Err(waited) => {
                 record_late_piece(args, piece, from, left, waited, opened.epoch());

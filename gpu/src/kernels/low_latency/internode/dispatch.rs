@@ -7,8 +7,9 @@
 //! row has one warp. A barrier stands between the writers and the readers of each word of shared
 //! memory. Collectives stand where all lanes of a warp arrive.
 
-use super::super::super::epoch::{Phase, note, note_missing_token, share, trace};
+use super::super::super::epoch::{Phase, note_missing_token, share, trace};
 use super::super::super::ids::{ld_id, place, recorded_token};
+use super::super::super::peer_wait::PeerWait;
 use super::super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch, home_of};
 use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
 use super::super::fp8::{from_bf16, quantised};
@@ -259,7 +260,8 @@ unsafe fn write_entries(
     let expert = place_of(args, entry.id.value(args.dispatch.narrow_ids), token);
     if expert >= experts || expert < -1 {
         let (peer, named) = (common.comm.rank, recorded_token(&args.dispatch.table, token));
-        note(&common.comm, 0, peer, opened.epoch(), named, expert as u64, Wait::LowLatencyExpert);
+        let failure = PeerWait::new(&common.comm, peer, opened.epoch(), Wait::LowLatencyExpert);
+        failure.note(named, expert as u64);
         note_missing_token(&common.comm, token);
     }
     let (rank, local) = owner_of(args, expert, opened).unwrap_or((u32::MAX, 0));

@@ -14,7 +14,8 @@
 
 use core::mem::offset_of;
 
-use super::super::epoch::{Deadline, Phase, aborted, record, trace};
+use super::super::epoch::{Phase, trace};
+use super::super::peer_wait::PeerWait;
 use super::super::rail::{Delivery, Operation, post_to};
 use super::by_expert::Scratch;
 use super::ranks::Few;
@@ -276,16 +277,6 @@ impl Incoming {
     }
 }
 
-/// Whether a wait of block 0 has expired, called in each of the `polls` of a copy. Block 0 has the
-/// deadline and names who is late: it raises the abort word wherever it does not publish. A missing
-/// copy is no evidence about its peer, because packets of a dispatch are published when all have
-/// come.
-#[device]
-unsafe fn is_given_up(comm: &Comm, polls: &mut u32) -> bool {
-    *polls += 1;
-    polls.is_multiple_of(4) && aborted(comm)
-}
-
 /// Publishes this rank's entry into a dispatch and waits for the entry of all members, as within a
 /// node. The place may still be in use.
 ///
@@ -318,7 +309,7 @@ unsafe fn wait_members_ready(
 /// The words and their copies are in this rank's memory.
 #[device]
 unsafe fn wait_member_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> bool {
-    let (mut deadline, mut polls) = (Deadline::start(), 0);
+    let mut wait = PeerWait::new(comm, rank, epoch, Wait::LowLatencyReady);
     loop {
         let seen = ld_acquire_sys_u64(incoming.ready());
         if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
@@ -326,16 +317,16 @@ unsafe fn wait_member_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch
             return true;
         }
         if incoming.is_copied() {
-            if is_given_up(comm, &mut polls) {
+            if wait.is_given_up() {
                 return false;
             }
             continue;
         }
-        if deadline.expired(comm) {
-            record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyReady);
+        if wait.has_expired() {
+            wait.record(epoch, seen >> 32);
             return false;
         }
-        if deadline.is_long() && is_other_call(comm, incoming.call(epoch), rank, epoch) {
+        if wait.is_long() && is_other_call(comm, incoming.call(epoch), rank, epoch) {
             return false;
         }
     }
@@ -350,23 +341,23 @@ unsafe fn wait_member_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch
 /// no data, so that its load needs no acquire.
 #[device]
 unsafe fn wait_message(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) -> Option<u32> {
-    let (mut deadline, mut polls) = (Deadline::start(), 0);
+    let mut wait = PeerWait::new(comm, rank, epoch, Wait::LowLatencyEnter);
     loop {
         let seen = ld_acquire_sys_u64(incoming.call(epoch));
         if (seen >> 32) as u32 == epoch as u32 {
             return Some(seen as u32);
         }
         if incoming.is_copied() {
-            if is_given_up(comm, &mut polls) {
+            if wait.is_given_up() {
                 return None;
             }
             continue;
         }
-        if deadline.expired(comm) {
-            record(comm, deadline.waited, rank, epoch, epoch, seen >> 32, Wait::LowLatencyEnter);
+        if wait.has_expired() {
+            wait.record(epoch, seen >> 32);
             return None;
         }
-        if deadline.is_long() {
+        if wait.is_long() {
             let ready = ld_relaxed_sys_u64(incoming.words + READY);
             let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
             if (ready >> 32) as u32 == epoch as u32 && is_other {
@@ -439,7 +430,8 @@ unsafe fn wait_messages<const DISPATCH: bool>(
                 if is_same {
                     tokens = (call & LowLatencyCall::TOKEN_BITS).min(args.max_tokens);
                 } else {
-                    record(comm, 0, thread, epoch, comm.call, call as u64, Wait::LowLatencyOtherCall);
+                    let failure = PeerWait::new(comm, thread, epoch, Wait::LowLatencyOtherCall);
+                    failure.record(comm.call, call as u64);
                 }
             }
             failed = !is_same;
