@@ -39,8 +39,8 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
 /// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order,
 /// rounds. Unweighted.
 ///
-/// The last warp of a block delivers in the gatherer and polls arrival words in the finisher. Shared
-/// memory: the rings, then a word for each warp, or for each node.
+/// The last warp of a block delivers in the gatherer and polls arrival words in the finisher.
+/// Shared memory: the rings, then a word for each warp, or for each node.
 #[kernel(
     threads = 512, barriers = 3, registers = 128,
     grid = args.route.num_channels.saturating_mul(2), block >= 64,

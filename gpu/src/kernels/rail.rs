@@ -231,8 +231,8 @@ pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
 
 /// Waits until every rank of this node has entered the operation. With `of_node`, also until every
 /// node has whose wire memory is mapped: from then on the block's workers write there. All threads
-/// call it, of two warps or more. False when a wait of this rank has expired, or a call differs; the
-/// same in all lanes of a warp.
+/// call it, of two warps or more. False when a wait of this rank has expired, or a call differs;
+/// the same in all lanes of a warp.
 ///
 /// # Safety
 /// The words are in this rank's own memory. The barrier passes on what the polling lanes acquired.

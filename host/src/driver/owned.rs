@@ -87,8 +87,8 @@ impl Memory {
         Ok(Memory { device: device.clone(), raw, requested: bytes })
     }
 
-    /// Maps `bytes` of [`MemoryKind::SharedHost`] memory that a peer exported, so that kernels reach
-    /// it.
+    /// Maps `bytes` of [`MemoryKind::SharedHost`] memory that a peer exported, so that kernels
+    /// reach it.
     pub(crate) fn import_host(device: &Device, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
         let raw = device.driver.import_host(fd, bytes, peer)?;
         Ok(Memory { device: device.clone(), raw, requested: bytes })

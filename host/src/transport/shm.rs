@@ -1,5 +1,5 @@
-//! Ranks of one host that play several nodes. Both have the peer's wire memory mapped, which is host
-//! memory: kernels write it themselves, or a put is a copy to it.
+//! Ranks of one host that play several nodes. Both have the peer's wire memory mapped, which is
+//! host memory: kernels write it themselves, or a put is a copy to it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;

@@ -34,8 +34,8 @@ use poster::post_channel;
 use sender::send;
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them, on this node and on
-/// others. The last warp of a block delivers in the sender and polls arrival words in the forwarder;
-/// the others have a ring each. Shared memory: the rings, then a word for each warp.
+/// others. The last warp of a block delivers in the sender and polls arrival words in the
+/// forwarder; the others have a ring each. Shared memory: the rings, then a word for each warp.
 #[kernel(
     threads = 288, barriers = 3, registers = 200,
     grid = args.route.num_channels.saturating_mul(2), block >= 64,
