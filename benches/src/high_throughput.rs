@@ -63,6 +63,7 @@ pub(crate) fn measure(
     let plan = &*plan.as_run(result.is_joined);
     let topology = plan.topology;
     result.mapped = topology.nodes > 1 && buffer.mapped_peers().len() as u32 == topology.nodes - 1;
+    result.has_queues = !buffer.wire_stats().is_empty();
     let mode = HighThroughput::new(plan, Rank::with(group.clone(), stream, buffer))?;
     let stream = mode.rig.stream.clone();
     let mut script = Script::new(plan, group, &stream, watch, mode)?;

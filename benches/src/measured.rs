@@ -188,6 +188,8 @@ pub struct RankResult {
     /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is
     /// put.
     pub mapped: bool,
+    /// Whether proxies put rows for other nodes. If not, kernels store them.
+    pub has_queues: bool,
     /// Times of the transport alone for the rows of each phase, in microseconds; empty if all peers
     /// are mapped.
     pub transport_us: Vec<(PhaseName, f64)>,

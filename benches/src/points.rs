@@ -136,8 +136,7 @@ fn check(plan: &Plan, ranks: &[RankResult], counts: &[RankCounts]) -> Result<()>
             let (name, put) = (phase.name, phase.wire.bytes);
             let rows = if name.is_dispatch() { counts.six.send_rdma } else { counts.relayed };
             let messages = if name.counts() { rank.message_bytes } else { 0 };
-            // Kernels store to mapped peers themselves, without puts.
-            let calls = if rank.mapped { 0 } else { calls };
+            let calls = if rank.has_queues { calls } else { 0 };
             let expected = calls * (rows * plan.slot_bytes(name) + messages);
             if put != expected {
                 return Err(Error::Failed(format!(

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use epoxide::driver::{Device, DevicePtr, Event, Memory, MemoryKind, Stream};
 use epoxide::group::ProcessGroup;
 use epoxide::internal::Topology;
-use epoxide::internal::transport::{Proxies, Put, Way, open};
+use epoxide::internal::transport::{Proxies, Put, Way, Writer, open};
 use epoxide::transport::TransportOptions;
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
@@ -180,7 +180,8 @@ impl<'a> Poster<'a> {
         let bytes = words.next_multiple_of(128) + (1 + u64::from(topology.nodes)) * region;
         let rail = |node: u32| node * topology.ranks_per_node + index;
         let peers: Vec<u32> = (0..topology.nodes).filter(|other| *other != node).map(rail).collect();
-        let (ways, links) = open(options, device, group, bytes, &peers, group.timeout())?;
+        let timeout = group.timeout();
+        let (ways, links) = open(options, device, group, bytes, &peers, timeout, Writer::Proxies)?;
         let proxies = Proxies::start(device, links)?;
         let mut lanes = Vec::new();
         for queue in 0..queues {

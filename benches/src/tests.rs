@@ -157,8 +157,8 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
                 }
                 _ => 0.0,
             };
-            // Kernels store to mapped peers themselves, without puts.
-            let put = if ranks[0].mapped { 0.0 } else { rows * wire.slot_bytes as f64 + messages };
+            let put = if ranks[0].has_queues { rows * wire.slot_bytes as f64 + messages } else { 0.0 };
+            assert_eq!(ranks[0].has_queues, line.contains("tcp"), "{line}");
             assert_eq!(ranks[0].mapped, !line.contains("shm") && !line.contains("tcp"), "{line}");
             assert!((wire.bytes * per_rank - put).abs() < 1e-6, "{line}");
         }

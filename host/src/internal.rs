@@ -93,6 +93,7 @@ pub mod transport {
     pub use crate::transport::options::Hooks;
     pub use crate::transport::proxy::{Proxies, Proxy, PutTrace, QueueStats};
     pub use crate::transport::put::{Interrupt, Put, PutQueue};
+    pub use crate::transport::setup::Writer;
     pub use crate::transport::shaping::Shaping;
 }
 

@@ -107,6 +107,10 @@ impl Driver for FailingDevice {
         self.inner.import(fd, bytes, peer)
     }
 
+    fn import_host(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
+        self.inner.import_host(fd, bytes, peer)
+    }
+
     fn export_fabric(&self, memory: &RawMemory) -> Result<FabricHandle> {
         self.inner.export_fabric(memory)
     }

@@ -13,6 +13,7 @@
 
 use core::cell::Cell;
 
+use super::arrivals::Arrivals;
 use super::combine::{
     Bf16, Contributors, F16, F32, Gather, Item, Listed, Outputs, Peers, Ranks, Sink, Summand, VECTORS, spoil,
     sum_rows, vectors_of,
@@ -21,7 +22,7 @@ use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, w
 use super::progress::{Progress, workers};
 use super::rail::{
     Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, is_in_vain,
-    rows_arrived, tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_own_rows, wait_quiet, wait_rows,
+    tell_nodes_ready, wait_mapped_ready, wait_node_ready, wait_quiet,
 };
 use super::ring::{Ring, Turn, channel_range};
 use crate::layout::{
@@ -38,8 +39,8 @@ const MAX_TOKENS: u64 = u32::MAX as u64;
 /// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order,
 /// rounds. Unweighted.
 ///
-/// The last warp of a block delivers in the gatherer and is idle in the finisher. Shared memory:
-/// the rings, then a word for each warp.
+/// The last warp of a block delivers in the gatherer and polls arrival words in the finisher.
+/// Shared memory: the rings, then a word for each warp, or for each node.
 #[kernel(
     threads = 512, barriers = 3, registers = 128,
     grid = args.route.num_channels.saturating_mul(2), block >= 64,
@@ -178,11 +179,16 @@ unsafe fn combine<E: Summand, const BY_EXPERT: bool>(
         tell_nodes_ready(comm, wire, operation);
     }
     let planned = entry.is_planned();
-    let progress = Progress::new(ring_bytes(workers, rows.slots, rows.slot_bytes), workers);
-    let joined = wait_mapped_ready(comm, wire, operation, Wait::CombineReady, Wait::CombineNodeReady);
+    let at = ring_bytes(workers, rows.slots, rows.slot_bytes);
+    let (progress, arrivals) = (Progress::new(at, workers), Arrivals::new(at));
+    // Finishers write on this rank alone.
+    let of_node = if finishes { None } else { Some(Wait::CombineNodeReady) };
+    let joined = wait_mapped_ready(comm, wire, operation, Wait::CombineReady, of_node);
     if tid() / 32 == workers {
-        if !finishes && joined {
+        if joined && !finishes {
             post_sums(args, channel, planned, &progress, operation);
+        } else if joined && planned {
+            watch(args, &arrivals, channel, epoch);
         }
     } else if joined && planned {
         // The peers' rows were released to this thread; the copy engine must see them too.
@@ -190,7 +196,7 @@ unsafe fn combine<E: Summand, const BY_EXPERT: bool>(
         let ring = Ring::new(rows.slots, rows.slot_bytes, workers);
         if finishes {
             let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
-            let nodes = Nodes::new(args, channel, epoch);
+            let nodes = Nodes::new(args, &arrivals, channel);
             let mut sums = Outputs::<true>::new(rows);
             let turn = &mut Turn::first();
             let gather = Gather::start(rows, &nodes, begin, end, tid() / 32, workers);
@@ -548,15 +554,28 @@ unsafe fn post_sums(
     wait_quiet(comm, node, posted, operation);
 }
 
+/// The last warp of a finisher: polls the arrival words of the channel.
+///
+/// # Safety
+/// The entries lie inside the matrix.
+#[device]
+unsafe fn watch(args: &InternodeCombineArgs, arrivals: &Arrivals, channel: u32, epoch: u64) {
+    let (wire, lane) = (&args.wire, laneid());
+    let mut rows = 0;
+    if lane < wire.num_nodes {
+        let prefix = args.route.rdma_channel_prefix_matrix.0;
+        rows = channel_rows(prefix, args.route.num_channels, lane, channel).1;
+    }
+    arrivals.watch(&args.combine.comm, wire, channel, rows, epoch, Wait::CombineArrival);
+}
+
 /// The sums that the nodes sent for this rank's tokens: lane n holds those of node n. A row is the
 /// token's index in the (channel, node) stream.
 struct Nodes<'a> {
     args: &'a InternodeCombineArgs,
     /// Where the channel's slots from this node are.
     slots: u64,
-    /// Its arrival word.
-    word: u64,
-    epoch: u64,
+    arrivals: &'a Arrivals,
     /// Rows of the channel known to have come.
     known: Cell<u32>,
 }
@@ -565,17 +584,16 @@ impl<'a> Nodes<'a> {
     /// # Safety
     /// The entries lie inside their arrays.
     #[device]
-    unsafe fn new(args: &'a InternodeCombineArgs, channel: u32, epoch: u64) -> Self {
+    unsafe fn new(args: &'a InternodeCombineArgs, arrivals: &'a Arrivals, channel: u32) -> Self {
         let (wire, lane) = (&args.wire, laneid());
-        let (mut slots, mut word) = (0, 0);
+        let mut slots = 0;
         if lane < wire.num_nodes {
             let path = Path::to(wire, lane);
-            word = path.memory + arrival_word(wire, lane, channel);
             let prefix = args.route.rdma_channel_prefix_matrix.0;
             let first = channel_rows(prefix, args.route.num_channels, lane, channel).0;
             slots = path.slots_in(wire, lane) + first as u64 * args.slot_bytes as u64;
         }
-        Nodes { args, slots, word, epoch, known: Cell::new(0) }
+        Nodes { args, slots, arrivals, known: Cell::new(0) }
     }
 }
 
@@ -603,19 +621,12 @@ impl Contributors for Nodes<'_> {
     }
 
     /// # Safety
-    /// The word is in this rank's wire memory.
+    /// The lane's node has a word.
     #[device]
     unsafe fn wait(&self, row: i32) {
-        let needed = row as u32 + 1;
-        if needed > self.known.get() {
-            let (args, node) = (self.args, laneid());
-            let (comm, wire) = (&args.combine.comm, &args.wire);
-            if node == wire.node {
-                wait_own_rows(comm, self.word, needed, self.epoch);
-            } else {
-                wait_rows(comm, self.word, node, needed, self.epoch, Wait::CombineArrival);
-            }
-            self.known.set(rows_arrived(self.word, self.epoch));
+        if row as u32 >= self.known.get() {
+            self.arrivals.wait(&self.args.combine.comm, laneid(), row as u32);
+            self.known.set(self.arrivals.rows(laneid()));
             fence_proxy_async();
         }
     }

@@ -9,6 +9,7 @@
 const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
 mod add_counts;
+mod arrivals;
 mod by_expert;
 mod ceiling;
 mod columns;

@@ -4,7 +4,7 @@
 //! A rank talks to one rank of every other node: the one with its own index there. In this file
 //! `node` stands for it.
 
-use super::epoch::{Phase, aborted, pool_of, trace, wait_entered, wait_entered_or, warp_aborted};
+use super::epoch::{Phase, pool_of, trace, wait_entered, wait_entered_or, warp_aborted};
 use super::peer_wait::PeerWait;
 use crate::layout::{
     ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NodePath, PutRequest, QueueHandle, QueueWords,
@@ -83,6 +83,17 @@ impl Path {
     #[device]
     pub unsafe fn of_lane(wire: &Wire) -> Path {
         if laneid() < wire.num_nodes { Path::to(wire, laneid()) } else { Path::NONE }
+    }
+
+    /// Whether slots for `node` are written into its rank's device memory. False where they go to
+    /// host memory: the own, for a put, or the rank's, which kernels write with ordinary stores.
+    ///
+    /// # Safety
+    /// The table has an entry for every node.
+    #[device]
+    pub unsafe fn leads_to_device(&self, wire: &Wire, node: u32) -> bool {
+        let entry = wire.paths.array::<NodePath>().at(node);
+        (self.peer != 0) & (ld_u64(field!(entry, NodePath.peer_on_host)) == 0)
     }
 
     /// Where the slots for `node`, whose path this is, are written: at the peer if its memory is
@@ -225,9 +236,10 @@ pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
     }
 }
 
-/// Waits until every rank of this node has entered the operation, and every node whose wire memory
-/// is mapped: from then on workers write there. All threads call it, of two warps or more. False
-/// when a wait of this rank has expired, or a call differs; the same in all lanes of a warp.
+/// Waits until every rank of this node has entered the operation. With `of_node`, also until every
+/// node has whose wire memory is mapped: from then on the block's workers write there. All threads
+/// call it, of two warps or more. False when a wait of this rank has expired, or a call differs;
+/// the same in all lanes of a warp.
 ///
 /// # Safety
 /// The words are in this rank's own memory. The barrier passes on what the polling lanes acquired.
@@ -237,7 +249,7 @@ pub unsafe fn wait_mapped_ready(
     wire: &Wire,
     operation: Operation,
     of_rank: Wait,
-    of_node: Wait,
+    of_node: Option<Wait>,
 ) -> bool {
     let (warp, lane) = (tid() / 32, laneid());
     let Operation { epoch, ready, .. } = operation;
@@ -245,7 +257,11 @@ pub unsafe fn wait_mapped_ready(
         let word = pool_of(comm, comm.rank) + ready_offset(lane);
         wait_entered(comm, word, ready, lane, epoch, of_rank);
     }
-    if warp == 1 && lane < wire.num_nodes && lane != wire.node {
+    if let Some(of_node) = of_node
+        && warp == 1
+        && lane < wire.num_nodes
+        && lane != wire.node
+    {
         let path = Path::to(wire, lane);
         if path.peer != 0 {
             wait_node_entered(comm, wire, &path, lane, operation, of_node);
@@ -332,34 +348,6 @@ pub fn arrival(epoch: u64, rows: u32) -> u64 {
 pub unsafe fn rows_arrived(word: u64, epoch: u64) -> u32 {
     let seen = ld_acquire_sys_u64(word);
     if seen >> ARRIVAL_SHIFT == epoch { (seen & ((1 << ARRIVAL_SHIFT) - 1)) as u32 } else { 0 }
-}
-
-/// Waits until `rows` rows of a node's channel have come, by the arrival word at this address;
-/// false when the wait expired.
-///
-/// # Safety
-/// The word is in this rank's wire memory.
-#[device]
-pub unsafe fn wait_rows(comm: &Comm, word: u64, node: u32, rows: u32, epoch: u64, what: Wait) -> bool {
-    PeerWait::new(comm, node, epoch, what).at_least(word, arrival(epoch, rows))
-}
-
-/// Waits until `rows` rows of the own node's channel are there, by the arrival word at this
-/// address; false when any wait of this rank has expired.
-///
-/// They come from the other block of the channel, which itself waits for other nodes first: its
-/// deadline, which names them, is the one that counts.
-///
-/// # Safety
-/// The word is in this rank's wire memory.
-#[device]
-pub unsafe fn wait_own_rows(comm: &Comm, word: u64, rows: u32, epoch: u64) -> bool {
-    while rows_arrived(word, epoch) < rows {
-        if aborted(comm) {
-            return false;
-        }
-    }
-    true
 }
 
 /// Where a channel begins and how many rows it has, from an inclusive prefix matrix

@@ -113,7 +113,7 @@ pub const FAILED_PLANS: &[Section] = fields!(FailedPlans { count, plans });
 pub const QUEUE_HANDLE: &[Section] = fields!(QueueHandle { queue, posted });
 
 /// The fields of a [`NodePath`].
-pub const NODE_PATH: &[Section] = fields!(NodePath { memory, peer });
+pub const NODE_PATH: &[Section] = fields!(NodePath { memory, peer, peer_on_host });
 
 /// `count` packets of a count message from packet `first` on.
 const fn packets(name: &'static str, first: u32, count: usize) -> Section {

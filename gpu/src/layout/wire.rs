@@ -121,9 +121,12 @@ pub struct NodePath {
     /// The peer's wire memory, where it is mapped: then what goes there is written into it. Null:
     /// it goes through the queues. The own node's is [`NodePath::memory`].
     pub peer: DevicePtr,
+    /// 1 if [`NodePath::peer`] is host memory, which kernels write with ordinary stores only; else
+    /// 0.
+    pub peer_on_host: u64,
 }
 
-layout_assert!(NodePath, size = 16, peer at 8);
+layout_assert!(NodePath, size = 24, peer_on_host at 16);
 
 /// The paths and queues by which a kernel reaches the other nodes. [`super::Comm`] stands for the
 /// own node: there, `rank` is the index in it.

@@ -121,6 +121,10 @@ pub trait Driver: Send + Sync + Debug {
     /// Maps memory that a peer exported; `peer` names it in errors.
     fn import(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
 
+    /// Maps [`MemoryKind::SharedHost`] memory that a peer exported into the device's address space;
+    /// `peer` names it in errors.
+    fn import_host(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
+
     /// A handle that stands for [`MemoryKind::Shareable`] memory on every host of the same NVLink
     /// domain.
     fn export_fabric(&self, _memory: &RawMemory) -> Result<FabricHandle> {

@@ -87,6 +87,13 @@ impl Memory {
         Ok(Memory { device: device.clone(), raw, requested: bytes })
     }
 
+    /// Maps `bytes` of [`MemoryKind::SharedHost`] memory that a peer exported, so that kernels
+    /// reach it.
+    pub(crate) fn import_host(device: &Device, fd: OwnedFd, bytes: u64, peer: &str) -> Result<Memory> {
+        let raw = device.driver.import_host(fd, bytes, peer)?;
+        Ok(Memory { device: device.clone(), raw, requested: bytes })
+    }
+
     /// Maps `bytes` of memory by the fabric handle of a peer.
     pub(crate) fn import_fabric(
         device: &Device,

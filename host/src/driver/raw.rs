@@ -42,7 +42,7 @@ pub enum MemoryKind {
     /// `cuMemFreeHost` does. So it is not freed in the course of operations.
     MappedHost,
     /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to
-    /// map as ordinary memory.
+    /// map as ordinary memory, or into their devices' address spaces.
     SharedHost,
     /// Device memory by `cuMemAlloc`, which other libraries of a process use. Its free waits and
     /// blocks other calls like that of [`MemoryKind::MappedHost`]. epoxide itself uses none.

@@ -154,7 +154,7 @@ mod tests {
     use crate::driver::virt::{VirtConfig, VirtualGpu};
     use crate::driver::{Memory, MemoryKind};
     use crate::group::{HashStore, MeshGroup, MeshOptions};
-    use crate::transport::TransportOptions;
+    use crate::transport::{TransportOptions, Writer};
 
     #[test]
     fn another_version_is_named_with_both_versions() {
@@ -164,7 +164,14 @@ mod tests {
         let group = MeshGroup::new(store, 0, 1, "alone", MeshOptions::default()).unwrap();
         let options = TransportOptions { queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
         let timeout = Duration::from_secs(120);
-        let setup = Setup { options: &options, memory: &memory, group: &group, peers: &[], timeout };
+        let setup = Setup {
+            options: &options,
+            memory: &memory,
+            group: &group,
+            peers: &[],
+            timeout,
+            writer: Writer::Proxies,
+        };
         let ours = meet(&setup, Ok("here".into())).unwrap().remove(0);
 
         let error = |value: serde_json::Value| {

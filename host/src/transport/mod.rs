@@ -10,7 +10,7 @@
 //! at a barrier, and then close. A rank that closes earlier fails its peers' later puts.
 //!
 //! Kernels wait for the threads here, so none of these makes a driver call between connecting and
-//! closing (`NoDriverCalls`). The backends shm and tcp move bytes between page-locked host
+//! closing (`NoDriverCalls`). The queues of shm and tcp move bytes between page-locked host
 //! memories, verbs has the card do it.
 
 mod greeting;
@@ -21,7 +21,7 @@ pub(crate) mod options;
 mod presence;
 pub(crate) mod proxy;
 pub(crate) mod put;
-mod setup;
+pub(crate) mod setup;
 pub(crate) mod shaping;
 mod shm;
 pub(crate) mod tcp;
@@ -38,4 +38,5 @@ mod verbs_options;
 pub(crate) use open::{Way, connect, open};
 pub use options::{MAX_QUEUES, TransportKind, TransportOptions};
 pub(crate) use proxy::{Proxies, PutTrace, QueueStats};
+pub(crate) use setup::Writer;
 pub use verbs_options::VerbsOptions;

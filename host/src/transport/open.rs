@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::links::{Links, PeerQueue};
 use super::options::{TransportKind, TransportOptions};
-use super::setup::Setup;
+use super::setup::{Setup, Writer};
 use super::shaping::Shaped;
 use super::{greeting, mapped, shm, tcp, verbs};
 use crate::driver::{Device, Memory, MemoryKind};
@@ -24,8 +24,16 @@ pub struct Way {
     pub mapped: Option<Arc<Memory>>,
 }
 
+impl Way {
+    /// Whether bytes for the peer go into host memory.
+    pub fn is_on_host(&self) -> bool {
+        !self.memory.host_ptr().is_null()
+    }
+}
+
 /// Allocates wire memory of `bytes` and finds a way to each of `peers`, as [`connect`] says. Ways
-/// are in the order of `peers`. Collective over the group.
+/// are in the order of `peers`. `writer`: that of the peers' host memory over
+/// [`TransportKind::Shm`]; proxies, if links are shaped. Collective over the group.
 ///
 /// # Errors
 /// Those of [`wire_memory`] and [`connect`].
@@ -36,9 +44,10 @@ pub fn open(
     bytes: u64,
     peers: &[u32],
     timeout: Duration,
+    writer: Writer,
 ) -> Result<(Vec<Way>, Links)> {
     let memory = wire_memory(options, device, group, bytes)?;
-    let mut links = connect(options, &memory, group, peers, timeout)?;
+    let mut links = connect_by(options, &memory, group, peers, timeout, writer)?;
     let way = |links: &Links, peer: u32, memory: &Arc<Memory>| Way {
         peer,
         memory: memory.clone(),
@@ -105,7 +114,20 @@ pub fn connect(
     peers: &[u32],
     timeout: Duration,
 ) -> Result<Links> {
-    let setup = Setup { options, memory, group, peers, timeout };
+    connect_by(options, memory, group, peers, timeout, Writer::Proxies)
+}
+
+fn connect_by(
+    options: &TransportOptions,
+    memory: &Arc<Memory>,
+    group: &dyn ProcessGroup,
+    peers: &[u32],
+    timeout: Duration,
+    writer: Writer,
+) -> Result<Links> {
+    // A shaped link is a queue.
+    let writer = if options.hooks.shaping.is_some() { Writer::Proxies } else { writer };
+    let setup = Setup { options, memory, group, peers, timeout, writer };
     let mut links = match options.kind {
         TransportKind::Auto | TransportKind::Direct => mapped::connect(&setup)?,
         TransportKind::Shm => shm::connect(&setup)?,

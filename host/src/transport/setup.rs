@@ -23,6 +23,17 @@ pub(super) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(LONGEST)
 }
 
+/// Writes the host memory that ranks of one host share ([`TransportKind::Shm`]).
+///
+/// [`TransportKind::Shm`]: super::TransportKind::Shm
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Writer {
+    /// The proxies of queues copy puts there.
+    Proxies,
+    /// Kernels store there themselves, and no queue leads there.
+    Kernels,
+}
+
 /// The arguments of [`connect`](super::connect).
 pub(super) struct Setup<'a> {
     pub(super) options: &'a TransportOptions,
@@ -30,6 +41,7 @@ pub(super) struct Setup<'a> {
     pub(super) group: &'a dyn ProcessGroup,
     pub(super) peers: &'a [u32],
     pub(super) timeout: Duration,
+    pub(super) writer: Writer,
 }
 
 impl Setup<'_> {

@@ -1,5 +1,5 @@
-//! Ranks of one host that play several nodes. A put is a copy to the peer's wire memory, which is
-//! host memory that both have mapped.
+//! Ranks of one host that play several nodes. Both have the peer's wire memory mapped, which is
+//! host memory: kernels write it themselves, or a put is a copy to it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -7,10 +7,10 @@ use std::sync::Arc;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::greeting;
-use super::links::{Links, PeerQueue};
+use super::links::{Links, MappedPeer, PeerQueue};
 use super::presence::{Life, Neighbours, Presence};
 use super::put::{Put, PutQueue};
-use super::setup::{LinkEnds, Setup, WireHost, store_counter};
+use super::setup::{LinkEnds, Setup, WireHost, Writer, store_counter};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 
@@ -25,29 +25,50 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let (source, presence, reader, memory) = prepared?;
     // The ranks of one host exchange wire memory and a sign of life.
     let received = setup.group.exchange_fds(&[memory.as_fd(), reader.as_fd()])?;
-    let links = greeting::agree(setup.group, setup.options.kind, make_links(setup, &source, received))?;
-    Ok(Links {
-        links,
-        mapped: Vec::new(),
-        receiving: vec![Box::new(Neighbours { presence, lives: Vec::new() })],
-    })
+    let mut neighbours = Neighbours { presence, lives: Vec::new() };
+    let (mut links, mut mapped) = (Vec::new(), Vec::new());
+    let connected = peers_of(setup, received).and_then(|peers| match setup.writer {
+        Writer::Proxies => {
+            links = make_links(setup, &source, peers)?;
+            Ok(())
+        }
+        Writer::Kernels => peers.into_iter().try_for_each(|(peer, memory, life)| {
+            let label = format!("wire memory of rank {peer}");
+            let memory = Memory::import_host(setup.memory.device(), memory, source.bytes(), &label)?;
+            mapped.push(MappedPeer { peer, memory: Arc::new(memory) });
+            neighbours.lives.push((setup.ends(peer), life));
+            Ok(())
+        }),
+    });
+    greeting::agree(setup.group, setup.options.kind, connected)?;
+    Ok(Links { links, mapped, receiving: vec![Box::new(neighbours)] })
 }
 
-fn make_links(setup: &Setup<'_>, source: &WireHost, received: Vec<Vec<OwnedFd>>) -> Result<Vec<PeerQueue>> {
-    let mut peers = Vec::new();
-    for (peer, fds) in (0u32..).zip(received) {
-        if !setup.peers.contains(&peer) {
-            continue;
-        }
+/// What each peer gave: its wire memory and its sign of life.
+fn peers_of(setup: &Setup<'_>, received: Vec<Vec<OwnedFd>>) -> Result<Vec<(u32, OwnedFd, Life)>> {
+    let theirs = (0u32..).zip(received).filter(|(peer, _)| setup.peers.contains(peer));
+    let pair = |(peer, fds): (u32, Vec<OwnedFd>)| {
         let count = fds.len();
         let [memory, life] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| {
             setup.ends(peer).error("connect", format!("it gave {count} descriptors instead of 2"))
         })?;
+        Ok((peer, memory, Life::new(life)))
+    };
+    theirs.map(pair).collect()
+}
+
+fn make_links(
+    setup: &Setup<'_>,
+    source: &WireHost,
+    peers: Vec<(u32, OwnedFd, Life)>,
+) -> Result<Vec<PeerQueue>> {
+    let target = |(peer, memory, life): (u32, OwnedFd, Life)| {
         let target = Target::map(&memory, source.bytes()).map_err(|reason| {
             setup.ends(peer).error("connect", format!("its wire memory cannot be mapped: {reason}"))
         })?;
-        peers.push((peer, Arc::new(target), Arc::new(Life::new(life))));
-    }
+        Ok((peer, Arc::new(target), Arc::new(life)))
+    };
+    let peers = peers.into_iter().map(target).collect::<Result<Vec<_>>>()?;
     let mut links = Vec::new();
     for index in 0..setup.options.queues_per_peer {
         for (peer, target, life) in &peers {

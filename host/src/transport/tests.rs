@@ -715,11 +715,11 @@ fn transports_of_the_host_need_host_memory() {
 /// Mapped memory is the peer's own: one rank reads directly the bytes that the other writes.
 #[test]
 fn mapped_peers_share_memory_and_need_no_queue() {
-    for kind in [TransportKind::Direct, TransportKind::Auto] {
+    for kind in [TransportKind::Direct, TransportKind::Auto, TransportKind::Shm] {
         run_threads(3, TIMEOUT, |rank, group| {
             let it = Rank::new(group, bytes(3));
             let (ways, mut links) =
-                open(&options(kind, 2), &it.device, &*it.group, 4096, &it.peers, TIMEOUT)?;
+                open(&options(kind, 2), &it.device, &*it.group, 4096, &it.peers, TIMEOUT, Writer::Kernels)?;
             assert!(links.queues().is_empty());
             assert_eq!(ways.iter().map(|way| way.peer).collect::<Vec<_>>(), it.peers);
             let word = |memory: &Memory, at: u32| {
@@ -749,18 +749,41 @@ fn mapped_peers_share_memory_and_need_no_queue() {
 
 #[test]
 fn a_mapped_peer_that_dies_is_told() {
+    for kind in [TransportKind::Direct, TransportKind::Shm] {
+        run_threads(2, TIMEOUT, |rank, group| {
+            let it = Rank::new(group, bytes(2));
+            let (_ways, mut links) =
+                open(&options(kind, 1), &it.device, &*it.group, 4096, &it.peers, TIMEOUT, Writer::Kernels)?;
+            if rank == 1 {
+                // Simulates a process that is gone: its descriptors are closed, without a goodbye.
+                links.receiving.clear();
+            } else {
+                eventually(|| links.failure().is_some());
+                let text = links.failure().unwrap().to_string();
+                assert!(text.contains("rank 0 with rank 1") && text.contains("it died"), "{text}");
+            }
+            it.barrier();
+            Ok(())
+        })
+        .unwrap();
+    }
+}
+
+/// A link that a test makes worse is one of queues, at its own end alone.
+#[test]
+fn shaped_links_are_queues_where_kernels_would_write() {
     run_threads(2, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(2));
-        let (_ways, mut links) =
-            open(&options(TransportKind::Direct, 1), &it.device, &*it.group, 4096, &it.peers, TIMEOUT)?;
-        if rank == 1 {
-            // Simulates a process that is gone: its descriptors are closed, without a goodbye.
-            links.receiving.clear();
-        } else {
-            eventually(|| links.failure().is_some());
-            let text = links.failure().unwrap().to_string();
-            assert!(text.contains("rank 0 with rank 1") && text.contains("it died"), "{text}");
-        }
+        let mut options = options(TransportKind::Shm, 2);
+        options.hooks.shaping = (rank == 1).then(|| Shaping::new(1));
+        let (ways, mut links) =
+            open(&options, &it.device, &*it.group, 4096, &it.peers, TIMEOUT, Writer::Kernels)?;
+        assert_eq!(
+            (links.queues().len(), ways[0].mapped.is_none()),
+            if rank == 1 { (2, true) } else { (0, false) }
+        );
+        it.barrier();
+        links.close();
         it.barrier();
         Ok(())
     })

@@ -2,15 +2,18 @@
 //! such node back.
 
 use epoxide::DType;
+use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::internal::Instruments;
 use epoxide::throughput::{CachedDispatchRequest, CombineRequest, DispatchRequest};
 use epoxide::transport::TransportKind;
-use epoxide_testing::oracle;
+use epoxide_testing::oracle::{self, Routing, Style};
+use epoxide_testing::payload::rng_of;
+use epoxide_testing::roundtrip::Case;
 
 use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, echo};
-use epoxide_testing::harness::{NodeLinks, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup};
 
 const CHANNELS: u32 = 3;
 
@@ -26,12 +29,10 @@ fn bytes_sent(rank: &Rank, nodes: u32, ranks_per_node: u32) -> Vec<u64> {
 
 #[test]
 fn the_wire_carries_the_rows_of_the_layout() {
-    for (nodes, ranks_per_node, transport) in
-        [(2, 2, TransportKind::Shm), (3, 1, TransportKind::Tcp), (3, 2, TransportKind::Shm)]
-    {
+    for (nodes, ranks_per_node) in [(2, 2), (3, 1), (3, 2)] {
         let ranks = nodes * ranks_per_node;
         let tokens: Vec<u32> = (0..ranks).map(|rank| [9, 0, 20, 3][rank as usize % 4]).collect();
-        let spread = NodeLinks { ranks_per_node, transport, queues: 2 };
+        let spread = NodeLinks { ranks_per_node, transport: TransportKind::Tcp, queues: 2 };
         let setup = Setup::new(ranks, CHANNELS, 20, ROW).nodes(Some(spread));
         let turns: Vec<Turn> = (0..4).map(|seed| Turn::random(seed, &tokens, CHANNELS)).collect();
         setup.run(|rank| {
@@ -94,6 +95,48 @@ fn one_node_has_no_wire() {
         rank.synchronize()?;
         rank.check(rank.buffer.wire_stats().is_empty(), "there is no queue");
         Ok(())
+    });
+}
+
+/// Over shm kernels store slots and words in the peers' host memory: nothing is put, and no slot is
+/// stored to be sent. Blocks of even numbers send and wait for other nodes to enter. Those of odd
+/// numbers receive, and they alone load arrival words.
+#[test]
+fn kernels_write_shared_host_memory() {
+    let routing = Routing::random(&mut rng_of(&[33]), &[9, 0, 14, 5], 6, 8, Style::WithHoles);
+    let spread = NodeLinks { ranks_per_node: 2, transport: TransportKind::Shm, queues: 2 };
+    let case = Case { nodes: Some(spread), num_channels: 3, ..Case::new(routing, 256) };
+    let checker = Checker::new(CheckConfig::default());
+    checker.count_stores();
+    checker.count_loads();
+    let mut setup = case.setup();
+    setup.device.checker = Some(checker.clone());
+    setup.run(|rank| {
+        rank.round_trip(&case)?;
+        rank.check(rank.buffer.wire_stats().is_empty(), "there is no queue");
+        // All memory still exists.
+        rank.group.barrier(PATIENCE)?;
+        if rank.rank == 0 {
+            let on_wire = |memory: &str| memory.contains("wire memory") && memory != "own wire memory";
+            let mut stored = checker.stores();
+            stored.retain(|it| on_wire(&it.memory));
+            for part in ["slots_in", "arrived", "ready", "messages_in"] {
+                let of_part = || stored.iter().filter(|it| it.part.starts_with(part));
+                assert!(of_part().count() > 0, "{part}: {stored:?}");
+                assert!(of_part().all(|it| it.by != it.on && it.by % 2 == it.on % 2), "{part}: {stored:?}");
+            }
+            assert!(stored.iter().all(|it| !it.part.ends_with("_out")), "{stored:?}");
+
+            let moves = |kernel: &str| ["internode_dispatch", "internode_combine"].contains(&kernel);
+            let mut loaded = checker.loads();
+            loaded.retain(|it| on_wire(&it.memory) && moves(&it.kernel));
+            for (part, parity) in [("ready", 0), ("arrived", 1)] {
+                let of_part = || loaded.iter().filter(|it| it.part.starts_with(part));
+                assert!(of_part().count() > 0, "{part}: {loaded:?}");
+                assert!(of_part().all(|it| it.block % 2 == parity), "{part}: {loaded:?}");
+            }
+        }
+        rank.group.barrier(PATIENCE)
     });
 }
 

@@ -6,10 +6,11 @@ use super::route::{
     FORWARD_ROW_BYTES, forward_row, forward_start, note_rows, note_selections, relayed_before, send_source,
     slot_shape,
 };
+use crate::kernels::arrivals::Arrivals;
 use crate::kernels::dispatch::{Tail, copy_scales, is_first_of_rank, load_stage, scale_place};
 use crate::kernels::epoch::pool_of;
 use crate::kernels::list::{Destination, entry_at};
-use crate::kernels::rail::{Path, arrival_word, channel_rows, rows_arrived, wait_rows};
+use crate::kernels::rail::{Path, channel_rows};
 use crate::kernels::ring::{Ring, Turn};
 use crate::layout::{
     ExpertRoute, InternodeDispatchArgs, SEND_LIST_STRIDE, SEND_ROW_STRIDE, SlotShape, Wait, bulk_scale_bytes,
@@ -106,16 +107,33 @@ impl Walk {
     }
 }
 
+/// The last warp of the forwarder: polls the arrival words of the channel.
+///
+/// # Safety
+/// The entries lie inside the matrix.
+#[device]
+pub unsafe fn watch(args: &InternodeDispatchArgs, arrivals: &Arrivals, channel: u32, epoch: u64) {
+    let (wire, lane) = (&args.wire, laneid());
+    let mut rows = 0;
+    if lane < wire.num_nodes && lane != wire.node {
+        let prefix = args.route.recv_rdma_channel_prefix_matrix.0;
+        rows = channel_rows(prefix, args.route.num_channels, lane, channel).1;
+    }
+    arrivals.watch(&args.dispatch.comm, wire, channel, rows, epoch, Wait::DispatchArrival);
+}
+
 /// A worker warp of the forwarder: its share of what arrives on the channel.
 ///
 /// # Safety
 /// Rows were planned inside the pools, and a slot is read behind the arrival word of its node. The
 /// walks are the same in all lanes, so that the warp is whole where it shuffles.
+#[allow(clippy::too_many_arguments)]
 #[device]
 pub unsafe fn forward<const BY_EXPERT: bool>(
     args: &InternodeDispatchArgs,
     by_expert: &ExpertRoute,
     copies: &Copies,
+    arrivals: &Arrivals,
     ring: &Ring,
     channel: u32,
     workers: u32,
@@ -127,13 +145,11 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
     // Lane j: the pool of rank j; by expert, that of the rank of its row.
     let mut peer = pool_of(comm, lane);
 
-    // Lane n: what comes on the channel from node n: how many rows, their slots and arrival
-    // word, and where they are among the relayed tokens.
-    let (mut count, mut entries) = (0, 0);
-    let (mut slots, mut word) = (0, 0);
+    // Lane n: what comes on the channel from node n: how many rows, their slots, and where they
+    // are among the relayed tokens.
+    let (mut count, mut entries, mut slots) = (0, 0, 0);
     if lane < wire.num_nodes {
         let path = Path::to(wire, lane);
-        word = path.memory + arrival_word(wire, lane, channel);
         let prefix = args.route.recv_rdma_channel_prefix_matrix.0;
         let first;
         (first, count) = channel_rows(prefix, args.route.num_channels, lane, channel);
@@ -158,8 +174,7 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
     while !sent.ended() {
         while in_flight + 1 < rows.stages && !load.ended() {
             if shfl_u32(arrived, load.node) <= load.row {
-                let word = shfl_u64(word, load.node);
-                let seen = shfl_u32(rows_arrived(word, epoch), 0);
+                let seen = shfl_u32(arrivals.rows(load.node), 0);
                 // `syncwarp` orders every lane behind the acquire of lane 0.
                 syncwarp();
                 if lane == load.node {
@@ -169,9 +184,7 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
                     if in_flight != 0 {
                         break;
                     }
-                    let what = Wait::DispatchArrival;
-                    let came = wait_rows(comm, word, load.node, load.row + 1, epoch, what);
-                    if ballot(came) != u32::MAX {
+                    if ballot(arrivals.wait(comm, load.node, load.row)) != u32::MAX {
                         return;
                     }
                     continue;

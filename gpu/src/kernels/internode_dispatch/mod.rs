@@ -17,6 +17,7 @@ mod poster;
 mod route;
 mod sender;
 
+use super::arrivals::Arrivals;
 use super::dispatch::copy_rings_behind;
 use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
 use super::progress::{PROGRESS_BYTES, Progress, workers};
@@ -33,8 +34,8 @@ use poster::post_channel;
 use sender::send;
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them, on this node and on
-/// others. The last warp of a block posts puts in the sender and is idle in the forwarder; the
-/// others have a ring each. Shared memory: the rings, then a word for each warp.
+/// others. The last warp of a block delivers in the sender and polls arrival words in the
+/// forwarder; the others have a ring each. Shared memory: the rings, then a word for each warp.
 #[kernel(
     threads = 288, barriers = 3, registers = 200,
     grid = args.route.num_channels.saturating_mul(2), block >= 64,
@@ -97,11 +98,16 @@ unsafe fn move_rows<const BY_EXPERT: bool>(
         tell_nodes_ready(comm, wire, operation);
     }
     let planned = entry.is_planned();
-    let progress = Progress::new(ring_bytes(workers, rows.stages, rows.stage_bytes), workers);
-    let joined = wait_mapped_ready(comm, wire, operation, Wait::DispatchReady, Wait::DispatchNodeReady);
+    let at = ring_bytes(workers, rows.stages, rows.stage_bytes);
+    let (progress, arrivals) = (Progress::new(at, workers), Arrivals::new(at));
+    // Forwarders write on this node alone.
+    let of_node = if forwards { None } else { Some(Wait::DispatchNodeReady) };
+    let joined = wait_mapped_ready(comm, wire, operation, Wait::DispatchReady, of_node);
     if tid() / 32 == workers {
-        if !forwards && joined {
+        if joined && !forwards {
             post_channel(args, channel, planned, &progress, operation);
+        } else if joined && planned {
+            forwarder::watch(args, &arrivals, channel, epoch);
         }
     } else if joined && planned {
         // The peers have released the rows and slots to this thread that are overwritten now; the
@@ -115,7 +121,7 @@ unsafe fn move_rows<const BY_EXPERT: bool>(
         } else {
             let ring = Ring::new(rows.stages, rows.stage_bytes, workers);
             if forwards {
-                forward::<BY_EXPERT>(args, by_expert, copies, &ring, channel, workers, epoch);
+                forward::<BY_EXPERT>(args, by_expert, copies, &arrivals, &ring, channel, workers, epoch);
             } else {
                 send::<BY_EXPERT>(args, by_expert, copies, &ring, channel, workers, &progress, epoch);
             }

@@ -144,15 +144,15 @@ pub unsafe fn send<const BY_EXPERT: bool>(
         starts = forward_start(args, wire.node, channel).ld(lane);
     }
     let (mut slots, mut slot_base) = (0, 0);
-    let mut mapped = false;
+    let mut on_device = false;
     if lane < wire.num_nodes {
         let prefix = args.route.rdma_channel_prefix_matrix.0;
         slots = channel_rows(prefix, args.route.num_channels, lane, channel).0;
         let path = Path::to(wire, lane);
         slot_base = path.slots_out(wire, lane);
-        mapped = (path.peer != 0) & (lane != wire.node);
+        on_device = path.leads_to_device(wire, lane) & (lane != wire.node);
     }
-    let any_mapped = ballot(mapped) != 0;
+    let any_on_device = ballot(on_device) != 0;
     let relayed = relayed_before(args, wire.node);
 
     let mut load = Cursor::new(first, workers);
@@ -228,7 +228,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
                 bulk_store(scale_place(rows, peer, row), buffer + rows.piece_bytes, scale_bytes);
             }
         }
-        if slot != 0 && mapped {
+        if slot != 0 && on_device {
             bulk_store(slot + sent.offset as u64, buffer, bytes);
             if scale_bytes != 0 {
                 bulk_store(slot + shape.scales as u64, buffer + rows.piece_bytes, scale_bytes);
@@ -238,7 +238,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
         // Into the host's memory by ordinary stores: a warp that waits for bulk stores there
         // flushes the bus, which takes 1.6 us and is done for one warp of the device after the
         // other.
-        let mut on_host = ballot((slot != 0) & !mapped);
+        let mut on_host = ballot((slot != 0) & !on_device);
         while on_host != 0 {
             let to = shfl_u64(slot, on_host.trailing_zeros());
             on_host &= on_host - 1;
@@ -275,7 +275,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
             // The pieces that are packed by now: all but the last ones, where bulk stores carry
             // them.
             let mut packed = sent.piece;
-            if any_mapped {
+            if any_on_device {
                 bulk_wait::<UNFINISHED>();
                 packed = packed.saturating_sub(UNFINISHED);
                 // The wait keeps a warp from running ahead of the links, which saves 40 us in

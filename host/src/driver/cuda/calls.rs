@@ -76,6 +76,10 @@ impl Driver for CudaDevice {
         memory::import(&self.bind()?, fd, bytes, peer)
     }
 
+    fn import_host(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
+        memory::import_host(&self.bind()?, fd, bytes, peer)
+    }
+
     fn export_fabric(&self, memory: &RawMemory) -> Result<FabricHandle> {
         memory::export_fabric(&self.bind()?, memory)
     }

@@ -106,19 +106,43 @@ fn on_device(origin: Origin, ptr: CuDevicePtr, bytes: u64) -> RawMemory {
     RawMemory { handle: origin as u64, ptr: DevicePtr(ptr), host: std::ptr::null_mut(), bytes }
 }
 
+/// Bytes of the file behind `bytes` of shared host memory: whole huge pages where the system gives
+/// them, which are fewer entries for the device's address translation.
+fn file_bytes(bytes: u64) -> u64 {
+    bytes.max(1).next_multiple_of(2 << 20)
+}
+
+/// The error of a system call for the memory `label`.
+fn refused(call: &'static str, label: &str) -> impl Fn(rustix::io::Errno) -> Error {
+    move |error| Error::os(call, format!("{error}, for {label}")).with_errno(&error)
+}
+
 fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
-    let refused = |call| {
-        move |error: rustix::io::Errno| Error::os(call, format!("{error}, for {label}")).with_errno(&error)
-    };
-    let file = memfd_create("epoxide", MemfdFlags::CLOEXEC).map_err(refused("memfd_create"))?;
-    // Whole huge pages where the system gives them: fewer entries for the device's address
-    // translation.
-    let bytes = bytes.next_multiple_of(2 << 20);
-    ftruncate(&file, bytes).map_err(refused("ftruncate"))?;
+    let file = memfd_create("epoxide", MemfdFlags::CLOEXEC).map_err(refused("memfd_create", label))?;
+    let bytes = file_bytes(bytes);
+    ftruncate(&file, bytes).map_err(refused("ftruncate", label))?;
+    register_shared_host(bound, file, bytes, label)
+}
+
+/// [`Driver::import_host`](crate::driver::device::Driver::import_host).
+pub fn import_host(bound: &Bound<'_>, file: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
+    let bytes = file_bytes(bytes);
+    // Behind the end of the file an access would be a fault of this process.
+    let has = rustix::fs::fstat(&file).map_err(refused("fstat", peer))?.st_size as u64;
+    if has < bytes {
+        let rule = format!("the file behind {peer} must have {bytes} bytes");
+        return Err(Error::argument("memory", format!("{has} bytes"), rule));
+    }
+    register_shared_host(bound, file, bytes, peer)
+}
+
+/// Maps the first `bytes` of a file in memory into this process and into the device's address
+/// space.
+fn register_shared_host(bound: &Bound<'_>, file: OwnedFd, bytes: u64, label: &str) -> Result<RawMemory> {
     // SAFETY: a fresh mapping at an address of the system's choice.
     let host = unsafe {
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
-        mmap(std::ptr::null_mut(), bytes as usize, prot, flags, &file, 0).map_err(refused("mmap"))?
+        mmap(std::ptr::null_mut(), bytes as usize, prot, flags, &file, 0).map_err(refused("mmap", label))?
     };
     let memory =
         RawMemory { handle: Origin::SharedHost as u64, ptr: DevicePtr::NULL, host: host.cast(), bytes };
@@ -148,7 +172,7 @@ fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMe
 }
 
 /// # Safety
-/// The memory is of [`alloc_shared_host`], nothing uses it, and it is not freed twice.
+/// The memory is of [`register_shared_host`], nothing uses it, and it is not freed twice.
 unsafe fn free_shared_host(bound: &Bound<'_>, memory: &RawMemory) {
     // SAFETY: registered by us; passed on to the caller.
     unsafe { ffi::cuMemHostUnregister(memory.host.cast()) }.log("cuMemHostUnregister");

@@ -127,6 +127,11 @@ impl Driver for VirtualGpu {
         Ok(self.file(&mut state, Allocation { region, kind: None, charged: 0 }))
     }
 
+    // Kernels reach all memory by its host address.
+    fn import_host(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
+        self.import(fd, bytes, peer)
+    }
+
     unsafe fn free(&self, memory: &RawMemory) {
         let mut state = self.shared.enter_regardless();
         let kind = state.allocations.get(&memory.handle).and_then(|allocation| allocation.kind);

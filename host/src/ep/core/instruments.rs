@@ -99,11 +99,11 @@ pub trait Instruments: HasCore {
         trace.read(stream)
     }
 
-    /// The ranks of other nodes whose wire memory kernels here write themselves, ascending; queues
-    /// lead to the others.
+    /// The ranks of other nodes whose wire memory is device memory that kernels here write
+    /// themselves, ascending.
     fn mapped_peers(&self) -> Vec<u32> {
         let ways = self.core_ref().network().map_or(&[][..], |network| network.ways());
-        ways.iter().filter(|way| way.mapped.is_some()).map(|way| way.peer).collect()
+        ways.iter().filter(|way| way.mapped.is_some() && !way.is_on_host()).map(|way| way.peer).collect()
     }
 
     /// Statistics of the puts so far: (peer, queue, statistics), in ascending order of (queue,

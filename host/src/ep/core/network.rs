@@ -9,7 +9,7 @@ use crate::driver::{Device, DevicePtr};
 use crate::error::Result;
 use crate::group::ProcessGroup;
 use crate::lock::lock;
-use crate::transport::{self, Proxies, TransportOptions, Way};
+use crate::transport::{self, Proxies, TransportOptions, Way, Writer};
 
 /// How long queues may continue with posted puts when the buffer is dropped.
 const GRACE: Duration = Duration::from_millis(200);
@@ -25,6 +25,7 @@ pub struct Network {
 
 impl Network {
     /// Allocates wire memory of `bytes`, finds a way to each of `peers`, and starts the proxies.
+    /// `writer` is that of [`transport::open`].
     /// Collective.
     pub fn open(
         device: &Device,
@@ -32,8 +33,10 @@ impl Network {
         options: &TransportOptions,
         bytes: u64,
         peers: &[u32],
+        writer: Writer,
     ) -> Result<Network> {
-        let (ways, links) = transport::open(options, device, group, bytes, peers, group.timeout())?;
+        let timeout = group.timeout();
+        let (ways, links) = transport::open(options, device, group, bytes, peers, timeout, writer)?;
         Ok(Network { proxies: Mutex::new(Proxies::start(device, links)?), ways, bytes })
     }
 

@@ -13,7 +13,7 @@ use crate::ep::Topology;
 use crate::ep::core::{Core, Pieces, laid_out};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::TransportOptions;
+use crate::transport::{TransportOptions, Writer};
 
 /// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -104,7 +104,7 @@ impl Messages {
         let wire = MessageLayout::new(options, others.len() as u32, true);
         // An operation has one message for each peer, and one queue keeps its words in order.
         let transport = TransportOptions { queues_per_peer: 1, ..options.transport.clone() };
-        let network = core.open_network(group, &transport, wire.pieces.bytes(), &others)?;
+        let network = core.open_network(group, &transport, wire.pieces.bytes(), &others, Writer::Proxies)?;
         let (ways, stream) = (network.ways(), core.stream());
         ways.iter().for_each(|way| way.memory.describe(wire.pieces.sections()));
 

@@ -14,6 +14,7 @@ use crate::ep::Topology;
 use crate::ep::core::{Core, Offsets, laid_out};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
+use crate::transport::Writer;
 
 /// Regions start at multiples of this many bytes.
 const ALIGN: u64 = 128;
@@ -23,7 +24,8 @@ const ALIGN: u64 = 128;
 pub struct WireTables {
     _own: Arc<Memory>,
     _tables: Memory,
-    /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped.
+    /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped device
+    /// memory.
     pub mapped: Option<DevicePtr>,
 }
 
@@ -39,7 +41,7 @@ impl WireTables {
         let (topology, device) = (core.topology(), core.device().clone());
         let node = topology.node(group.rank());
         let peers: Vec<u32> = topology.rail(group.rank()).collect();
-        let network = core.open_network(group, &options.transport, layout.bytes, &peers)?;
+        let network = core.open_network(group, &options.transport, layout.bytes, &peers, Writer::Kernels)?;
         let (ways, stream) = (network.ways(), core.stream());
 
         let queues = options.transport.queues_per_peer;
@@ -72,15 +74,16 @@ impl WireTables {
         let mut paths = vec![NodePath::default(); topology.nodes as usize];
         for way in ways {
             let peer = way.mapped.as_ref().map_or(DevicePtr::NULL, |memory| memory.ptr());
-            paths[topology.node(way.peer) as usize] = NodePath { memory: way.memory.ptr(), peer };
+            let peer_on_host = u64::from(way.mapped.is_some() && way.is_on_host());
+            paths[topology.node(way.peer) as usize] =
+                NodePath { memory: way.memory.ptr(), peer, peer_on_host };
         }
         // Rows for the own node are written where they are read, in this rank's device memory.
-        let on_device = ways.iter().map(|way| &way.memory).find(|memory| memory.host_ptr().is_null());
-        let own = match on_device {
-            Some(memory) => memory.clone(),
+        let own = match ways.iter().find(|way| !way.is_on_host()) {
+            Some(way) => way.memory.clone(),
             None => Arc::new(Memory::alloc(&device, layout.bytes, MemoryKind::Shareable, "own wire memory")?),
         };
-        paths[node as usize] = NodePath { memory: own.ptr(), peer: own.ptr() };
+        paths[node as usize] = NodePath { memory: own.ptr(), peer: own.ptr(), peer_on_host: 0 };
         tables.write_at(stream, paths_at, bytemuck::cast_slice(&paths))?;
         let bases: Vec<u64> = paths.iter().map(|path| path.peer.0).collect();
         tables.write_at(stream, bases_at, bytemuck::cast_slice(&bases))?;
@@ -95,7 +98,7 @@ impl WireTables {
             chunk: options.config.num_max_rdma_chunked_send_tokens,
             layout,
         };
-        let all_mapped = ways.iter().all(|way| way.mapped.is_some());
+        let all_mapped = ways.iter().all(|way| way.mapped.is_some() && !way.is_on_host());
         Ok((WireTables { _own: own, _tables: tables, mapped: all_mapped.then_some(bases_at) }, wire))
     }
 }

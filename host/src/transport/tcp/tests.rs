@@ -25,7 +25,7 @@ use crate::transport::links::Receiving;
 use crate::transport::proxy::Proxy;
 use crate::transport::put::Put;
 use crate::transport::put::PutQueue;
-use crate::transport::setup::deadline;
+use crate::transport::setup::{Writer, deadline};
 use crate::transport::{TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;
@@ -46,7 +46,7 @@ fn alone(timeout: Duration, test: impl Fn(&Setup<'_>) + Sync) {
             let options =
                 TransportOptions { timeout, queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
             let (group, memory, options) = (&*group, &memory, &options);
-            test(&Setup { options, memory, group, peers: &[1], timeout: SOON });
+            test(&Setup { options, memory, group, peers: &[1], timeout: SOON, writer: Writer::Proxies });
         }
         Ok(())
     };
@@ -108,7 +108,14 @@ fn alone_with_a_secret(test: impl Fn(&Setup<'_>)) {
     let device = VirtualGpu::new(VirtConfig::default());
     let memory = Memory::alloc(&device, BYTES, MemoryKind::SharedHost, "wire").unwrap().into();
     let options = TransportOptions { queues_per_peer: 1, ..TransportOptions::new(TransportKind::Tcp) };
-    test(&Setup { options: &options, memory: &memory, group: &group, peers: &[1], timeout: SOON });
+    test(&Setup {
+        options: &options,
+        memory: &memory,
+        group: &group,
+        peers: &[1],
+        timeout: SOON,
+        writer: Writer::Proxies,
+    });
 }
 
 #[test]
