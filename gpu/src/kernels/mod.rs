@@ -18,6 +18,7 @@ mod dispatch;
 mod epoch;
 mod example;
 mod first_tokens;
+mod fp8;
 mod ids;
 mod internode_by_expert;
 mod internode_combine;
@@ -29,6 +30,7 @@ mod list;
 mod low_latency;
 mod notify;
 mod progress;
+mod quantise;
 mod rail;
 mod ring;
 mod segments;
@@ -94,6 +96,7 @@ mod own {
             LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
         },
         notify::{Notify, NotifyMany},
+        quantise::QuantiseRows,
     };
 }
 #[doc(hidden)]

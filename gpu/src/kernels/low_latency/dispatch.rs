@@ -10,12 +10,11 @@
 //! warp arrive.
 
 use super::super::epoch::{Phase, note, note_missing_token, share, trace, trace_by, wait_at_least};
+use super::super::fp8::{from_bf16, mx_quantised, quantised};
 use super::super::ids::{Id, place, recorded_token};
 use super::batch;
 use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
-use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
-use super::mxfp8::mx_quantised;
 use super::ranks::{Few, Many, Ranks, each_pool};
 use super::team::Team;
 use super::{

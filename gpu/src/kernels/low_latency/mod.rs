@@ -41,7 +41,6 @@ mod by_expert;
 mod combine;
 mod dispatch;
 mod element;
-mod fp8;
 mod gather;
 mod gather_columns;
 mod internode;

@@ -18,17 +18,18 @@ use epoxide_gpu::layout::{
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
 use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::{Place, Room};
+use super::quantise::Source;
 use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::Payload;
 use crate::ep::core::{
     CUMULATIVE_COUNTS, Lease, PlaceState, add_counts, check_cumulative, nanoseconds, setters,
 };
 use crate::ep::experts::check_alignment;
-use crate::ep::payload::{Columns, PlacedColumn, Record, Records};
+use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
+use crate::ep::{Payload, Quantise};
 use crate::error::{Error, Result};
 
 /// Threads per block of the kernels that count tokens, number selections and plan rows by expert.
@@ -67,6 +68,7 @@ pub struct DispatchRequest<'a> {
     scales: Option<&'a TypedTensor<'a, f32>>,
     columns: Columns<'a>,
     payload: Option<&'a Payload>,
+    quantise: Quantise,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     layout: &'a DispatchLayout<'a>,
     expert_alignment: u32,
@@ -87,6 +89,7 @@ impl<'a> DispatchRequest<'a> {
             scales: None,
             columns: Columns::default(),
             payload: None,
+            quantise: Quantise::Not,
             topk_weights: None,
             layout,
             expert_alignment: 1,
@@ -102,8 +105,17 @@ impl<'a> DispatchRequest<'a> {
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.
         scales: &'a TypedTensor<'a, f32>;
-        /// Checks that rows and columns are what this describes.
+        /// Checks that the given rows and columns are what this describes.
         payload: &'a Payload;
+        /// Quantises bf16 rows on their way. They arrive as e4m3 with scales, as rows that were
+        /// quantised before. The same on every rank, but that f32 scales may be powers of two on
+        /// some, and that some may give rows that are quantised already.
+        ///
+        /// hidden must be a multiple of 128, with [`Quantise::Mxfp8`] of 32. The buffer needs room for
+        /// the scales ([`Payload::max_scales`]); columns cannot travel beside them. A kernel in front
+        /// of the one that sends converts all rows, into memory of the buffer's that the first
+        /// such call takes ([`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes)).
+        quantise: Quantise;
         /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
         /// layout was made of.
         topk_weights: &'a TypedTensor<'a, f32>;
@@ -163,6 +175,7 @@ pub struct CachedDispatchRequest<'a> {
     scales: Option<&'a TypedTensor<'a, f32>>,
     columns: Columns<'a>,
     payload: Option<&'a Payload>,
+    quantise: Quantise,
     handle: &'a DispatchHandle,
     num_sms: Option<u32>,
     timeout: Option<Duration>,
@@ -178,6 +191,7 @@ impl<'a> CachedDispatchRequest<'a> {
             scales: None,
             columns,
             payload: None,
+            quantise: Quantise::Not,
             handle,
             num_sms: None,
             timeout: None,
@@ -193,8 +207,10 @@ impl<'a> CachedDispatchRequest<'a> {
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.
         scales: &'a TypedTensor<'a, f32>;
-        /// Checks that rows and columns are what this describes.
+        /// Checks that the given rows and columns are what this describes.
         payload: &'a Payload;
+        /// Quantises bf16 rows on their way, as [`DispatchRequest::quantise`].
+        quantise: Quantise;
     }
 
     /// Sends one more column with the rows, as [`DispatchRequest::column`].
@@ -203,6 +219,9 @@ impl<'a> CachedDispatchRequest<'a> {
         self
     }
 }
+
+/// Rows, scales and columns of a request, and how rows are to be quantised.
+type Given<'a> = (&'a Tensor<'a>, Option<&'a TypedTensor<'a, f32>>, Columns<'a>, Quantise);
 
 /// Arguments of the count exchange of a dispatch.
 struct CountExchange<'a> {
@@ -231,20 +250,22 @@ struct Metadata {
 }
 
 /// Rows and columns of a dispatch, checked, and its deadline, if not the buffer's.
-struct Checked {
+pub(super) struct Checked {
     dtype: DType,
     hidden: u64,
-    row_bytes: u32,
-    x: DevicePtr,
+    pub(super) row_bytes: u32,
+    pub(super) x: DevicePtr,
     /// Columns that travel beside a row, or its scales.
-    record: Record,
+    pub(super) record: Record,
     is_scales: bool,
+    /// How the rows at `x` become those of `dtype`.
+    pub(super) quantise: Quantise,
     timeout: Option<Duration>,
 }
 
 impl Checked {
     /// Words of a record: to the kernels, they are scales.
-    fn num_scales(&self) -> u32 {
+    pub(super) fn num_scales(&self) -> u32 {
         self.record.bytes / 4
     }
 
@@ -279,8 +300,9 @@ impl Buffer {
         self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
-        let DispatchRequest { x, scales, columns, payload, timeout, .. } = request;
-        let payload = self.check_payload((x, scales, columns), payload, layout.num_tokens, timeout)?;
+        let DispatchRequest { x, scales, columns, payload, quantise, timeout, .. } = request;
+        let given = (x, scales, columns, quantise);
+        let payload = self.check_payload(given, payload, layout.num_tokens, timeout)?;
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
@@ -344,28 +366,31 @@ impl Buffer {
             metadata.num_topk = layout.num_topk;
             (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
         }
-        let records = payload.record.place(self.core.arena(), layout.num_tokens)?;
+        let source = self.source(&payload, layout.num_tokens)?;
         let to_launch = (num_sms, layout.num_tokens);
-        let (rows, ring) = self.dispatch_args(&payload, &records, place, &tables, to_launch, Some(metadata));
+        let (rows, ring) = self.dispatch_args(&payload, &source, place, &tables, to_launch, Some(metadata));
 
         let mut header = PlanHeader::default();
         let mut lease = None;
         let (scales, weights) = (scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
         let cumulative = request.cumulative_counts.map(|it| &**it);
         let uses = [Some(x), scales, weights, Some(layout.topk_idx()), cumulative].into_iter();
-        let uses = owners(uses.chain(columns.iter().map(Some))).into_iter().chain(records.owner());
+        let uses = owners(uses.chain(columns.iter().map(Some))).into_iter().chain(source.owners());
         let uses = uses.chain([layout.block.clone() as Owner, block.clone() as Owner]);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
-            // work enqueued on streams, and a recording keeps them.
+            // work enqueued on streams, and a recording keeps them. `run` orders this behind the
+            // buffer's last operation.
             unsafe {
-                records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
                 buffer.launch_notify(stream, &counts, &payload, place, &tables)?;
                 if counts.by_expert {
                     buffer.launch_expert_plan(stream, &counts, place, &tables)?;
                 }
-                let launched = buffer.launch_dispatch(stream, rows, (ring, num_sms), &tables);
+                let launched = source.quantise(stream, &buffer.kernels.quantise_rows, num_sms);
+                let launched =
+                    launched.and_then(|()| buffer.launch_dispatch(stream, rows, (ring, num_sms), &tables));
                 if let (Err(error), false) = (&launched, capturing) {
                     // Peers get this rank's counts, and wait for rows that are never sent.
                     buffer.core.give_up("dispatch", error);
@@ -463,20 +488,22 @@ impl Buffer {
                 "a cached dispatch across nodes takes more than 3: give the dispatch more, or dispatch anew";
             return Err(Error::argument("num_sms", num_sms, rule));
         }
-        let CachedDispatchRequest { x, scales, columns, payload, timeout, .. } = request;
-        let payload = self.check_payload((x, scales, columns), payload, handle.0.num_tokens, timeout)?;
-        let records = payload.record.place(self.core.arena(), handle.0.num_tokens)?;
+        let CachedDispatchRequest { x, scales, columns, payload, quantise, timeout, .. } = request;
+        let given = (x, scales, columns, quantise);
+        let payload = self.check_payload(given, payload, handle.0.num_tokens, timeout)?;
         let tables = &handle.0.tables;
+        let source = self.source(&payload, handle.0.num_tokens)?;
         let to_launch = (num_sms, handle.0.num_tokens);
-        let (args, ring) = self.dispatch_args(&payload, &records, place, tables, to_launch, None);
+        let (args, ring) = self.dispatch_args(&payload, &source, place, tables, to_launch, None);
         let mut lease = None;
         let uses = owners([Some(x), scales.map(|it| &**it)].into_iter().chain(columns.iter().map(Some)));
-        let uses = uses.into_iter().chain([handle.0.block.clone() as Owner]).chain(records.owner());
+        let uses = uses.into_iter().chain([handle.0.block.clone() as Owner]).chain(source.owners());
         let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe {
-                records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                source.quantise(stream, &buffer.kernels.quantise_rows, num_sms)?;
                 buffer.launch_dispatch(stream, args, (ring, num_sms), tables)
             }
         })?;
@@ -524,14 +551,17 @@ impl Buffer {
 
     fn check_payload(
         &self,
-        (x, scales, columns): (&Tensor<'_>, Option<&TypedTensor<'_, f32>>, Columns<'_>),
+        (x, scales, columns, quantise): Given<'_>,
         payload: Option<&Payload>,
         num_tokens: u32,
         timeout: Option<Duration>,
     ) -> Result<Checked> {
         x.expect("x", &ROWS, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
         x.expect_rows_of_16("x")?;
-        self.check_row_capacity(x.row_bytes())?;
+        quantise.check(x.columns(), x.dtype(), quantise.block())?;
+        let dtype = if quantise == Quantise::Not { x.dtype() } else { DType::Fp8E4m3 };
+        let row_bytes = x.columns() * dtype.size();
+        self.check_row_capacity(row_bytes)?;
         let mut given = columns;
         if let Some(scales) = scales {
             if x.dtype().size() != 1 {
@@ -558,19 +588,28 @@ impl Buffer {
             check_fits(("x_scales", "scales"), num_scales, have, "max_scales")?;
             given.push(scales);
         }
-        let record = given.lay_out(num_tokens)?;
+        let record = match quantise {
+            Quantise::Not => given.lay_out(num_tokens)?,
+            _ if !columns.is_empty() => {
+                let rule = "the scales that are made travel in their place: leave them out, or send rows that are quantised already";
+                return Err(Error::argument("columns", "given", rule));
+            }
+            _ => quantise.record(row_bytes as u32),
+        };
+        let name = if quantise == Quantise::Not { "columns" } else { "quantise" };
         let (words, have) = (record.bytes as u64 / 4, self.options.shape.max_scales as u64);
-        check_fits(("columns", "words of 4 bytes"), words, have, "max_scales")?;
+        check_fits((name, "words of 4 bytes"), words, have, "max_scales")?;
         if let Some(payload) = payload {
             payload.check(x, given)?;
         }
         Ok(Checked {
-            dtype: x.dtype(),
+            dtype,
             hidden: x.columns(),
-            row_bytes: x.row_bytes() as u32,
+            row_bytes: row_bytes as u32,
             x: x.ptr(),
             record,
-            is_scales: scales.is_some(),
+            is_scales: scales.is_some() || quantise.makes_f32_scales(),
+            quantise,
             timeout,
         })
     }
@@ -591,7 +630,7 @@ impl Buffer {
     fn dispatch_args(
         &self,
         payload: &Checked,
-        records: &Records,
+        source: &Source,
         place: &PlaceState<Room>,
         tables: &HandleTables,
         (num_sms, num_tokens): (u32, u32),
@@ -619,8 +658,8 @@ impl Buffer {
         };
         let args = DispatchArgs {
             comm: self.comm_in(place, call, payload.timeout),
-            x: payload.x,
-            scales: records.at,
+            x: source.x,
+            scales: source.records.at,
             topk_idx,
             topk_weights,
             send_row: match tables.routing {

@@ -5,6 +5,7 @@
 //! | `mod.rs` | [`Buffer`]: how it is made, and its checks of arguments |
 //! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
 //! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
+//! | `quantise.rs` | rows that become e4m3 in front of a dispatch |
 //! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
 //! | `backward.rs` | gradients, along the handle of the forward pass |
 //! | `copy.rs`, `columns.rs` | copies of received rows and columns into tensors of the caller's |
@@ -30,6 +31,7 @@ mod layout;
 mod options;
 mod place;
 mod pool;
+mod quantise;
 mod received;
 mod wire;
 
@@ -69,6 +71,7 @@ use fault::{Calls, Limits, Plans};
 use kernels::{Kernels, LoadedKernels};
 use place::Room;
 use pool::pool_layouts;
+use quantise::Scratch;
 use wire::{WireTables, wire_layout};
 
 /// Where expert counts start in the host's copy of the counts.
@@ -142,6 +145,8 @@ pub struct Buffer {
     options: Fields,
     tag: u64,
     row_bytes: RowBytes,
+    /// Memory for quantised rows, from the first dispatch that makes some.
+    scratch: Option<Scratch>,
 }
 
 /// How long the rows in the pool are, as it has been described.
@@ -241,8 +246,19 @@ impl Buffer {
             slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
         };
         let plans = Plans::new(core.faults().clone(), limits);
-        let buffer =
-            Buffer { core, kernels, host_counts, plans, tables, comm, config, options, tag: 0, row_bytes };
+        let buffer = Buffer {
+            core,
+            kernels,
+            host_counts,
+            plans,
+            tables,
+            comm,
+            config,
+            options,
+            tag: 0,
+            row_bytes,
+            scratch: None,
+        };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
         Ok(buffer)
