@@ -1,6 +1,6 @@
-//! e4m3 with a scale for each block of elements: how rows are quantised when they are sent, and converted
-//! back. The OCP Microscaling Formats (MX) specification, version 1.0, defines the scale of MXFP8,
-//! UE8M0 (5.4.1), and the conversion (6.3).
+//! e4m3 with a scale for each block of elements: how rows are quantised, and converted back. The
+//! OCP Microscaling Formats (MX) specification, version 1.0, defines the scale of MXFP8, UE8M0
+//! (5.4.1), and the conversion (6.3).
 
 use crate::layout::{MX_BLOCK, Quantise, SCALE_BLOCK};
 use crate::simt::*;

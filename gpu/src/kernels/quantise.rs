@@ -1,17 +1,20 @@
-//! Rows of BF16 as e4m3 with scales, in front of a high-throughput dispatch, which moves them as rows
-//! that were e4m3 already.
+//! Rows of BF16 as e4m3 with scales, in front of a high-throughput dispatch, which moves them as
+//! rows that were e4m3 already.
 //!
-//! Soundness: the kernel reads rows that are not written meanwhile. Each 16 bytes of a quantised row
-//! and each word of scales have one thread. Collectives stand where all lanes of a warp arrive.
+//! Soundness: the kernel reads rows that are not written meanwhile. Each 16 bytes of a quantised
+//! row and each word of scales have one thread. Collectives stand where all lanes of a warp arrive.
 
 use super::fp8::{LANES_PER_SCALE, from_bf16, mx_quantised, quantised};
-use crate::layout::{Quantise, QuantiseArgs, SCALE_BLOCK};
+use crate::layout::{QUANTISED_AT_ONCE, Quantise, QuantiseArgs, SCALE_BLOCK};
 use crate::simt::*;
 
-/// Blocks of 128 elements that a warp loads together; each lane has 16 elements of a block.
+/// Blocks of 128 elements that a warp has at a time; each lane has 16 elements of a block.
 const BLOCKS: u32 = 32 / LANES_PER_SCALE;
-/// Loads of a warp that are in flight together.
-const AT_ONCE: usize = 4;
+/// Times that a warp loads so many, before it converts the first ones.
+const AT_ONCE: usize = (QUANTISED_AT_ONCE / BLOCKS) as usize;
+
+// `unroll!(4, ..)` covers all of them.
+const _: () = assert!(AT_ONCE == 4);
 
 /// Quantises a batch of rows, and makes their scales.
 #[kernel(threads = 512, registers = 96, dependent, block >= 32)]
@@ -29,8 +32,8 @@ unsafe fn quantise<const MX: bool>(args: &QuantiseArgs) {
     // The last block of a row may have fewer elements.
     let of_row = args.hidden.div_ceil(SCALE_BLOCK);
     let (blocks, warps) = (args.num_tokens * of_row, ntid() / 32);
-    let turn = BLOCKS * AT_ONCE as u32;
-    stride!(first in (ctaid() * warps + tid() / 32) * turn..blocks, nctaid() * warps * turn => {
+    let (warp, turn) = (ctaid() * warps + tid() / 32, QUANTISED_AT_ONCE);
+    stride!(first in warp * turn..blocks, nctaid() * warps * turn => {
         let block = |number: usize| first + number as u32 * BLOCKS + laneid() / LANES_PER_SCALE;
         let mut is_there = [false; AT_ONCE];
         let mut elements = [0u64; AT_ONCE];

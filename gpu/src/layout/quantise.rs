@@ -25,6 +25,9 @@ pub const SCALE_BLOCK: u32 = 128;
 /// Elements that share a UE8M0 scale.
 pub const MX_BLOCK: u32 = 32;
 
+/// Blocks of [`SCALE_BLOCK`] elements that a warp of `quantise_rows` loads together.
+pub const QUANTISED_AT_ONCE: u32 = 16;
+
 /// Arguments of `quantise_rows`.
 #[kernel_args(requires(
     self.hidden >= 1,

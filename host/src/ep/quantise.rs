@@ -9,9 +9,10 @@ use crate::error::{Error, Result};
 /// How an operation converts BF16 rows on their way: a dispatch of either mode, or a combine of low
 /// latency, with f32 scales.
 ///
-/// Low latency converts rows while it sends them. High throughput converts them by a kernel in front
-/// of the one that sends, into memory of the buffer's. Both make the same bytes. A row has a multiple
-/// of 128 elements; in high throughput with [`Quantise::Mxfp8`] a multiple of 32 is enough.
+/// Low latency converts rows while it sends them. High throughput converts them by a kernel in
+/// front of the one that sends, into memory of the buffer's. Both make the same bytes. A row has a
+/// multiple of 128 elements; in high throughput with [`Quantise::Mxfp8`] a multiple of 32 is
+/// enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Quantise {
@@ -27,11 +28,11 @@ pub enum Quantise {
     /// specification][mx] defines it: e4m3, and each 32 elements have a scale of their own, a power
     /// of two (UE8M0).
     ///
-    /// Scales arrive as those of rows that are MXFP8 already ([`Payload::mxfp8`]): in low latency as
-    /// a column of [`Received::columns`](crate::low_latency::Received::columns), four to an i32,
+    /// Scales arrive as those of rows that are MXFP8 already ([`Payload::mxfp8`]): in low latency
+    /// as a column of [`Received::columns`](crate::low_latency::Received::columns), four to an i32,
     /// that of the first 32 elements lowest; in high throughput as a column of
-    /// [`Received::recv_columns`](crate::throughput::Received::recv_columns), a byte each. Ranks that
-    /// have such rows may send them with their column in the same dispatch.
+    /// [`Received::recv_columns`](crate::throughput::Received::recv_columns), a byte each. Ranks
+    /// that have such rows may send them with their column in the same dispatch.
     ///
     /// | of a block | becomes |
     /// |---|---|

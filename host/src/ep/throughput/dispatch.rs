@@ -111,10 +111,10 @@ impl<'a> DispatchRequest<'a> {
         /// quantised before. The same on every rank, but that f32 scales may be powers of two on
         /// some, and that some may give rows that are quantised already.
         ///
-        /// hidden must be a multiple of 128, with [`Quantise::Mxfp8`] of 32. The buffer needs room for
-        /// the scales ([`Payload::max_scales`]); columns cannot travel beside them. A kernel in front
-        /// of the one that sends converts all rows, into memory of the buffer's that the first
-        /// such call takes ([`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes)).
+        /// hidden must be a multiple of 128, with [`Quantise::Mxfp8`] of 32. The buffer needs room
+        /// for the scales ([`Payload::max_scales`]); columns cannot travel beside them. A kernel in
+        /// front of the one that sends converts all rows, into memory of the buffer's that the
+        /// first such call takes ([`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes)).
         quantise: Quantise;
         /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
         /// layout was made of.
@@ -124,8 +124,8 @@ impl<'a> DispatchRequest<'a> {
     }
 
     /// Sends one more column with the rows, `[num_tokens, n]` (or `[num_tokens]`), of any type of
-    /// at most 4 bytes; up to four times. [`Received::recv_columns`] has them in the same order. The
-    /// bytes travel as they are. Type and size of each are the same on every rank.
+    /// at most 4 bytes; up to four times. [`Received::recv_columns`] has them in the same order.
+    /// The bytes travel as they are. Type and size of each are the same on every rank.
     ///
     /// The buffer needs room for them: [`Payload::max_scales`]. Several columns, and those whose
     /// bytes are no multiple of 4, are first copied together by a kernel.
@@ -275,7 +275,8 @@ impl Checked {
     }
 }
 
-/// The begin of an operation on received rows: whether it is captured, their place and their handle.
+/// The begin of an operation on received rows: whether it is captured, their place and their
+/// handle.
 type Begun = (bool, Arc<PlaceState<Room>>, Arc<HandleState>);
 
 impl Buffer {

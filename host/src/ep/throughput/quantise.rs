@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use epoxide_gpu::kernels::QuantiseRows;
-use epoxide_gpu::layout::{DevicePtr, QuantiseArgs, SCALE_BLOCK};
+use epoxide_gpu::layout::{DevicePtr, QUANTISED_AT_ONCE, QuantiseArgs, SCALE_BLOCK};
 
 use super::Buffer;
 use super::dispatch::Checked;
@@ -17,10 +17,8 @@ use crate::error::Result;
 
 /// Threads per block of the kernel that quantises rows.
 const THREADS: u32 = 512;
-/// Blocks of 128 elements that a warp quantises in a turn.
-const BLOCKS_AT_ONCE: u32 = 16;
-/// Blocks of the kernel for each multiprocessor that moves rows: few multiprocessors fill the links,
-/// and do not suffice for the conversion.
+/// Blocks of the kernel for each multiprocessor that moves rows: few multiprocessors fill the
+/// links, and do not suffice for the conversion.
 const BLOCKS_PER_SM: u32 = 4;
 
 /// Memory for quantised rows and their scales. Operations of a buffer follow each other on the
@@ -105,7 +103,7 @@ impl Source {
     pub unsafe fn quantise(&self, stream: &Stream, kernel: &Kernel, num_sms: u32) -> Result<()> {
         let Some((args, _)) = self.quantised else { return Ok(()) };
         let blocks = u64::from(args.num_tokens) * u64::from(args.hidden.div_ceil(SCALE_BLOCK));
-        let work = blocks.div_ceil(u64::from(BLOCKS_AT_ONCE * THREADS / 32));
+        let work = blocks.div_ceil(u64::from(QUANTISED_AT_ONCE * THREADS / 32));
         let grid = work.clamp(1, u64::from(BLOCKS_PER_SM * num_sms)) as u32;
         // SAFETY: the caller keeps the rows; the scratch has room for all tokens of a call.
         unsafe { stream.call(kernel, grid, THREADS, 0, QuantiseRows::call(args)) }
