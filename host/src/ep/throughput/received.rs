@@ -26,7 +26,7 @@ pub struct Received<'p> {
     /// Rows are `row_stride()` bytes apart, a multiple of 128.
     pub recv_x: Tensor<'p>,
     /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows; those that
-    /// [`Quantise`](super::Quantise) makes `[num_recv_tokens, hidden / 128]`.
+    /// [`Quantise`](crate::throughput::Quantise) makes `[num_recv_tokens, hidden / 128]`.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows, in the order of the request and with its types, each
     /// `[num_recv_tokens, n]` (or `[num_recv_tokens]`); of rows that become MXFP8 on their way one,
