@@ -51,7 +51,7 @@ fn lay_out(pieces: &mut Pieces, max_tokens: u32, row_bytes: u64, num_scales: u64
 pub struct Source {
     pub x: DevicePtr,
     pub records: Records,
-    /// What makes them there, and their memory.
+    /// Arguments of the kernel that makes them there, and their memory.
     quantised: Option<(QuantiseArgs, Owner)>,
 }
 
