@@ -12,7 +12,7 @@ use epoxide::internal::{
 };
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Counts, Detached, DispatchHandle, DispatchLayout,
-    DispatchRequest, Options, Place, Received,
+    DispatchRequest, Options, Place, Quantise, Received,
 };
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
@@ -103,6 +103,7 @@ pub(crate) struct Inputs {
     scales: Option<TypedTensor<'static, f32>>,
     topk_weights: TypedTensor<'static, f32>,
     layout: DispatchLayout<'static>,
+    quantise: Quantise,
 }
 
 impl Inputs {
@@ -114,7 +115,8 @@ impl Inputs {
         order: StreamOrder<'_>,
         (counts, alignment): (Counts, Option<u32>),
     ) -> Result<Received<'p>> {
-        let request = DispatchRequest::new(&self.x, &self.layout).topk_weights(&self.topk_weights);
+        let request = DispatchRequest::new(&self.x, &self.layout).quantise(self.quantise);
+        let request = request.topk_weights(&self.topk_weights);
         let request = self.scales.iter().fold(request.counts(counts), DispatchRequest::scales);
         let request = alignment.into_iter().fold(request, DispatchRequest::by_expert);
         buffer.dispatch(place, request, order)
@@ -128,7 +130,7 @@ impl Inputs {
         buffer: &mut Buffer,
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
-        let request = CachedDispatchRequest::new(&self.x, routing);
+        let request = CachedDispatchRequest::new(&self.x, routing).quantise(self.quantise);
         let request = self.scales.iter().fold(request, CachedDispatchRequest::scales);
         buffer.dispatch_cached(place, request, order)
     }
@@ -141,7 +143,7 @@ impl Inputs {
         order: StreamOrder<'_>,
         alignment: Option<u32>,
     ) -> Result<DispatchHandle> {
-        let request = DispatchRequest::new(&self.x, &self.layout);
+        let request = DispatchRequest::new(&self.x, &self.layout).quantise(self.quantise);
         let request = self.scales.iter().fold(request, DispatchRequest::scales);
         let request = match alignment {
             // Across nodes the weights of a combine have come with the dispatch.
@@ -363,7 +365,7 @@ impl HighThroughput {
         let mut place = buffer.place(0)?;
         let request = DispatchRequest::new(&no_rows, &empty);
         let nothing = buffer.dispatch(&mut place, request, order)?.handle;
-        let inputs = Inputs { x, scales, topk_weights, layout };
+        let inputs = Inputs { x, scales, topk_weights, layout, quantise: case.quantise };
         let routing = inputs.route(&mut place, buffer, order, plan.rows_by_expert)?;
         let by_expert = match plan.rows_by_expert {
             Some(alignment) => Some(ByExpert::new(&case, &mut rig, &mut place, &inputs, alignment)?),
@@ -557,7 +559,7 @@ impl Script<'_, HighThroughput> {
     /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
     fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
         let row_bytes = match direction {
-            Direction::Push => self.mode.calls.inputs.x.row_bytes() as u32,
+            Direction::Push => self.mode.case.row_bytes,
             Direction::Pull => self.plan.combine_row_bytes() as u32,
         };
         let topology = &self.plan.topology;
@@ -569,7 +571,7 @@ impl Script<'_, HighThroughput> {
 
     /// GB/s that the same copies store in the own memory.
     fn store_ceiling(&mut self, blocks: u32) -> Result<f64> {
-        let row_bytes = self.mode.calls.inputs.x.row_bytes() as u32;
+        let row_bytes = self.mode.case.row_bytes;
         let mut parts = None;
         self.best_of_shapes(blocks, row_bytes, LOCAL_FANOUT, |script, shape| {
             let (buffer, stream) = (&script.mode.rig.buffer, &script.stream);

@@ -97,6 +97,8 @@ pub struct Plan {
     pub topk: u32,
     /// Row type of dispatch; combine is BF16 in high throughput.
     pub dtype: DType,
+    /// How BF16 rows of high throughput become those on their way.
+    pub quantise: Quantise,
     /// The dispatch brings rows by expert, in segments that begin at multiples of this. In high
     /// throughput an ordinary dispatch and a kernel that sorts its rows are measured as well.
     pub rows_by_expert: Option<u32>,
@@ -278,8 +280,8 @@ impl Plan {
 
     /// Row type of dispatch, as flags and results name it.
     pub fn dtype_name(&self) -> &'static str {
-        match self.low_latency {
-            Some(LowLatencySettings { quantise: Quantise::Mxfp8, .. }) => "mxfp8",
+        match self.low_latency.map_or(self.quantise, |low| low.quantise) {
+            Quantise::Mxfp8 => "mxfp8",
             _ => self.dtype.name(),
         }
     }
@@ -331,7 +333,7 @@ impl Plan {
         Some(self.shape().most_rows_by_expert(ranks, self.experts / ranks, alignment))
     }
 
-    /// Scales per row.
+    /// Words of scales per row.
     pub fn num_scales(&self) -> u64 {
         if self.dtype.size() == 1 { self.hidden.div_ceil(ELEMENTS_PER_SCALE) } else { 0 }
     }
@@ -402,13 +404,15 @@ impl Plan {
         let of_rank = |rank| self.routing(rank).chunks(self.topk as usize).map(<[i64]>::to_vec).collect();
         let topk_idx = (0..self.topology.ranks()).map(of_rank).collect();
         let routing = Routing { num_experts: self.experts, num_topk: self.topk, topk_idx };
-        Case {
-            dtype: self.dtype,
-            scales: Scales::columns(self.num_scales()),
-            weight: Some(1.0),
-            seed: self.seed,
-            ..Case::new(routing, (self.hidden * self.dtype.size()) as u32)
-        }
+        let case = match self.quantise {
+            Quantise::Not => Case {
+                dtype: self.dtype,
+                scales: Scales::columns(self.num_scales()),
+                ..Case::new(routing, (self.hidden * self.dtype.size()) as u32)
+            },
+            quantise => Case::quantised(routing, self.hidden, quantise),
+        };
+        Case { weight: Some(1.0), seed: self.seed, ..case }
     }
 
     /// The sizes.
@@ -421,8 +425,10 @@ impl Plan {
             hidden: self.hidden,
             format: match self.dtype == DType::Bf16 && self.combine_dtype() == DType::Bf16 {
                 true => Format::Bf16,
+                false if self.quantise == Quantise::Mxfp8 => Format::Mxfp8,
                 false => Format::Fp8,
             },
+            quantise: self.quantise,
             experts: self.experts,
             topk: self.topk,
         }
@@ -441,9 +447,13 @@ impl Plan {
         check_count("--graph", self.graph.unwrap_or(1), 1)?;
         self.sizes().check().map_err(Error::Usage)?;
         check_alignment(self.rows_by_expert)?;
-        if self.rows_by_expert.is_some() && self.baseline.is_some() {
+        let others = [
+            ("--rows-by-expert", self.rows_by_expert.is_some()),
+            ("--quantise", self.quantise != Quantise::Not),
+        ];
+        if let (Some((other, _)), Some(_)) = (others.iter().find(|(_, is_given)| *is_given), self.baseline) {
             let remedy = "measure each in a run of its own";
-            return Err(Error::Usage(format!("--baseline: not with --rows-by-expert; {remedy}")));
+            return Err(Error::Usage(format!("--baseline: not with {other}; {remedy}")));
         }
         if let Some(low) = self.low_latency {
             let Some(most) = low.max_tokens else { return Ok(()) };
@@ -511,6 +521,7 @@ impl Plan {
                 .filter(|low| low.combine_rows != ReturnPath::ByExpert)
                 .map(|low| low.combine_rows.text().to_string()),
             rows_by_expert: self.rows_by_expert,
+            quantised: (self.quantise != Quantise::Not).then_some(true),
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),
             max_tokens: low.and_then(|low| low.max_tokens),

@@ -147,18 +147,22 @@ pub struct Key {
     /// Rows of a put; likewise.
     #[serde(default)]
     pub rdma_send: Option<u32>,
-    /// Low latency: row type of combine; missing in the other modes, as the next five but for rows
-    /// by expert.
+    /// Low latency: row type of combine; missing in the other modes, as the next six but for rows
+    /// by expert and those that are quantised.
     #[serde(default)]
     pub combine_dtype: Option<String>,
-    /// Rows that combine takes, as [`ReturnPath::text`](crate::ReturnPath::text) names them; missing:
-    /// by expert.
+    /// Rows that combine takes, as [`ReturnPath::text`](crate::ReturnPath::text) names them;
+    /// missing: by expert.
     #[serde(default)]
     pub combine_rows: Option<String>,
     /// Rows come by expert, in segments that begin at multiples of this; in low latency by rank as
     /// well.
     #[serde(default)]
     pub rows_by_expert: Option<u32>,
+    /// High throughput: rows are given as BF16, and are quantised on their way; missing: they are
+    /// given as `dtype`.
+    #[serde(default)]
+    pub quantised: Option<bool>,
     /// Tokens of a rank that are complete together.
     #[serde(default)]
     pub chunk_tokens: Option<u32>,

@@ -3,6 +3,7 @@
 use epoxide::DType;
 use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
 use epoxide::internal::Topology;
+use epoxide::throughput::Quantise;
 use epoxide::transport::TransportKind;
 use epoxide_testing::tier;
 
@@ -26,6 +27,7 @@ pub fn plan(line: &str) -> Plan {
         experts: 8,
         topk: 2,
         dtype: DType::Bf16,
+        quantise: Quantise::Not,
         rows_by_expert: None,
         num_sms: vec![2],
         rdma_send: 16,

@@ -41,8 +41,8 @@ pub enum RowType {
     Bf16,
     /// 8-bit float (e4m3) with one f32 scale per 128 elements; combine returns bf16.
     Fp8,
-    /// 8-bit float (e4m3) with one UE8M0 scale per 32 elements, in a dispatch of low latency;
-    /// combine returns bf16.
+    /// 8-bit float (e4m3) with one UE8M0 scale per 32 elements, of rows that are quantised on their
+    /// way; combine returns bf16.
     Mxfp8,
 }
 
@@ -115,6 +115,10 @@ impl RowFormat {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
 }
+
+/// Why low latency takes no `--quantise`.
+pub const NO_QUANTISE_IN_LOW_LATENCY: &str =
+    "--quantise: --mode low-latency converts rows by --dtype alone: leave it out";
 
 /// Which GPUs to use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -348,6 +352,11 @@ pub struct RoundTripFlags {
     #[arg(long, value_enum, default_value = "bf16")]
     pub dtype: RowFormat,
 
+    /// With --dtype fp8 or mxfp8 in high throughput: dispatch takes rows of bf16, and converts them
+    /// on their way
+    #[arg(long)]
+    pub quantise: bool,
+
     /// Which GPUs to use
     #[arg(long, value_enum, default_value = "virtual")]
     pub device: DeviceKind,
@@ -418,6 +427,8 @@ pub struct Settings {
     pub topk: u32,
     /// Element type of the dispatched rows, and what travels with them.
     pub dtype: RowFormat,
+    /// Whether rows are given as bf16, and are converted on their way; low latency does it anyway.
+    pub quantise: bool,
     /// Which GPUs.
     pub device: DeviceKind,
     /// How bytes cross nodes.
@@ -449,6 +460,18 @@ impl RoundTripFlags {
         self.place.topology(defaults.mode, group)
     }
 
+    /// How high throughput quantises rows on their way.
+    fn quantise(&self) -> Result<Quantise> {
+        let rule = match self.dtype {
+            _ if !self.quantise => return Ok(Quantise::Not),
+            _ if self.place.mode == Some(Mode::LowLatency) => NO_QUANTISE_IN_LOW_LATENCY.to_owned(),
+            RowFormat::Fp8 => return Ok(Quantise::Fp8),
+            RowFormat::Mxfp8 => return Ok(Quantise::Mxfp8),
+            other => format!("--quantise: rows become fp8 or mxfp8, give --dtype, which is {}", other.name()),
+        };
+        Err(CommandError::usage(rule))
+    }
+
     /// Longest wait for another rank.
     pub fn timeout(&self) -> Duration {
         // Checks make kernels up to thirty times slower.
@@ -467,6 +490,7 @@ impl RoundTripFlags {
             fewest_tokens: 0,
             hidden: self.hidden.unwrap_or(defaults.hidden),
             format: self.dtype.format(),
+            quantise: self.quantise()?,
             experts,
             topk: self.topk.unwrap_or(4.min(ranks)),
         };
@@ -498,6 +522,7 @@ impl RoundTripFlags {
             experts,
             topk,
             dtype: self.dtype,
+            quantise: self.quantise,
             device: self.device,
             transport: self.network.transport,
             queues: self.network.queues(self.device),
@@ -662,6 +687,11 @@ mod tests {
             ("--hidden 0", 8, "--hidden 0"),
             ("--hidden 16 --dtype mxfp8", 8, "--hidden 16"),
             ("--hidden 128 --dtype nvfp4 --mode low-latency", 8, "--dtype nvfp4"),
+            ("--hidden 144 --dtype fp8 --quantise", 8, "--hidden 144: must be a positive multiple of 128"),
+            ("--hidden 48 --dtype mxfp8 --quantise", 8, "--hidden 48: must be a positive multiple of 32"),
+            ("--quantise", 8, "--quantise: rows become fp8 or mxfp8"),
+            ("--dtype nvfp4 --quantise", 8, "--quantise: rows become fp8 or mxfp8"),
+            ("--dtype fp8 --quantise --mode low-latency", 8, "--quantise: --mode low-latency"),
             ("--experts 12", 8, "--experts 12"),
             ("--experts 0", 8, "--experts 0"),
             ("--experts 8200", 8, "--experts 8200"),

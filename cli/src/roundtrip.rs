@@ -320,12 +320,13 @@ fn cfg_line(config: &ConfigReport) -> String {
         add(format_args!(" transport={}", s.transport));
     }
     add(format_args!(
-        " tokens={} hidden={} experts={} topk={} dtype={} device={:?}",
+        " tokens={} hidden={} experts={} topk={} dtype={}{} device={:?}",
         s.tokens,
         s.hidden,
         s.experts,
         s.topk,
         s.dtype.name(),
+        if s.quantise { " quantise" } else { "" },
         config.device_name,
     ));
     let Some(more) = &config.high_throughput else {
@@ -391,6 +392,8 @@ mod tests {
             "--nodes 2 --ranks-per-node 1 --tokens 0 --hidden 8 --num-sms 4",
             "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 160 --dtype mxfp8 --num-sms 6 --random --iterations 2",
             "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 160 --dtype nvfp4 --num-sms 4 --graph-replays 2",
+            "--nodes 1 --ranks-per-node 2 --tokens 9 --hidden 256 --dtype fp8 --quantise --random --iterations 2 --graph-replays 3",
+            "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 160 --dtype mxfp8 --quantise --num-sms 6 --random --iterations 2",
             "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 6 --random --iterations 3",
             "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
             "--nodes 2 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 4 --transport tcp --iterations 3 --neighbour",

@@ -100,9 +100,9 @@
 //! # Ok::<(), epoxide::group::RankFailure>(())
 //! ```
 
-pub use crate::ep::ExpertRows;
 pub use crate::ep::core::Step;
 pub use crate::ep::low_latency::{
     Buffer, ByExpertPtrs, CombineRequest, Combined, Detached, DispatchRequest, Options, Pending, Place,
-    Quantise, Received, ReceivedByExpert, Shape,
+    Received, ReceivedByExpert, Shape,
 };
+pub use crate::ep::{ExpertRows, Quantise};

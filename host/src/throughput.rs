@@ -65,6 +65,39 @@
 //! whatever the experts need. [`Payload`](crate::Payload) has the usual formats, the room that
 //! they need in a buffer, and the shapes of their tensors.
 //!
+//! A dispatch converts rows of bf16 to e4m3 with f32 scales or to MXFP8, if the request says so
+//! ([`DispatchRequest::quantise`], [`Quantise`]).
+//!
+//! ```
+//! # use std::time::Duration;
+//! # use epoxide::driver::Stream;
+//! # use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+//! # use epoxide::group::run_threads;
+//! # use epoxide::half::bf16;
+//! # use epoxide::throughput::*;
+//! # use epoxide::{DType, Payload, StreamOrder, Tensor, TypedTensor};
+//! # run_threads(2, Duration::from_secs(60), |rank, group| {
+//! #     let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+//! #     let stream = Stream::new(&device)?;
+//! #     let order = StreamOrder::on(&stream);
+//! let max_scales = Payload::fp8(DType::Fp8E4m3, 128)?.max_scales();
+//! let shape = Shape { max_tokens: 2, hidden: 128, dtype: DType::Bf16, max_topk: 1, max_scales };
+//! let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
+//! #     let mut place = buffer.place(0)?;
+//! let x = Tensor::from_host(&stream, DType::Bf16, &[2, 128], &[bf16::from_f32(3.5); 256])?;
+//! #     let topk_idx = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 1])?;
+//! #     let layout = buffer.get_dispatch_layout(&topk_idx, 2, order)?;
+//! let request = DispatchRequest::new(&x, &layout).quantise(Quantise::Fp8);
+//! let received = buffer.dispatch(&mut place, request, order)?;
+//! // Rows are e4m3: 448 times the scale is 3.5.
+//! assert_eq!(received.recv_x.dtype(), DType::Fp8E4m3);
+//! let scales = received.recv_x_scales.as_ref().expect("f32 scales");
+//! assert_eq!(scales.values(&stream)?, [3.5 / 448.0; 2]);
+//! #     Ok(())
+//! # })?;
+//! # Ok::<(), epoxide::group::RankFailure>(())
+//! ```
+//!
 //! # Whose memory
 //! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there
 //! is a buffer.
@@ -74,6 +107,7 @@
 //! | received rows | the [`Place`]: peers write there, mapped once when the buffer was made; [`Place::recv_x_ptr`] never changes | [`Buffer::copy_received`], a copy by this rank's kernel |
 //! | rows for a combine | [`Place::combine_rows`]: peers read there, nothing is copied | any tensor, copied into the pool while peers gather |
 //! | sums | [`Buffer::combine`] allocates them | [`Buffer::combine_into`]: this rank's kernel writes there, nothing is copied |
+//! | e4m3 rows that a dispatch makes of bf16 | the buffer, from the first such dispatch on: [`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes) | rows that are quantised before |
 //! | inputs | | any tensor; a [`DispatchLayout`] and a [`DispatchHandle`] own their tables |
 //!
 //! A dispatch and its combine can be two calls of the caller's: [`Received::detach`] gives up the
@@ -90,10 +124,10 @@
 //! [`Options::ranks_per_node`] spreads the ranks over nodes, and [`Options::transport`]
 //! joins these. Ranks that can all map each other's memory are one node.
 
-pub use crate::ep::ExpertRows;
 pub use crate::ep::core::Step;
 pub use crate::ep::throughput::{
     Buffer, CachedDispatchRequest, CombineOutputs, CombineRequest, CombineRows, Combined, Config, Counts,
     Detached, DispatchHandle, DispatchLayout, DispatchRequest, GradWeights, InternodeHandle, IntranodeHandle,
     NodeCounts, Options, Pending, Place, PoolRows, Received, Shape, low_latency_rdma_size_hint,
 };
+pub use crate::ep::{ExpertRows, Quantise};

@@ -8,6 +8,7 @@ use rand_chacha::ChaCha8Rng;
 
 use epoxide::DType;
 use epoxide::internal::Tuning;
+use epoxide::throughput::Quantise;
 use epoxide_testing::oracle::{Routing, Style};
 
 use epoxide_testing::harness::NodeLinks;
@@ -38,6 +39,12 @@ fn payload() -> impl Strategy<Value = (DType, Scales)> {
         1 => Just((DType::F32, Scales::None)),
         3 => with_scales.prop_map(|scales| (DType::Fp8E4m3, scales)),
     ]
+}
+
+/// Rows that are quantised on their way, and the blocks of one; mostly none.
+fn quantised() -> impl Strategy<Value = Option<(Quantise, u64)>> {
+    let ways = prop::sample::select(vec![Quantise::Fp8, Quantise::Fp8PowerOfTwo, Quantise::Mxfp8]);
+    prop_oneof![3 => Just(None), 1 => (ways, 1..=6u64).prop_map(Some)]
 }
 
 /// Few small buffers, so that rows take several pieces and rings go round, or the defaults.
@@ -85,7 +92,7 @@ pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl
     let routing = (ranks, draws(8)).prop_map(|((tokens, nodes), draws)| (routed(&tokens, draws), nodes));
     // Odd multiples of 16 bytes: rows that are not aligned to more.
     let seeds = (any::<u64>(), any::<Option<u64>>(), any::<Option<u64>>());
-    (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), seeds).prop_map(
+    (routing, 1..=8u32, 1..=128u32, payload(), 0..=31u32, tuning(), seeds, quantised()).prop_map(
         |(
             routing,
             num_channels,
@@ -94,9 +101,10 @@ pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl
             half,
             tuning,
             (seed, schedule_seed, sms),
+            quantised,
         )| {
             let ((routing, ids), nodes) = routing;
-            Case {
+            let case = Case {
                 routing,
                 ids,
                 nodes,
@@ -106,11 +114,17 @@ pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl
                 row_bytes: 16 * (2 * half + 1),
                 weight: None,
                 scales,
+                quantise: Quantise::Not,
                 tuning,
                 seed,
                 schedule_seed,
                 sms_seed: sms.filter(|_| nodes.is_none()),
-            }
+            };
+            let Some((quantise, blocks)) = quantised else { return case };
+            let block = if quantise == Quantise::Mxfp8 { 32 } else { 128 };
+            let Case { dtype, row_bytes, scales, .. } =
+                Case::quantised(case.routing.clone(), block * blocks, quantise);
+            Case { dtype, row_bytes, scales, quantise, ..case }
         },
     )
 }

@@ -190,7 +190,7 @@ fn call(
             rank.buffer.dispatch_cached(place, request, order).map(drop)
         }
         Other::Combine => combine_in_pool(rank, place, handle()).map(drop),
-        Other::Quantised => unreachable!("high throughput does not quantise"),
+        Other::Quantised => unreachable!("low latency alone has a call of another kind for it"),
     }
 }
 

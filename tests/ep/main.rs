@@ -29,6 +29,7 @@ mod low_latency;
 mod many;
 mod mapped;
 mod property;
+mod quantise;
 mod residency;
 mod shapes;
 mod timeouts;

@@ -5,6 +5,8 @@ use half::{bf16, f16};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use crate::oracle::MX_BLOCK;
+
 /// Elements of a row that share one scale, for 1-byte dtypes.
 pub const ELEMENTS_PER_SCALE: u64 = 128;
 
@@ -104,6 +106,44 @@ pub fn small_integers(rng: &mut impl Rng, columns: usize) -> Vec<bf16> {
 /// BF16 numbers of mixed magnitude, whose sum shows in which order and precision it was made.
 pub fn rough_bf16(rng: &mut impl Rng, columns: usize) -> Vec<bf16> {
     rough_f32(rng, columns).into_iter().map(bf16::from_f32).collect()
+}
+
+/// A block of MXFP8 before its conversion, of a kind: numbers of all bits, or all that a conversion
+/// to e4m3 distinguishes. Every 12th kind is the same.
+pub fn block_of_bf16(rng: &mut impl Rng, kind: u32) -> Vec<bf16> {
+    let bits = |bits: u16| bf16::from_bits(bits);
+    let power = |exponent: i32| bf16::from_f32(2f32.powi(exponent));
+    // The neighbours of a number among those of bf16.
+    let below = |value: bf16| bits(value.to_bits() - 1);
+    let above = |value: bf16| bits(value.to_bits() + 1);
+    let mut all = rough_bf16(rng, MX_BLOCK);
+    // Rough numbers are below 2^7.
+    let exponent = rng.random_range(7..=127);
+    let mut put = |value: bf16| {
+        let sign = if rng.random_bool(0.5) { -bf16::ONE } else { bf16::ONE };
+        all[rng.random_range(0..MX_BLOCK)] = if value.is_nan() { value } else { value * sign };
+    };
+    match kind % 12 {
+        0 => (),
+        1 => all = (0..MX_BLOCK as u16).map(|at| bits(at << 15)).collect(),
+        // Subnormal numbers, which the least scale is made for.
+        2 => all.fill_with(|| bits(rng.random::<u16>() & 0x807f)),
+        // Those around the least number with another scale than that, and far smaller ones.
+        3 => {
+            let least = power(-118).to_bits();
+            all.fill_with(|| bits((least - 2 + rng.random_range(0..4)) | rng.random::<u16>() & 0x8000));
+        }
+        4 => put(below(power(exponent))),
+        5 => put(power(exponent)),
+        6 => put(above(power(exponent))),
+        // As large as can be, next to numbers that vanish.
+        7 => put(bf16::MAX),
+        8 => put(bf16::INFINITY),
+        9 => put(if exponent % 2 == 0 { bf16::NAN } else { -bf16::NAN }),
+        10 => [bf16::NAN, bf16::INFINITY, bf16::MAX].into_iter().for_each(put),
+        _ => all.fill_with(|| bits(rng.random())),
+    }
+    all
 }
 
 /// FP32 numbers of mixed magnitude, whose sum shows in which order it was made.

@@ -1,6 +1,7 @@
 //! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes
 //! them.
 
+use epoxide::throughput::Quantise;
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK};
 
 use crate::payload::{ELEMENTS_PER_SCALE, Format};
@@ -25,6 +26,8 @@ pub struct Sizes {
     pub hidden: u64,
     /// Elements of dispatched rows, and what travels with them.
     pub format: Format,
+    /// How rows of bf16 become those on their way, in high throughput.
+    pub quantise: Quantise,
     /// Experts of all ranks.
     pub experts: u32,
     /// Experts that a token selects.
@@ -32,6 +35,14 @@ pub struct Sizes {
 }
 
 impl Sizes {
+    /// Elements that rows of high throughput have a multiple of.
+    pub fn unit(&self) -> u64 {
+        match (self.quantise, self.format) {
+            (Quantise::Fp8 | Quantise::Fp8PowerOfTwo, _) => ELEMENTS_PER_SCALE,
+            (_, format) => format.unit(),
+        }
+    }
+
     /// Whether they can be run.
     ///
     /// # Errors
@@ -62,7 +73,10 @@ impl Sizes {
             }
             // In low latency rows come as BF16 and may leave as FP8.
             (true, _) => (8, "rows are multiples of 16 bytes".into()),
-            (false, format) => (format.unit(), "rows are multiples of 16 bytes".into()),
+            (false, Format::Fp8) if self.quantise != Quantise::Not => {
+                (self.unit(), format!("a scale is that of {ELEMENTS_PER_SCALE} elements"))
+            }
+            (false, _) => (self.unit(), "rows are multiples of 16 bytes".into()),
         };
         if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > MOST_ELEMENTS {
             let rule = format!("must be a positive multiple of {unit} ({why}), at most {MOST_ELEMENTS}");
@@ -111,6 +125,7 @@ mod tests {
             fewest_tokens: 1,
             hidden: 64,
             format: Format::Bf16,
+            quantise: Quantise::Not,
             experts: 16,
             topk: 8,
         };
@@ -132,6 +147,10 @@ mod tests {
             (
                 Sizes { hidden: 72, format: Format::Fp8, ..right },
                 "--hidden 72: must be a positive multiple of 16 (rows",
+            ),
+            (
+                Sizes { hidden: 144, format: Format::Fp8, quantise: Quantise::Fp8, ..right },
+                "--hidden 144: must be a positive multiple of 128 (a scale",
             ),
             (Sizes { hidden: 144, ..quantised }, "--hidden 144: must be a positive multiple of 128 (a scale"),
             (

@@ -3,12 +3,12 @@
 use std::path::PathBuf;
 
 use epoxide::DType;
-use epoxide::low_latency::Options;
+use epoxide::low_latency::{Options, Quantise};
 use epoxide_bench::sweep::Sweep;
 use epoxide_bench::{Baseline, Effort, LowLatencySettings, Plan, ReturnPath, Shapes};
 
 use crate::error::{CommandError, Result};
-use crate::options::{DeviceKind, Mode, NetworkFlags, RowType, WorldFlags};
+use crate::options::{DeviceKind, Mode, NO_QUANTISE_IN_LOW_LATENCY, NetworkFlags, RowType, WorldFlags};
 
 /// Experts per token where neither flags nor environment give them.
 const TOPK: u32 = 8;
@@ -122,10 +122,15 @@ pub struct PlanFlags {
     /// Experts per token [default: 8].
     #[arg(long, env = "EPOXIDE_BENCH_TOPK", help_heading = SIZES)]
     pub topk: Option<u32>,
-    /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise. mxfp8 is
-    /// for --mode low-latency.
+    /// Row type of dispatch; combine is BF16, if --combine-dtype does not say otherwise. In high
+    /// throughput rows are given as fp8, with their scales, unless --quantise is given; mxfp8 needs
+    /// it.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub dtype: RowType,
+    /// In high throughput dispatch takes rows of bf16, and converts them to --dtype, fp8 or mxfp8,
+    /// on their way. Low latency does it anyway.
+    #[arg(long, help_heading = SIZES)]
+    pub quantise: bool,
     /// With --mode low-latency: the type of rows on the way back.
     #[arg(long, value_enum, default_value = "bf16", help_heading = SIZES)]
     pub combine_dtype: RowType,
@@ -313,9 +318,22 @@ impl PlanFlags {
                 return Err(CommandError::usage(format!("{flag}: only with --mode low-latency{more}")));
             }
         }
-        if self.dtype == RowType::Mxfp8 && !is_low_latency {
-            let rule = "--dtype mxfp8: only with --mode low-latency, which converts rows on their way";
-            return Err(CommandError::usage(rule));
+        match self.dtype {
+            _ if self.quantise && is_low_latency => {
+                return Err(CommandError::usage(NO_QUANTISE_IN_LOW_LATENCY));
+            }
+            RowType::Bf16 if self.quantise => {
+                return Err(CommandError::usage("--quantise: give --dtype fp8 or mxfp8, which rows become"));
+            }
+            RowType::Mxfp8 if !self.quantise && !is_low_latency => {
+                let rule = "--dtype mxfp8: only with --quantise or --mode low-latency, which convert rows on their way";
+                return Err(CommandError::usage(rule));
+            }
+            RowType::Mxfp8 if self.quantise && self.rows_by_expert.is_some() => {
+                let rule = "--rows-by-expert: the sort that is measured beside it copies f32 scales: not with --dtype mxfp8";
+                return Err(CommandError::usage(rule));
+            }
+            _ => {}
         }
         if self.combine_dtype == RowType::Mxfp8 {
             return Err(CommandError::usage("--combine-dtype mxfp8: a combine returns bf16 or fp8"));
@@ -359,6 +377,7 @@ impl PlanFlags {
             experts: self.experts.unwrap_or(defaults.experts),
             topk: self.topk.unwrap_or(TOPK),
             dtype: self.dtype.dtype(),
+            quantise: if self.quantise { self.dtype.quantise() } else { Quantise::Not },
             rows_by_expert: self.rows_by_expert,
             num_sms,
             rdma_send: self.rdma_send,
@@ -477,6 +496,9 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     if plan.keep_nodes {
         flags.push("--keep-nodes".into());
     }
+    if plan.quantise != Quantise::Not {
+        flags.push("--quantise".into());
+    }
     if plan.no_ceiling {
         flags.push("--no-ceiling".into());
     }
@@ -569,6 +591,7 @@ mod tests {
             "bench --mode low-latency --rows-by-expert 64",
             "bench --mode low-latency --dtype mxfp8",
             "bench --device cuda --dtype fp8 --rows-by-expert 128",
+            "bench --device cuda --dtype mxfp8 --quantise",
             "bench --mode low-latency --nodes 2 --ranks-per-node 3 --transport shm --tokens 5 --chunk-tokens 2 --packet-tokens 0",
         ] {
             let plans = parse(line).unwrap().plans().unwrap();

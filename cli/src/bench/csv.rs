@@ -117,5 +117,6 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         ("ptx_digest", text(kernels.map(|kernels| &kernels.ptx))),
         ("driver", text(kernels.and_then(|kernels| kernels.driver.as_ref()))),
         ("store_ceiling_gbps", text(traffic.and_then(|of| of.store_ceiling))),
+        ("quantised", text(key.quantised)),
     ]
 }

@@ -159,7 +159,11 @@ fn setting(out: &mut String, point: &Point) -> Result {
     let Key { num_sms, dtype, seed, .. } = key;
     let routing = point.routing_digest.as_ref().map_or(String::new(), |digest| format!(" routing={digest}"));
     let segments = key.rows_by_expert.map_or_else(String::new, |rows| format!(" rows_by_expert={rows}"));
-    writeln!(out, "\n  num_sms={num_sms} dtype={dtype}{segments} seed={seed:#x}{routing}; {date}{runs}")?;
+    let quantised = if key.quantised.is_some() { " quantised on the way" } else { "" };
+    writeln!(
+        out,
+        "\n  num_sms={num_sms} dtype={dtype}{quantised}{segments} seed={seed:#x}{routing}; {date}{runs}"
+    )?;
     let (major, minor) = (point.driver_version / 1000, point.driver_version % 1000 / 10);
     match point.is_virtual {
         true => writeln!(out, "  device: {}", point.caveat())?,

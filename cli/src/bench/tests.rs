@@ -300,7 +300,37 @@ fn only_low_latency_chooses_what_rows_return() {
         assert!(message.starts_with(&format!("{name}: only with --mode low-latency")), "{message}");
     }
     let message = parse("bench --dtype mxfp8").unwrap().plans().unwrap_err().message.unwrap();
-    assert!(message.starts_with("--dtype mxfp8: only with --mode low-latency"), "{message}");
+    assert!(message.starts_with("--dtype mxfp8: only with --quantise or --mode low-latency"), "{message}");
+    for (flags, rule) in [
+        ("--quantise", "--quantise: give --dtype fp8 or mxfp8"),
+        ("--mode low-latency --dtype fp8 --quantise", "--quantise: --mode low-latency converts rows"),
+        ("--dtype mxfp8 --quantise --rows-by-expert 4", "--rows-by-expert: the sort"),
+    ] {
+        let message = parse(&format!("bench {flags}")).unwrap().plans().unwrap_err().message.unwrap();
+        assert!(message.starts_with(rule), "{message}");
+    }
+}
+
+/// Rows of bf16 that every dispatch converts: their bytes are held against the oracle before they
+/// are timed.
+#[test]
+fn rows_that_are_quantised_on_their_way_are_measured() {
+    for line in [
+        "--ranks-per-node 2 --num-sms 2 --dtype fp8 --graph=2",
+        "--ranks-per-node 2 --num-sms 2 --dtype fp8 --rows-by-expert 4",
+        "--nodes 2 --ranks-per-node 1 --transport shm --num-sms 4 --dtype mxfp8",
+    ] {
+        let sizes = "--tokens 6 --hidden 256 --experts 8 --topk 2 --warmup 1 --iters 2";
+        let plans = parse(&format!("bench {line} {sizes} --quantise")).unwrap().plans().unwrap();
+        let (points, _) = measure_points(&plans, &()).unwrap();
+        let [point] = &points[..] else { panic!("one point") };
+        assert_eq!(point.key.quantised, Some(true));
+        assert!(line.contains(&format!("--dtype {}", point.key.dtype)));
+        let text = report::text(point);
+        assert!(text.contains(&format!("dtype={} quantised on the way", point.key.dtype)), "{text}");
+        let dispatch = point.phase(PhaseName::DispatchCached).map(|phase| phase.row_bytes);
+        assert_eq!(dispatch, Some(256 + 2 * 4));
+    }
 }
 
 #[test]

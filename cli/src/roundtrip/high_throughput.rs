@@ -1,5 +1,5 @@
-//! High throughput in the acceptance test. The first data is that of MSCCL++'s test: every element of
-//! a rank's rows is the rank's number, and combine is called right behind dispatch.
+//! High throughput in the acceptance test. The first data is that of MSCCL++'s test: every element
+//! of a rank's rows is the rank's number, and combine is called right behind dispatch.
 
 use epoxide::driver::Event;
 use epoxide::throughput::{
@@ -8,7 +8,7 @@ use epoxide::throughput::{
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::compare;
 use epoxide_testing::harness::Rank;
-use epoxide_testing::oracle::{Plan, Style};
+use epoxide_testing::oracle::{Plan, Style, from_e4m3};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, rng_of};
 use epoxide_testing::roundtrip::{Case, Cases, Expected, Replays, RoundTrip, compare_weights};
 use half::bf16;
@@ -22,7 +22,7 @@ use crate::ranks::RankContext;
 
 /// How far a received element may be from the rank number it was sent as.
 const RECV_TOLERANCE: f32 = 1e-3;
-/// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number.
+/// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number but 0.
 const FP8_MAX_BYTE: u8 = 0x7e;
 const FP8_MAX: f32 = 448.0;
 
@@ -104,7 +104,7 @@ fn first_data(script: &Script<'_>, rank: &mut Rank) -> Result<Vec<RankReport>> {
     let outcome = (|| {
         let (x, x_scales) = rank_number_rows(&context.settings, rank)?;
         let request = DispatchRequest::new(&x, &layout).topk_weights(&topk_weights);
-        let request = x_scales.iter().fold(request, DispatchRequest::scales);
+        let request = x_scales.iter().fold(request.quantise(case.quantise), DispatchRequest::scales);
         let mut place = rank.place()?;
         marks.mark(rank)?;
         let output = rank.buffer.dispatch(&mut place, request, StreamOrder::comm(&rank.stream))?;
@@ -179,15 +179,16 @@ fn lay_out(
     }
 }
 
-/// Rows whose every element is the rank's number, in bf16 or in fp8 with scales.
+/// Rows whose every element is the rank's number, as they are given: in bf16, or in fp8 with
+/// scales.
 fn rank_number_rows(
     settings: &Settings,
     rank: &Rank,
 ) -> Result<(Tensor<'static>, Option<TypedTensor<'static, f32>>)> {
-    let Settings { tokens, hidden, dtype, .. } = *settings;
+    let Settings { tokens, hidden, dtype, quantise, .. } = *settings;
     let (stream, number, tokens) = (&rank.stream, rank.rank as f32, u64::from(tokens));
     let (shape, elements) = ([tokens, hidden], (tokens * hidden) as usize);
-    if dtype == RowFormat::Bf16 {
+    if dtype == RowFormat::Bf16 || quantise {
         let values = vec![bf16::from_f32(number); elements];
         return Ok((Tensor::from_host(stream, DType::Bf16, &shape, &values)?, None));
     }
@@ -208,11 +209,10 @@ fn received_numbers(rank: &Rank, output: &Received) -> Result<Vec<f32>> {
     let (hidden, per_row) = (output.recv_x.columns() as usize, scales.columns() as usize);
     let scales = scales.to_host::<f32>(&rank.stream)?;
     let rows = bytes.chunks_exact(hidden).zip(scales.chunks_exact(per_row));
-    let value = |byte: u8, scale: f32| if byte == FP8_MAX_BYTE { FP8_MAX * scale } else { f32::NAN };
     Ok(rows
         .flat_map(|(row, scales)| {
             let blocks = row.chunks(ELEMENTS_PER_SCALE as usize).zip(scales);
-            blocks.flat_map(|(block, &scale)| block.iter().map(move |&byte| value(byte, scale)))
+            blocks.flat_map(|(block, &scale)| block.iter().map(move |&byte| from_e4m3(byte) * scale))
         })
         .collect())
 }

@@ -19,6 +19,7 @@ mod dispatch;
 mod epoch;
 mod example;
 mod first_tokens;
+mod fp8;
 mod halves;
 mod ids;
 mod internode_by_expert;
@@ -32,6 +33,7 @@ mod low_latency;
 mod notify;
 mod peer_wait;
 mod progress;
+mod quantise;
 mod rail;
 mod ring;
 mod segments;
@@ -98,6 +100,7 @@ mod own {
             LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
         },
         notify::{Notify, NotifyMany},
+        quantise::QuantiseRows,
     };
 }
 #[doc(hidden)]

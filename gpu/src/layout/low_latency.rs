@@ -12,6 +12,7 @@ use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
 use super::limits::{FEW_RANKS, MAX_RANKS, MAX_TOPK};
 use super::pool::{Comm, ControlWord};
+use super::quantise::{Quantise, SCALE_BLOCK};
 
 /// Start of every low-latency pool, with room for so many ranks: [`FEW_RANKS`], or [`MAX_RANKS`]
 /// where there are more.
@@ -300,26 +301,6 @@ pub struct LowLatencyExpertDispatchArgs {
     /// Where rows go.
     pub to: LowLatencyExpertRows,
 }
-
-/// The quantisation of rows in a low-latency operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Quantise {
-    /// They travel as they are.
-    Not = 0,
-    /// BF16 rows travel as e4m3, each 128 elements with a scale of their own.
-    Fp8 = 1,
-    /// The same, with scales that are powers of two.
-    Fp8PowerOfTwo = 2,
-    /// BF16 rows of a dispatch travel as e4m3, each [`MX_BLOCK`] elements with a UE8M0 scale of
-    /// their own. Four scales are a word, in the place of the f32 scale of those 128 elements.
-    Mxfp8 = 3,
-}
-
-/// Elements that share an f32 scale.
-pub const SCALE_BLOCK: u32 = 128;
-/// Elements that share a UE8M0 scale.
-pub const MX_BLOCK: u32 = 32;
 
 /// Arguments of the kernels `low_latency_combine_*`.
 #[kernel_args(requires(

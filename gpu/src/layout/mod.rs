@@ -22,6 +22,7 @@ mod low_latency_gather_columns;
 mod low_latency_internode;
 mod low_latency_wait;
 mod pool;
+mod quantise;
 mod ring;
 #[cfg(not(target_arch = "nvptx64"))]
 mod sections;
@@ -47,6 +48,7 @@ mod own {
     pub use super::low_latency_internode::*;
     pub use super::low_latency_wait::*;
     pub use super::pool::*;
+    pub use super::quantise::*;
     pub use super::ring::*;
     #[cfg(not(target_arch = "nvptx64"))]
     pub use super::sections::*;

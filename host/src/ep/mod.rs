@@ -6,13 +6,14 @@
 //!        \        /
 //!          core/                 what an operation of a buffer needs, whatever its mode
 //!            |
-//! tensor.rs payload.rs experts.rs topology.rs
+//! tensor.rs payload.rs quantise.rs experts.rs topology.rs
 //! ```
 
 pub mod core;
 mod experts;
 pub mod low_latency;
 mod payload;
+mod quantise;
 mod tensor;
 pub mod throughput;
 pub mod topology;
@@ -20,5 +21,6 @@ pub mod topology;
 pub use core::{Sizes, StreamOrder};
 pub use experts::{ExpertId, ExpertMap, ExpertRows, Placement};
 pub use payload::Payload;
+pub use quantise::Quantise;
 pub use tensor::{DType, Element, Tensor, TypedTensor};
 use topology::Topology;

@@ -35,8 +35,8 @@ const NVFP4_BLOCK: u64 = 16;
 /// | [`Payload::mxfp8`] | e4m3 or e5m2 `[hidden]` | UE8M0 `[hidden / 32]` |
 /// | [`Payload::nvfp4`] | fp4 `[hidden / 2]`, two elements to a byte | e4m3 `[hidden / 16]`, f32 `[1]` |
 ///
-/// A low-latency dispatch can convert rows of bf16 to [`Payload::fp8`] or [`Payload::mxfp8`] of
-/// e4m3: [`Quantise`](crate::low_latency::Quantise).
+/// A dispatch can convert rows of bf16 to [`Payload::fp8`] or [`Payload::mxfp8`] of e4m3:
+/// [`Quantise`](crate::throughput::Quantise).
 ///
 /// ```
 /// use epoxide::{DType, Payload};
@@ -282,14 +282,19 @@ impl Record {
     /// The records of so many UE8M0 scales of a token, a byte each, which are made when rows are
     /// sent and are nowhere before.
     pub fn of_ue8m0(scales: u32) -> Record {
-        let column = PlacedColumn {
-            ptr: DevicePtr::NULL,
-            dtype: DType::Ue8m0,
-            elements: Some(scales.into()),
-            bytes: scales,
-            offset: 0,
-        };
-        Record { columns: vec![column], bytes: column_stride(scales) }
+        Record::made(DType::Ue8m0, scales)
+    }
+
+    /// The same with f32 scales.
+    pub fn of_f32(scales: u32) -> Record {
+        Record::made(DType::F32, scales)
+    }
+
+    fn made(dtype: DType, scales: u32) -> Record {
+        let bytes = scales * dtype.size() as u32;
+        let elements = Some(scales.into());
+        let column = PlacedColumn { ptr: DevicePtr::NULL, dtype, elements, bytes, offset: 0 };
+        Record { columns: vec![column], bytes: column_stride(bytes) }
     }
 
     /// Where the records of so many tokens are, or will be.
@@ -298,7 +303,7 @@ impl Record {
             return Ok(Records::NONE);
         }
         if let Some(at) = self.in_place() {
-            return Ok(Records { at, pack: None });
+            return Ok(Records::at(at));
         }
         let take = |pieces: &mut Pieces| pieces.array("columns", num_tokens.into(), self.bytes.into());
         let (block, records) = arena.take(take)?;
@@ -352,7 +357,12 @@ pub struct Records {
 }
 
 impl Records {
-    const NONE: Records = Records { at: DevicePtr::NULL, pack: None };
+    const NONE: Records = Records::at(DevicePtr::NULL);
+
+    /// Records that another kernel makes, or that are there.
+    pub const fn at(at: DevicePtr) -> Records {
+        Records { at, pack: None }
+    }
 
     /// Their memory, if it is not the caller's.
     pub fn owner(&self) -> Option<Owner> {

@@ -7,10 +7,9 @@ use epoxide::{DType, Payload, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, ReturnPath, RowMemory, Segments};
 use epoxide_testing::oracle::{MX_BLOCK, Style, by_expert, mxfp8, recv_order};
-use epoxide_testing::payload::{bytes_of, rng_of, rough_bf16};
+use epoxide_testing::payload::{block_of_bf16, bytes_of, rng_of};
 use epoxide_testing::tier;
 use half::bf16;
-use rand::Rng;
 
 use crate::shapes::routing;
 use crate::valid::refused;
@@ -24,51 +23,11 @@ fn across_nodes(transport: TransportKind) -> Option<NodeLinks> {
     Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 })
 }
 
-/// Kinds of blocks, see [`block`].
-const KINDS: u32 = 12;
-
-/// A block of a kind: numbers of all bits, or all that the conversion distinguishes.
-fn block(rng: &mut impl Rng, kind: u32) -> Vec<bf16> {
-    let bits = |bits: u16| bf16::from_bits(bits);
-    let power = |exponent: i32| bf16::from_f32(2f32.powi(exponent));
-    // The neighbours of a number among those of bf16.
-    let below = |value: bf16| bits(value.to_bits() - 1);
-    let above = |value: bf16| bits(value.to_bits() + 1);
-    let mut all = rough_bf16(rng, MX_BLOCK);
-    // Rough numbers are below 2^7.
-    let exponent = rng.random_range(7..=127);
-    let mut put = |value: bf16| {
-        let sign = if rng.random_bool(0.5) { -bf16::ONE } else { bf16::ONE };
-        all[rng.random_range(0..MX_BLOCK)] = if value.is_nan() { value } else { value * sign };
-    };
-    match kind {
-        0 => (),
-        1 => all = (0..MX_BLOCK as u16).map(|at| bits(at << 15)).collect(),
-        // Subnormal numbers, which the least scale is made for.
-        2 => all.fill_with(|| bits(rng.random::<u16>() & 0x807f)),
-        // Those around the least number with another scale than that, and far smaller ones.
-        3 => {
-            let least = power(-118).to_bits();
-            all.fill_with(|| bits((least - 2 + rng.random_range(0..4)) | rng.random::<u16>() & 0x8000));
-        }
-        4 => put(below(power(exponent))),
-        5 => put(power(exponent)),
-        6 => put(above(power(exponent))),
-        // As large as can be, next to numbers that vanish.
-        7 => put(bf16::MAX),
-        8 => put(bf16::INFINITY),
-        9 => put(if exponent % 2 == 0 { bf16::NAN } else { -bf16::NAN }),
-        10 => [bf16::NAN, bf16::INFINITY, bf16::MAX].into_iter().for_each(put),
-        _ => all.fill_with(|| bits(rng.random())),
-    }
-    all
-}
-
 /// The row of a token in a turn: every kind of block comes everywhere.
 fn row(turn: u32, hidden: u32, (source, token): (u32, u32)) -> Vec<bf16> {
     let mut rng = rng_of(&[turn.into(), source.into(), token.into()]);
     let blocks = hidden / MX_BLOCK as u32;
-    (0..blocks).flat_map(|at| block(&mut rng, (turn * 5 + source * 3 + token + at) % KINDS)).collect()
+    (0..blocks).flat_map(|at| block_of_bf16(&mut rng, turn * 5 + source * 3 + token + at)).collect()
 }
 
 /// Elements and scales of the row as it travels.

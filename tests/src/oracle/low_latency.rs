@@ -98,10 +98,15 @@ pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize
 
 /// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale
 /// is the largest magnitude, at least 1e-4, over 448, or the next power of two from there on.
-/// Elements are divided by it and rounded to nearest even.
+/// Elements are divided by it and rounded to nearest even. Of a block with a NaN, scale and
+/// elements are NaN; of one with an infinity, the scale is infinite.
 pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
     let block = |block: &[f32]| {
-        let amax = block.iter().map(|value| value.abs()).fold(1e-4f32, f32::max);
+        let mut amax = block.iter().map(|value| value.abs()).fold(1e-4f32, f32::max);
+        if block.iter().any(|value| value.is_nan()) {
+            // The NaN of a GPU's arithmetic.
+            amax = f32::from_bits(0x7fff_ffff);
+        }
         let mut scale = amax / 448.0;
         let mut inverse = 448.0 / amax;
         if power_of_two {
@@ -126,12 +131,16 @@ pub fn from_e4m3(byte: u8) -> f32 {
     if sign == 1 { -magnitude } else { magnitude }
 }
 
-/// The e4m3 byte nearest to a number, the even one of two; the largest where it is larger.
+/// The e4m3 byte nearest to a number, the even one of two; the largest where it is larger, NaN of a
+/// NaN.
 pub(super) fn e4m3(value: f32) -> u8 {
     /// The largest.
     const LARGEST: u8 = 0x7e;
     static NUMBERS: LazyLock<[f32; LARGEST as usize + 1]> =
         LazyLock::new(|| std::array::from_fn(|byte| from_e4m3(byte as u8)));
+    if value.is_nan() {
+        return 0x7f;
+    }
     let number = |byte: u8| NUMBERS[byte as usize];
     let magnitude = value.abs();
     // Bytes order as their numbers do: the nearest is the first that is no smaller, or the one

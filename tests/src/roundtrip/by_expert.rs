@@ -65,7 +65,7 @@ impl Rank {
         let mut place = self.place()?;
         let (x, scales) = self.payload(case, 1)?;
         let columns = self.columns(case, 1)?;
-        let request = DispatchRequest::new(&x, &layout).by_expert(alignment);
+        let request = DispatchRequest::new(&x, &layout).by_expert(alignment).quantise(case.quantise);
         let request = scales.iter().fold(request, DispatchRequest::scales);
         let request = columns.iter().fold(request, DispatchRequest::column);
 
@@ -97,7 +97,7 @@ impl Rank {
 
         let (x, scales) = self.payload(case, 2)?;
         let columns = self.columns(case, 2)?;
-        let request = CachedDispatchRequest::new(&x, &handle);
+        let request = CachedDispatchRequest::new(&x, &handle).quantise(case.quantise);
         let request = scales.iter().fold(request, CachedDispatchRequest::scales);
         let request = columns.iter().fold(request, CachedDispatchRequest::column);
         // Across nodes a cached dispatch takes more than one channel.
@@ -190,8 +190,8 @@ impl Rank {
             for &(row, _) in rows_of_token {
                 self.equal(&format!("{what}: row {row}"), &self.row_of(rows, row)?, &expected);
                 if let Some(scales) = scales.filter(|_| has_scales) {
-                    let got: Vec<f32> = payload::values_of(&self.row_of(scales, row)?);
-                    self.equal(&format!("{what}: scales of row {row}"), &got, &expected_scales);
+                    let (got, expected) = (self.row_of(scales, row)?, payload::bytes_of(&expected_scales));
+                    self.equal(&format!("{what}: scales of row {row}"), &got, &expected);
                 }
             }
         }

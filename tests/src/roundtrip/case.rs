@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use epoxide::internal::Tuning;
+use epoxide::throughput::Quantise;
 use epoxide::{DType, Payload};
+use half::bf16;
 use rand::{Rng, RngCore};
 use rand_chacha::ChaCha8Rng;
 
@@ -11,7 +13,7 @@ use super::Cases;
 use crate::harness::{NodeLinks, Setup};
 use crate::ids::Ids;
 use crate::oracle::{self, Plan, Routing, Style};
-use crate::payload::{self, mix, rng_of};
+use crate::payload::{self, Format, mix, rng_of};
 use crate::sizes::Sizes;
 
 /// Inputs of a round trip: the same on every rank, so that each can compute the others' data.
@@ -33,6 +35,8 @@ pub struct Case {
     pub row_bytes: u32,
     /// Scales of a row.
     pub scales: Scales,
+    /// How rows of bf16 become those, where they are quantised on their way.
+    pub quantise: Quantise,
     /// The weight of every entry, in place of random ones.
     pub weight: Option<f32>,
     /// Launch shapes, for [`Case::setup`].
@@ -125,6 +129,7 @@ impl Case {
             dtype: DType::Bf16,
             row_bytes,
             scales: Scales::None,
+            quantise: Quantise::Not,
             weight: None,
             tuning: Tuning::default(),
             seed: 1,
@@ -135,9 +140,20 @@ impl Case {
 
     /// Rows of `hidden` elements along a routing, of a run's dtype.
     pub fn along(cases: &Cases, routing: Routing, hidden: u64) -> Case {
-        let payload = cases.sizes.format.payload(hidden);
+        let quantise = cases.sizes.quantise;
+        Case { quantise, ..Case::of_payload(routing, &cases.sizes.format.payload(hidden)) }
+    }
+
+    /// Rows of a payload along a routing.
+    fn of_payload(routing: Routing, payload: &Payload) -> Case {
         let (dtype, row_bytes) = (payload.row().0, payload.row_bytes() as u32);
-        Case { dtype, scales: Scales::of(&payload), ..Case::new(routing, row_bytes) }
+        Case { dtype, scales: Scales::of(payload), ..Case::new(routing, row_bytes) }
+    }
+
+    /// Rows of bf16 of `hidden` elements that are quantised on their way.
+    pub fn quantised(routing: Routing, hidden: u64, quantise: Quantise) -> Case {
+        let format = if quantise == Quantise::Mxfp8 { Format::Mxfp8 } else { Format::Fp8 };
+        Case { quantise, ..Case::of_payload(routing, &format.payload(hidden)) }
     }
 
     /// Case `number` of a run, of the full size and a style.
@@ -150,7 +166,7 @@ impl Case {
     /// Case `number` of a run, of random sizes; some ranks have no tokens.
     pub(super) fn random(cases: &Cases, number: u64) -> Case {
         let mut rng = cases.rng(number);
-        let Sizes { ranks, tokens, hidden, experts, topk, format, .. } = cases.sizes;
+        let Sizes { ranks, tokens, hidden, experts, topk, .. } = cases.sizes;
         let most = match rng.random_range(0..4) {
             0 => tokens.min(3),
             _ => tokens,
@@ -163,7 +179,7 @@ impl Case {
         let style = Style::ALL[rng.random_range(0..Style::ALL.len())];
         let experts = ranks * rng.random_range(1..=experts / ranks);
         let topk = rng.random_range(1..=topk);
-        let unit = format.unit();
+        let unit = cases.sizes.unit();
         let hidden = unit * rng.random_range(1..=hidden / unit);
         let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
         Case::along(cases, routing, hidden).draw(&mut rng)
@@ -215,9 +231,48 @@ impl Case {
         self.routing.num_topk as usize
     }
 
-    /// Random bytes that begin with rank and token, so that no two rows are equal. Another `turn`
-    /// is another content.
+    /// The bytes of a row as it travels. Another `turn` is another content.
     pub fn row(&self, turn: u64, rank: u32, token: u32) -> Vec<u8> {
+        match self.quantise {
+            Quantise::Not => self.bytes(turn, rank, token),
+            _ => self.converted(turn, rank, token).0,
+        }
+    }
+
+    /// Type and bytes of a row as it is given.
+    pub fn given(&self, turn: u64, rank: u32, token: u32) -> (DType, Vec<u8>) {
+        match self.quantise {
+            Quantise::Not => (self.dtype, self.bytes(turn, rank, token)),
+            _ => (DType::Bf16, payload::bytes_of(&self.numbers(turn, rank, token))),
+        }
+    }
+
+    /// A row that is quantised on its way: blocks of all kinds that the conversion distinguishes.
+    fn numbers(&self, turn: u64, rank: u32, token: u32) -> Vec<bf16> {
+        let mut rng = rng_of(&[self.seed, turn, u64::from(rank), u64::from(token)]);
+        let blocks = self.hidden().div_ceil(oracle::MX_BLOCK as u64) as u32;
+        let kind = turn as u32 * 5 + rank * 3 + token;
+        let mut row: Vec<bf16> =
+            (0..blocks).flat_map(|at| payload::block_of_bf16(&mut rng, kind + at)).collect();
+        if self.quantise == Quantise::Fp8PowerOfTwo {
+            // A power of two is no scale of these.
+            row.iter_mut().filter(|number| !number.is_finite()).for_each(|number| *number = bf16::ONE);
+        }
+        row
+    }
+
+    /// Elements of such a row, and the bytes of its scales.
+    fn converted(&self, turn: u64, rank: u32, token: u32) -> (Vec<u8>, Vec<u8>) {
+        let row: Vec<f32> = self.numbers(turn, rank, token).iter().map(|number| number.to_f32()).collect();
+        if self.quantise == Quantise::Mxfp8 {
+            return oracle::mxfp8(&row);
+        }
+        let (elements, scales) = oracle::quantised(&row, self.quantise == Quantise::Fp8PowerOfTwo);
+        (elements, payload::bytes_of(&scales))
+    }
+
+    /// Random bytes that begin with rank and token, so that no two rows are equal.
+    fn bytes(&self, turn: u64, rank: u32, token: u32) -> Vec<u8> {
         let mut row = vec![0; self.row_bytes as usize];
         rng_of(&[self.seed, turn, u64::from(rank), u64::from(token)]).fill_bytes(&mut row);
         row[..4].copy_from_slice(&rank.to_le_bytes());
@@ -227,12 +282,20 @@ impl Case {
 
     /// The scales of a token.
     pub fn scales(&self, turn: u64, rank: u32, token: u32) -> Vec<f32> {
+        match self.quantise {
+            Quantise::Not => {}
+            Quantise::Mxfp8 => return Vec::new(),
+            _ => return payload::values_of(&self.converted(turn, rank, token).1),
+        }
         let mut rng = rng_of(&[!self.seed, turn, u64::from(rank), u64::from(token)]);
         payload::rough_f32(&mut rng, self.scales.count() as usize)
     }
 
     /// Column `index` of a token, of columns of any types.
     pub fn column(&self, turn: u64, (rank, token): (u32, u32), index: usize) -> Vec<u8> {
+        if self.quantise != Quantise::Not {
+            return self.converted(turn, rank, token).1;
+        }
         let (dtype, elements) = self.scales.list()[index];
         let mut bytes = vec![0; elements as usize * dtype.size() as usize];
         let what = [!self.seed, turn, u64::from(rank), u64::from(token), index as u64];

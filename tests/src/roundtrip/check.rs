@@ -5,7 +5,7 @@ use epoxide::driver::Device;
 use epoxide::group::ProcessGroup;
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchLayout,
-    DispatchRequest, Options, Place, Received,
+    DispatchRequest, Options, Place, Quantise, Received,
 };
 use epoxide::{DType, Tensor, TypedTensor};
 use half::{bf16, f16};
@@ -107,7 +107,7 @@ impl RoundTrip for Buffer {
         let (x, scales) = rank.payload(case, 2)?;
         let columns = rank.columns(case, 2)?;
         let cached =
-            rank.dispatch_cached(&mut place, cached_request(&x, scales.as_ref(), &columns, &handle))?;
+            rank.dispatch_cached(&mut place, cached_request(case, &x, scales.as_ref(), &columns, &handle))?;
         rank.check_received(case, 2, &expected.plan.recv_src, "cached dispatch", &cached)?;
         drop(cached);
         let combine = Combine { what: "combine from the pool", turn: 3, place: Some(&place), ..combine };
@@ -144,12 +144,14 @@ impl Rank {
         Ok((ids, TypedTensor::from_host(&self.stream, &shape, &weights)?))
     }
 
-    /// This rank's rows and scales of a case, on the device.
+    /// This rank's rows and scales of a case as they are given, on the device.
     pub fn payload(&self, case: &Case, turn: u64) -> Result<(Tensor<'static>, DeviceScales)> {
         let (rank, tokens) = (self.rank, case.routing.num_tokens(self.rank));
-        let rows: Vec<Vec<u8>> = (0..tokens).map(|token| case.row(turn, rank, token)).collect();
-        let x = self.upload_rows(case.dtype, case.hidden(), &rows)?;
+        let rows: Vec<Vec<u8>> = (0..tokens).map(|token| case.given(turn, rank, token).1).collect();
+        let (dtype, _) = case.given(turn, rank, 0);
+        let x = self.upload_rows(dtype, case.hidden(), &rows)?;
         let shape = match case.scales {
+            _ if case.quantise != Quantise::Not => return Ok((x, None)),
             Scales::None | Scales::Any(_) => return Ok((x, None)),
             Scales::Flat => vec![u64::from(tokens)],
             Scales::Columns(columns) => vec![u64::from(tokens), u64::from(columns)],
@@ -158,8 +160,11 @@ impl Rank {
         Ok((x, Some(TypedTensor::from_host(&self.stream, &shape, &scales)?)))
     }
 
-    /// This rank's columns of a case, of any types, on the device.
+    /// This rank's columns of a case, of any types, on the device: those that are given.
     pub fn columns(&self, case: &Case, turn: u64) -> Result<Vec<Tensor<'static>>> {
+        if case.quantise != Quantise::Not {
+            return Ok(Vec::new());
+        }
         let tokens = case.routing.num_tokens(self.rank);
         let upload = |(index, (dtype, elements)): (usize, (DType, u32))| {
             let shape = [u64::from(tokens), u64::from(elements)];
@@ -258,7 +263,7 @@ impl Rank {
         self.poison_received(capacity)?;
         let (x, scales) = self.payload(case, 2)?;
         let columns = self.columns(case, 2)?;
-        let again = cached_request(&x, scales.as_ref(), &columns, &exact);
+        let again = cached_request(case, &x, scales.as_ref(), &columns, &exact);
         let again = sms[2].into_iter().fold(again, CachedDispatchRequest::num_sms);
         let cached = self.dispatch_cached(&mut place, again);
         // The rules of the interface ask for more than one channel in a cached dispatch across
@@ -460,7 +465,9 @@ impl Rank {
         let list = case.scales.list();
         let mut difference = compare::value("recv_columns", output.recv_columns.len(), list.len());
         for (index, (tensor, (dtype, elements))) in output.recv_columns.iter().zip(list).enumerate() {
-            let columns = if elements == 1 { &[][..] } else { &[u64::from(elements)] };
+            // One scale that was made is a column of one element.
+            let is_flat = elements == 1 && case.quantise == Quantise::Not;
+            let columns = if is_flat { &[][..] } else { &[u64::from(elements)] };
             let shape = [&[output.recv_x.rows()], columns].concat();
             let expected: Vec<u8> =
                 sources.iter().flat_map(|&source| case.column(turn, source, index)).collect();
@@ -728,17 +735,19 @@ fn request<'a>(
 ) -> DispatchRequest<'a> {
     let request = DispatchRequest::new(x, layout).topk_weights(topk_weights);
     let request = request.expert_alignment(case.expert_alignment).counts(counts);
-    let request = columns.iter().fold(request, DispatchRequest::column);
+    let request = columns.iter().fold(request.quantise(case.quantise), DispatchRequest::column);
     x_scales.into_iter().fold(request, DispatchRequest::scales)
 }
 
 fn cached_request<'a>(
+    case: &Case,
     x: &'a Tensor<'a>,
     x_scales: Option<&'a TypedTensor<'a, f32>>,
     columns: &'a [Tensor<'a>],
     handle: &'a DispatchHandle,
 ) -> CachedDispatchRequest<'a> {
-    let request = columns.iter().fold(CachedDispatchRequest::new(x, handle), CachedDispatchRequest::column);
+    let request = CachedDispatchRequest::new(x, handle).quantise(case.quantise);
+    let request = columns.iter().fold(request, CachedDispatchRequest::column);
     x_scales.into_iter().fold(request, CachedDispatchRequest::scales)
 }
 

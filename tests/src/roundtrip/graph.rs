@@ -160,7 +160,7 @@ fn enqueue(
     let layout = buffer.get_dispatch_layout(&inputs.topk_idx, case.routing.num_experts, order)?;
     let counts = Counts::OnDevice { capacity: buffer.capacity() };
     let request = DispatchRequest::new(&inputs.x, &layout).topk_weights(&inputs.topk_weights);
-    let request = request.expert_alignment(case.expert_alignment).counts(counts);
+    let request = request.expert_alignment(case.expert_alignment).counts(counts).quantise(case.quantise);
     let request = inputs.x_scales.iter().fold(request, DispatchRequest::scales);
     let request = inputs.columns.iter().fold(request, DispatchRequest::column);
     let dispatched = buffer.dispatch(place, request, order)?;

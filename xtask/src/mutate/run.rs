@@ -26,12 +26,14 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// with sizes that differ between ranks, and are replayed. Low latency runs with few tokens, whose
 /// rows go as packets, and with more tokens than a block has threads. The latter has more experts
 /// than a rank has blocks.
-const WORKLOADS: [&str; 16] = [
+const WORKLOADS: [&str; 18] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
     "--mode intranode --ranks-per-node 4 --dtype fp8 --iterations 3 --random",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --dtype fp8 --iterations 3 --random",
+    "--mode intranode --ranks-per-node 3 --dtype fp8 --quantise --iterations 3 --random",
+    "--mode intranode --ranks-per-node 2 --hidden 160 --dtype mxfp8 --quantise --iterations 3 --random",
     "--mode intranode --ranks-per-node 2 --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --iterations 4 --random",

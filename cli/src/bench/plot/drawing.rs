@@ -102,6 +102,7 @@ fn parts(key: &Key, axis: Option<Axis>) -> Vec<String> {
         key.combine_dtype.as_ref().map(|dtype| format!("combine in {}", dtype.to_uppercase())),
         key.combine_rows.as_ref().map(|rows| format!("combine {rows}")),
         key.rows_by_expert.map(|alignment| format!("rows by expert, aligned to {alignment}")),
+        key.quantised.map(|_| "quantised on the way".to_owned()),
         key.chunk_tokens.map(|tokens| format!("chunks of {tokens}")),
         key.packet_tokens.map(|tokens| format!("packets up to {tokens} tokens")),
         key.max_tokens.map(|tokens| format!("buffers for {tokens} tokens")),

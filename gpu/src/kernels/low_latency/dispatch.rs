@@ -10,13 +10,12 @@
 //! warp arrive.
 
 use super::super::epoch::{Phase, note_missing_token, share, trace, trace_by};
+use super::super::fp8::{from_bf16, mx_quantised, quantised};
 use super::super::ids::{Id, place, recorded_token};
 use super::super::peer_wait::PeerWait;
 use super::batch;
 use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
-use super::fp8::{from_bf16, quantised};
 use super::list::{Listed, Words, list_few_rows, list_rows};
-use super::mxfp8::mx_quantised;
 use super::ranks::{Few, Many, Ranks, each_pool};
 use super::team::Team;
 use super::{

@@ -1,7 +1,7 @@
 //! The types of rows that a combine sums.
 
 use super::super::combine::{Bf16, F16, F32, Summand};
-use super::fp8::from_bf16;
+use super::super::fp8::from_bf16;
 use crate::simt::*;
 
 /// A type whose rows a low-latency combine sums.

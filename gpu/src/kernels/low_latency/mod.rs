@@ -42,7 +42,6 @@ mod by_expert;
 mod combine;
 mod dispatch;
 mod element;
-mod fp8;
 mod gather;
 mod gather_columns;
 mod internode;

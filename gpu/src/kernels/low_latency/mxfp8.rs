@@ -1,18 +1,15 @@
 //! MXFP8 on the way: dispatches whose rows become e4m3 with a power of two as scale for each block
-//! of 32 elements. The OCP Microscaling Formats (MX) specification, version 1.0, defines the scale,
-//! UE8M0 (5.4.1), and the conversion (6.3).
+//! of 32 elements.
 //!
 //! Soundness: as in `dispatch.rs`, within a node and across nodes, whose functions these kernels
 //! call. The word with the scales of 128 elements has the place and the writer of their f32 scale.
 
 use super::dispatch::{dispatch, dispatch_by_expert};
-use super::fp8::{LANES_PER_SCALE, Sixteen, largest_magnitude};
 use super::internode::dispatch as internode;
 use super::ranks::{Few, Many};
 use crate::layout::{
     FEW_RANKS, LowLatencyArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows,
-    LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs, MAX_MEMBERS, MAX_RANKS, MX_BLOCK,
-    Quantise,
+    LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs, MAX_MEMBERS, MAX_RANKS, Quantise,
 };
 use crate::simt::*;
 
@@ -109,55 +106,4 @@ pub unsafe fn low_latency_internode_dispatch_mxfp8(args: LowLatencyInternodeDisp
 )]
 pub unsafe fn low_latency_internode_dispatch_by_expert_mxfp8(args: LowLatencyInternodeExpertDispatchArgs) {
     internode::dispatch_by_expert::<true>(&args);
-}
-
-/// Lanes that quantise a block together: each has as many elements as make 16 bytes.
-const LANES_PER_BLOCK: u32 = MX_BLOCK / 16;
-/// Exponent of the largest power of two in e4m3.
-const E4M3_EMAX: u32 = 8;
-/// The scale that is not a number.
-const UE8M0_NAN: u32 = 0xff;
-/// The bits of the infinite magnitude.
-const INFINITE: u32 = 0x7f80_0000;
-
-/// 16 numbers as e4m3, and the scales of the four blocks that the lanes of eight such have
-/// together: the bytes of a word, that of the first block lowest. The whole warp calls it, with
-/// blocks one after the other.
-#[device]
-pub(super) unsafe fn mx_quantised(numbers: &Sixteen) -> ([u32; 4], f32) {
-    let lane = laneid();
-    let mut amax = largest_magnitude(numbers);
-    let mut step = 1;
-    while step < LANES_PER_BLOCK {
-        amax = amax.max(shfl_u32(amax, lane ^ step));
-        step *= 2;
-    }
-    let (scale, inverse) = mx_scale(amax);
-    let mut scales = scale << (lane / LANES_PER_BLOCK % 4 * 8);
-    while step < LANES_PER_SCALE {
-        scales |= shfl_u32(scales, lane ^ step);
-        step *= 2;
-    }
-    // `quantised` has the same step: a function for both would rename registers of its kernels.
-    let mut vector = [0; 4];
-    unroll!(4, J => {
-        let half = &numbers[J / 2];
-        let at = J % 2 * 4;
-        let pack = |at: usize| pack_e4m3x2(half[at] * inverse, half[at + 1] * inverse);
-        vector[J] = pack(at) | pack(at + 2) << 16;
-    });
-    (vector, f32::from_bits(scales))
-}
-
-/// The scale of a block with a largest magnitude of these bits, as UE8M0, and the inverse of the
-/// scale.
-#[device]
-fn mx_scale(amax: u32) -> (u32, f32) {
-    // Exponents of f32 and of UE8M0 have the same bias, 127. The least scale is 2^-127; that of an
-    // infinite magnitude is the next one behind those of finite numbers.
-    let scale = (amax >> 23).saturating_sub(E4M3_EMAX);
-    // The opposite exponent, 7 to 254: a normal number. Products of bf16 with it are exact, or so
-    // small that they become zeros.
-    let inverse = f32::from_bits((254 - scale) << 23);
-    (if amax > INFINITE { UE8M0_NAN } else { scale }, inverse)
 }

@@ -20,6 +20,11 @@ pub struct Sizes {
     /// Device bytes of this rank alone: in low latency sums and tables, across nodes received rows
     /// as well. In high throughput 0: outputs and handles take memory as operations need it.
     pub own_bytes: u64,
+    /// Device bytes for the e4m3 rows of high throughput's dispatches that quantise, and their
+    /// scales ([`DispatchRequest::quantise`](crate::throughput::DispatchRequest::quantise)). The
+    /// first such dispatch takes them, and later ones use them again. In low latency 0: rows are
+    /// converted while they are sent.
+    pub quantise_bytes: u64,
 }
 
 impl Sizes {
@@ -31,6 +36,7 @@ impl Sizes {
             pool_bytes: self.pool_bytes.max(other.pool_bytes),
             wire_bytes: self.wire_bytes.max(other.wire_bytes),
             own_bytes: self.own_bytes.max(other.own_bytes),
+            quantise_bytes: self.quantise_bytes.max(other.quantise_bytes),
         }
     }
 }

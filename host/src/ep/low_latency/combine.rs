@@ -3,16 +3,16 @@
 use std::marker::PhantomData;
 use std::time::Duration;
 
-use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, pieces_of};
+use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, SCALE_BLOCK, pieces_of};
 
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
-use super::options::{Quantise, check_sms};
+use super::options::check_sms;
 use super::results::{Combined, Received};
 use crate::driver::Event;
 use crate::ep::core::setters;
 use crate::ep::tensor::Owner;
-use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
+use crate::ep::{DType, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Arguments of [`Buffer::combine`]: the experts' results for the rows of a dispatch. `rows` stands
@@ -262,7 +262,7 @@ impl Buffer {
             let rule = "rows return as they are or with f32 scales: give Fp8 or Fp8PowerOfTwo";
             return Err(Error::argument("quantise", format!("{quantise:?}"), rule));
         }
-        quantise.check(hidden, x.dtype())?;
+        quantise.check(hidden, x.dtype(), SCALE_BLOCK)?;
         let is_quantised = quantise != Quantise::Not;
         let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { dtype }.size();
         let call = LowLatencyCall {

@@ -12,7 +12,7 @@ use epoxide_gpu::layout::{
 use super::Buffer;
 use super::halves::{Arguments, Halves, Operation, Pending};
 use super::layout::most_ranks;
-use super::options::{Quantise, check_sms};
+use super::options::check_sms;
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
@@ -20,7 +20,7 @@ use crate::ep::core::{Block, PlaceState, check_cumulative, setters};
 use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
 use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
-use crate::ep::{DType, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTensor};
+use crate::ep::{DType, ExpertId, ExpertMap, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Types of elements that rows can have.
@@ -266,7 +266,7 @@ impl Buffer {
         }
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
         let is_fp8 = x.dtype() == DType::Fp8E4m3;
-        quantise.check(hidden, x.dtype())?;
+        quantise.check(hidden, x.dtype(), SCALE_BLOCK)?;
         if let Some(scales) = scales {
             if !is_fp8 {
                 return Err(Error::argument(

@@ -76,7 +76,7 @@ impl Buffer {
     }
 
     /// [`Buffer::gather_by_expert`] of rows with columns, or with the scales of
-    /// [`Quantise::Mxfp8`](super::Quantise::Mxfp8), and of these:
+    /// [`Quantise::Mxfp8`](crate::low_latency::Quantise::Mxfp8), and of these:
     ///
     /// * `columns`: `[local_experts * words, rows]`. The part of an expert has the `words` lines of
     ///   all [`Received::columns`], those of the first column first. The words of row i of the
@@ -85,7 +85,8 @@ impl Buffer {
     /// A second kernel copies them; else the call is the same.
     ///
     /// # Errors
-    /// The same as [`Buffer::gather_by_expert`]; [`Error::Argument`] where the rows have no columns.
+    /// The same as [`Buffer::gather_by_expert`]; [`Error::Argument`] where the rows have no
+    /// columns.
     pub fn gather_columns_by_expert(
         &mut self,
         received: &Received<'_>,

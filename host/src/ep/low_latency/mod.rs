@@ -56,7 +56,7 @@ pub use combine::CombineRequest;
 pub use dispatch::DispatchRequest;
 pub use halves::Pending;
 use options::check_members;
-pub use options::{Options, Quantise, Shape};
+pub use options::{Options, Shape};
 pub use results::{ByExpertPtrs, Combined, Detached, Place, Received, ReceivedByExpert};
 
 use fault::{Calls, Generation};

@@ -1,10 +1,9 @@
-//! How a low-latency buffer is made, and how rows become e4m3 on their way.
+//! How a low-latency buffer is made.
 
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    self, LowLatencyCall, MAX_EXPERTS_OF_ROWS, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_RANKS, MAX_TOPK,
-    SCALE_BLOCK,
+    LowLatencyCall, MAX_EXPERTS_OF_ROWS, MAX_LOCAL_EXPERTS, MAX_MEMBERS, MAX_RANKS, MAX_TOPK, SCALE_BLOCK,
 };
 
 use super::internode::{MessageLayout, message_tables};
@@ -180,7 +179,7 @@ impl Options {
             tables(&mut own, self, nodes);
             if nodes.nodes == 1 {
                 let pool_bytes = PoolLayout::new(self, num_ranks).pieces.bytes();
-                return Sizes { rows, pool_bytes, wire_bytes: 0, own_bytes: own.bytes() };
+                return Sizes { rows, pool_bytes, wire_bytes: 0, own_bytes: own.bytes(), quantise_bytes: 0 };
             }
             message_tables(&mut own, self, nodes);
             Sizes {
@@ -188,6 +187,7 @@ impl Options {
                 pool_bytes: MessageLayout::new(self, per_node, false).pieces.bytes(),
                 wire_bytes: MessageLayout::new(self, num_ranks - per_node, true).pieces.bytes(),
                 own_bytes: own.bytes(),
+                quantise_bytes: 0,
             }
         };
         Ok(sizes(nodes).or_more(self.joined(nodes).map(sizes)))
@@ -307,57 +307,5 @@ pub(super) fn check_sms(num_sms: Option<u32>) -> Result<()> {
             Err(Error::argument("num_sms", 0, "must be at least 1: leave it out for all that there are"))
         }
         _ => Ok(()),
-    }
-}
-
-/// How an operation converts BF16 rows on their way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Quantise {
-    /// They travel as they are.
-    Not = layout::Quantise::Not as u32,
-    /// They travel as e4m3. Each 128 elements have a scale of their own, by which the receiver
-    /// multiplies them. It is their largest magnitude (at least 1e-4) over 448.
-    Fp8 = layout::Quantise::Fp8 as u32,
-    /// The same, with the next larger power of two as scale.
-    Fp8PowerOfTwo = layout::Quantise::Fp8PowerOfTwo as u32,
-    /// The rows of a dispatch travel as MXFP8, as version 1.0 of the [OCP Microscaling Formats (MX)
-    /// specification][mx] defines it: e4m3, and each 32 elements have a scale of their own, a power
-    /// of two (UE8M0).
-    ///
-    /// Scales arrive as those of rows that are MXFP8 already ([`Payload::mxfp8`]): as a column of
-    /// [`Received::columns`](super::Received::columns), four to an i32, that of the first 32
-    /// elements lowest. Ranks that have such rows may send them with their column in the same
-    /// dispatch.
-    ///
-    /// | of a block | becomes |
-    /// |---|---|
-    /// | the scale | 2<sup>floor(log2(m)) - 8</sup>, where m is the largest magnitude (section 6.3); 2<sup>-127</sup> where that is less, also of zeros |
-    /// | an element | its quotient by the scale, rounded to nearest even, at most 448: quotients reach up to 512, so that the largest may lose an eighth |
-    /// | an infinite element | 448 with its sign. m counts as 2<sup>128</sup>: the scale is 2<sup>120</sup>, by which 448 is infinite again in f32 and bf16, and finite elements stay finite |
-    /// | a NaN | NaN (0x7f). The scale is NaN as well (0xff), and thereby the whole block |
-    ///
-    /// The formula has no value for infinities and NaN: their rows of the table are this library's
-    /// choice. A combine returns rows as they are or with f32 scales.
-    ///
-    /// [mx]: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
-    /// [`Payload::mxfp8`]: crate::Payload::mxfp8
-    Mxfp8 = layout::Quantise::Mxfp8 as u32,
-}
-
-impl Quantise {
-    /// An error unless rows of so many elements of the type can be quantised so.
-    pub(super) fn check(self, hidden: u64, dtype: DType) -> Result<()> {
-        let is_possible = dtype == DType::Bf16 && hidden.is_multiple_of(SCALE_BLOCK.into());
-        if self == Quantise::Not || is_possible {
-            return Ok(());
-        }
-        let rule = format!("quantising takes bf16 rows with a multiple of {SCALE_BLOCK} elements");
-        Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
-    }
-
-    /// Whether rows get f32 scales.
-    pub(super) fn makes_f32_scales(self) -> bool {
-        matches!(self, Quantise::Fp8 | Quantise::Fp8PowerOfTwo)
     }
 }

@@ -93,12 +93,13 @@ pub struct Received<'p> {
     /// read until the combine: peers may overwrite the rows behind it.
     pub x: Tensor<'p>,
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None` of
-    /// rows that were [quantised as MXFP8](super::Quantise::Mxfp8).
+    /// rows that were [quantised as MXFP8](crate::low_latency::Quantise::Mxfp8).
     pub scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows in the order of the request, each as words `[bytes / 4 rounded up,
     /// rows]`: word w of a row's column is at `[w][row]`. UE8M0 scales come thereby as grouped
     /// GEMMs read them: four to an i32, the rows side by side. The scales of rows that the dispatch
-    /// [quantised as MXFP8](super::Quantise::Mxfp8) are such a column, `[hidden / 128, rows]`.
+    /// [quantised as MXFP8](crate::low_latency::Quantise::Mxfp8) are such a column, `[hidden / 128,
+    /// rows]`.
     pub columns: Vec<TypedTensor<'p, i32>>,
     /// `[8]`, of more than 8 ranks of one node `[64]`, across nodes `[32]`: tokens of each rank.
     pub num_tokens: TypedTensor<'p, i32>,
@@ -141,8 +142,8 @@ pub struct ReceivedByExpert<'p> {
     /// `[rows, hidden]`, contiguous; `None` where they are in the caller's memory. Experts may work
     /// in place.
     pub recv_x: Option<Tensor<'p>>,
-    /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None` where
-    /// rows have none, or have them in the caller's memory.
+    /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None`
+    /// where rows have none, or have them in the caller's memory.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows, as words `[bytes / 4 rounded up, rows]`, as [`Received::columns`].
     /// Empty where rows have none, or have them in the caller's memory

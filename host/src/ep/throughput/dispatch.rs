@@ -19,15 +19,16 @@ use super::halves::{AddedCounts, Copies, DispatchEnd, Halves, Pending, Second, W
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
 use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::{Place, Room};
+use super::quantise::Source;
 use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::Payload;
 use crate::ep::core::{CUMULATIVE_COUNTS, Lease, PlaceState, check_cumulative, nanoseconds, setters};
 use crate::ep::experts::check_alignment;
-use crate::ep::payload::{Columns, PlacedColumn, Record, Records};
+use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
+use crate::ep::{Payload, Quantise};
 use crate::error::{Error, Result};
 
 /// Threads per block of the kernels that count tokens, number selections and plan rows by expert.
@@ -66,6 +67,7 @@ pub struct DispatchRequest<'a> {
     scales: Option<&'a TypedTensor<'a, f32>>,
     columns: Columns<'a>,
     payload: Option<&'a Payload>,
+    quantise: Quantise,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     layout: &'a DispatchLayout<'a>,
     expert_alignment: u32,
@@ -87,6 +89,7 @@ impl<'a> DispatchRequest<'a> {
             scales: None,
             columns: Columns::default(),
             payload: None,
+            quantise: Quantise::Not,
             topk_weights: None,
             layout,
             expert_alignment: 1,
@@ -103,8 +106,17 @@ impl<'a> DispatchRequest<'a> {
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.
         scales: &'a TypedTensor<'a, f32>;
-        /// Checks that rows and columns are what this describes.
+        /// Checks that the given rows and columns are what this describes.
         payload: &'a Payload;
+        /// Quantises bf16 rows on their way. They arrive as e4m3 with scales, as rows that were
+        /// quantised before. The same on every rank, but that f32 scales may be powers of two on
+        /// some, and that some may give rows that are quantised already.
+        ///
+        /// hidden must be a multiple of 128, with [`Quantise::Mxfp8`] of 32. The buffer needs room
+        /// for the scales ([`Payload::max_scales`]); columns cannot travel beside them. A kernel in
+        /// front of the one that sends converts all rows, into memory of the buffer's that the
+        /// first such call takes ([`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes)).
+        quantise: Quantise;
         /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
         /// layout was made of.
         topk_weights: &'a TypedTensor<'a, f32>;
@@ -113,8 +125,8 @@ impl<'a> DispatchRequest<'a> {
     }
 
     /// Sends one more column with the rows, `[num_tokens, n]` (or `[num_tokens]`), of any type of
-    /// at most 4 bytes; up to four times. [`Received::recv_columns`] has them in the same order. The
-    /// bytes travel as they are. Type and size of each are the same on every rank.
+    /// at most 4 bytes; up to four times. [`Received::recv_columns`] has them in the same order.
+    /// The bytes travel as they are. Type and size of each are the same on every rank.
     ///
     /// The buffer needs room for them: [`Payload::max_scales`]. Several columns, and those whose
     /// bytes are no multiple of 4, are first copied together by a kernel.
@@ -175,6 +187,7 @@ pub struct CachedDispatchRequest<'a> {
     scales: Option<&'a TypedTensor<'a, f32>>,
     columns: Columns<'a>,
     payload: Option<&'a Payload>,
+    quantise: Quantise,
     handle: &'a DispatchHandle,
     cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
     num_sms: Option<u32>,
@@ -191,6 +204,7 @@ impl<'a> CachedDispatchRequest<'a> {
             scales: None,
             columns,
             payload: None,
+            quantise: Quantise::Not,
             handle,
             cumulative_wait_ns: None,
             num_sms: None,
@@ -210,8 +224,10 @@ impl<'a> CachedDispatchRequest<'a> {
         /// Sends scales `[num_tokens, num_scales]` (or `[num_tokens]`) with the rows; only with
         /// 1-byte elements.
         scales: &'a TypedTensor<'a, f32>;
-        /// Checks that rows and columns are what this describes.
+        /// Checks that the given rows and columns are what this describes.
         payload: &'a Payload;
+        /// Quantises bf16 rows on their way, as [`DispatchRequest::quantise`].
+        quantise: Quantise;
     }
 
     /// Sends one more column with the rows, as [`DispatchRequest::column`].
@@ -220,6 +236,9 @@ impl<'a> CachedDispatchRequest<'a> {
         self
     }
 }
+
+/// Rows, scales and columns of a request, and how rows are to be quantised.
+type Given<'a> = (&'a Tensor<'a>, Option<&'a TypedTensor<'a, f32>>, Columns<'a>, Quantise);
 
 /// Arguments of the count exchange of a dispatch.
 struct CountExchange<'a> {
@@ -248,20 +267,22 @@ struct Metadata {
 }
 
 /// Rows and columns of a dispatch, checked, and its deadline, if not the buffer's.
-struct Checked {
+pub(super) struct Checked {
     dtype: DType,
     hidden: u64,
-    row_bytes: u32,
-    x: DevicePtr,
+    pub(super) row_bytes: u32,
+    pub(super) x: DevicePtr,
     /// Columns that travel beside a row, or its scales.
-    record: Record,
+    pub(super) record: Record,
     is_scales: bool,
+    /// How the rows at `x` become those of `dtype`.
+    pub(super) quantise: Quantise,
     timeout: Option<Duration>,
 }
 
 impl Checked {
     /// Words of a record: to the kernels, they are scales.
-    fn num_scales(&self) -> u32 {
+    pub(super) fn num_scales(&self) -> u32 {
         self.record.bytes / 4
     }
 
@@ -271,7 +292,8 @@ impl Checked {
     }
 }
 
-/// The begin of an operation on received rows: whether it is captured, their place and their handle.
+/// The begin of an operation on received rows: whether it is captured, their place and their
+/// handle.
 type Begun = (bool, Arc<PlaceState<Room>>, Arc<HandleState>);
 
 impl Buffer {
@@ -327,8 +349,9 @@ impl Buffer {
         self.core.check_place(place)?;
         let layout = request.layout;
         self.check_layout(layout)?;
-        let DispatchRequest { x, scales, columns, payload, timeout, .. } = request;
-        let payload = self.check_payload((x, scales, columns), payload, layout.num_tokens, timeout)?;
+        let DispatchRequest { x, scales, columns, payload, quantise, timeout, .. } = request;
+        let given = (x, scales, columns, quantise);
+        let payload = self.check_payload(given, payload, layout.num_tokens, timeout)?;
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
@@ -392,9 +415,9 @@ impl Buffer {
             metadata.num_topk = layout.num_topk;
             (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
         }
-        let records = payload.record.place(self.core.arena(), layout.num_tokens)?;
+        let source = self.source(&payload, layout.num_tokens)?;
         let to_launch = (num_sms, layout.num_tokens);
-        let (rows, ring) = self.dispatch_args(&payload, &records, place, &tables, to_launch, Some(metadata));
+        let (rows, ring) = self.dispatch_args(&payload, &source, place, &tables, to_launch, Some(metadata));
         let mut uses = Vec::new();
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
         let mut end = self.end_of("dispatch", rows.comm, waited, halves);
@@ -411,15 +434,16 @@ impl Buffer {
         let cumulative = request.cumulative_counts.map(|it| &**it);
         let inputs = [Some(x), scales, weights, Some(layout.topk_idx()), cumulative].into_iter();
         uses.extend(owners(inputs.chain(columns.iter().map(Some))));
-        uses.extend(records.owner());
+        uses.extend(source.owners());
         uses.extend([layout.block.clone() as Owner, block.clone() as Owner]);
         end.uses.clone_from(&uses);
         let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
-            // work enqueued on streams, and a recording keeps them.
+            // work enqueued on streams, and a recording keeps them. `run` orders this behind the
+            // buffer's last operation.
             unsafe {
-                records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
                 if let Some(waits) = &end.waits {
                     buffer.enter(stream, waits, DevicePtr::NULL, true)?;
                 }
@@ -434,6 +458,7 @@ impl Buffer {
                 // sent.
                 let is_awaited = end.waits.is_some() || counted.is_ok();
                 let launched = counted
+                    .and_then(|()| source.quantise(stream, &buffer.kernels.quantise_rows, num_sms))
                     .and_then(|()| buffer.launch_dispatch(stream, rows, (ring, num_sms), &tables, &mut end));
                 if let (Err(error), false, true) = (&launched, capturing, is_awaited) {
                     buffer.core.give_up("dispatch", error);
@@ -557,16 +582,17 @@ impl Buffer {
                 "a cached dispatch across nodes takes more than 3: give the dispatch more, or dispatch anew";
             return Err(Error::argument("num_sms", num_sms, rule));
         }
-        let CachedDispatchRequest { x, scales, columns, payload, timeout, .. } = request;
-        let payload = self.check_payload((x, scales, columns), payload, handle.0.num_tokens, timeout)?;
-        let records = payload.record.place(self.core.arena(), handle.0.num_tokens)?;
+        let CachedDispatchRequest { x, scales, columns, payload, quantise, timeout, .. } = request;
+        let given = (x, scales, columns, quantise);
+        let payload = self.check_payload(given, payload, handle.0.num_tokens, timeout)?;
         let tables = &handle.0.tables;
+        let source = self.source(&payload, handle.0.num_tokens)?;
         let to_launch = (num_sms, handle.0.num_tokens);
-        let (args, ring) = self.dispatch_args(&payload, &records, place, tables, to_launch, None);
+        let (args, ring) = self.dispatch_args(&payload, &source, place, tables, to_launch, None);
         let mut lease = None;
         let mut uses = owners([Some(x), scales.map(|it| &**it)].into_iter().chain(columns.iter().map(Some)));
         uses.push(handle.0.block.clone() as Owner);
-        uses.extend(records.owner());
+        uses.extend(source.owners());
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
         let mut end = self.end_of("cached dispatch", args.comm, waited, halves);
         end.uses.clone_from(&uses);
@@ -574,7 +600,8 @@ impl Buffer {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe {
-                records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                source.quantise(stream, &buffer.kernels.quantise_rows, num_sms)?;
                 if let Some(waits) = &end.waits {
                     buffer.enter(stream, waits, tables.header, true)?;
                 }
@@ -646,14 +673,17 @@ impl Buffer {
 
     fn check_payload(
         &self,
-        (x, scales, columns): (&Tensor<'_>, Option<&TypedTensor<'_, f32>>, Columns<'_>),
+        (x, scales, columns, quantise): Given<'_>,
         payload: Option<&Payload>,
         num_tokens: u32,
         timeout: Option<Duration>,
     ) -> Result<Checked> {
         x.expect("x", &ROWS, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
         x.expect_rows_of_16("x")?;
-        self.check_row_capacity(x.row_bytes())?;
+        quantise.check(x.columns(), x.dtype(), quantise.block())?;
+        let dtype = if quantise == Quantise::Not { x.dtype() } else { DType::Fp8E4m3 };
+        let row_bytes = x.columns() * dtype.size();
+        self.check_row_capacity(row_bytes)?;
         let mut given = columns;
         if let Some(scales) = scales {
             if x.dtype().size() != 1 {
@@ -680,19 +710,28 @@ impl Buffer {
             check_fits(("x_scales", "scales"), num_scales, have, "max_scales")?;
             given.push(scales);
         }
-        let record = given.lay_out(num_tokens)?;
+        let record = match quantise {
+            Quantise::Not => given.lay_out(num_tokens)?,
+            _ if !columns.is_empty() => {
+                let rule = "the scales that are made travel in their place: leave them out, or send rows that are quantised already";
+                return Err(Error::argument("columns", "given", rule));
+            }
+            _ => quantise.record(row_bytes as u32),
+        };
+        let name = if quantise == Quantise::Not { "columns" } else { "quantise" };
         let (words, have) = (record.bytes as u64 / 4, self.options.shape.max_scales as u64);
-        check_fits(("columns", "words of 4 bytes"), words, have, "max_scales")?;
+        check_fits((name, "words of 4 bytes"), words, have, "max_scales")?;
         if let Some(payload) = payload {
             payload.check(x, given)?;
         }
         Ok(Checked {
-            dtype: x.dtype(),
+            dtype,
             hidden: x.columns(),
-            row_bytes: x.row_bytes() as u32,
+            row_bytes: row_bytes as u32,
             x: x.ptr(),
             record,
-            is_scales: scales.is_some(),
+            is_scales: scales.is_some() || quantise.makes_f32_scales(),
+            quantise,
             timeout,
         })
     }
@@ -713,7 +752,7 @@ impl Buffer {
     fn dispatch_args(
         &self,
         payload: &Checked,
-        records: &Records,
+        source: &Source,
         place: &PlaceState<Room>,
         tables: &HandleTables,
         (num_sms, num_tokens): (u32, u32),
@@ -741,8 +780,8 @@ impl Buffer {
         };
         let args = DispatchArgs {
             comm: self.comm_in(place, call, payload.timeout),
-            x: payload.x,
-            scales: records.at,
+            x: source.x,
+            scales: source.records.at,
             topk_idx,
             topk_weights,
             send_row: match tables.routing {

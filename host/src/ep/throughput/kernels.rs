@@ -13,8 +13,8 @@ use epoxide_gpu::kernels::{
     InternodeCombineF32, InternodeCount, InternodeDispatch, InternodeDispatchByExpert, InternodeNotify,
     InternodePlanByExpert, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES,
     Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns,
-    PlanByExpert, StageByExpert, StageCombine, TransposeColumn, WeightGradients, notify_shared_bytes,
-    number_shared_bytes,
+    PlanByExpert, QuantiseRows, StageByExpert, StageCombine, TransposeColumn, WeightGradients,
+    notify_shared_bytes, number_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
@@ -301,6 +301,7 @@ impl LoadedKernels {
             StageCombine::INFO,
             FirstTokens::INFO,
             PackColumns::INFO,
+            QuantiseRows::INFO,
             TransposeColumn::INFO,
             AddCounts::INFO,
             WeightGradients::INFO,
@@ -408,6 +409,7 @@ pub struct Kernels {
     pub stage_combine: Kernel,
     pub first_tokens: Kernel,
     pub pack_columns: Kernel,
+    pub quantise_rows: Kernel,
     pub transpose_column: Kernel,
     pub add_counts: Kernel,
     pub weight_gradients: Kernel,
@@ -435,6 +437,7 @@ impl Kernels {
             stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
             first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
             pack_columns: loaded.module.kernel(PackColumns::INFO.name, 0)?,
+            quantise_rows: loaded.module.kernel(QuantiseRows::INFO.name, 0)?,
             transpose_column: loaded.module.kernel(TransposeColumn::INFO.name, 0)?,
             add_counts: loaded.module.kernel(AddCounts::INFO.name, 0)?,
             weight_gradients: loaded.module.kernel(WeightGradients::INFO.name, 0)?,

@@ -6,6 +6,7 @@
 //! | `options.rs`, `config.rs` | how a buffer is made, channels and launch shapes |
 //! | `layout.rs`, `dispatch.rs`, `combine.rs` | the operations |
 //! | `halves.rs` | operations in two halves, and measured ones |
+//! | `quantise.rs` | rows that become e4m3 in front of a dispatch |
 //! | `received.rs`, `handle.rs`, `by_node.rs` | their results |
 //! | `backward.rs` | gradients, along the handle of the forward pass |
 //! | `copy.rs`, `columns.rs` | copies of received rows and columns into tensors of the caller's |
@@ -32,6 +33,7 @@ mod layout;
 mod options;
 mod place;
 mod pool;
+mod quantise;
 mod received;
 mod wire;
 
@@ -72,6 +74,7 @@ use fault::{Calls, Limits, Plans};
 use kernels::{Kernels, LoadedKernels};
 use place::Room;
 use pool::pool_layouts;
+use quantise::Scratch;
 use wire::{WireTables, wire_layout};
 
 /// Where expert counts start in the host's copy of the counts.
@@ -147,6 +150,8 @@ pub struct Buffer {
     row_bytes: RowBytes,
     /// The call whose second half has not been launched.
     sent: Option<&'static str>,
+    /// Memory for quantised rows, from the first dispatch that makes some.
+    scratch: Option<Scratch>,
 }
 
 /// How long the rows in the pool are, as it has been described.
@@ -258,6 +263,7 @@ impl Buffer {
             tag: 0,
             row_bytes,
             sent: None,
+            scratch: None,
         };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;

@@ -7,6 +7,7 @@ use epoxide_gpu::kernels::MAX_SLOT_BYTES;
 
 use super::config::Config;
 use super::pool::pool_layouts;
+use super::quantise::scratch_bytes;
 use super::wire::wire_layout;
 use crate::ep::core::option_methods;
 use crate::ep::experts::most_rows_by_expert;
@@ -134,7 +135,14 @@ impl Options {
                 1 => 0,
                 _ => wire_layout(&shape, nodes, by_expert, num_rdma_bytes)?.bytes,
             };
-            Ok(Sizes { rows: layout.rows, pool_bytes: layout.bytes, wire_bytes, own_bytes: 0 })
+            let quantise_bytes = scratch_bytes(shape.max_tokens, shape.hidden);
+            Ok(Sizes {
+                rows: layout.rows,
+                pool_bytes: layout.bytes,
+                wire_bytes,
+                own_bytes: 0,
+                quantise_bytes,
+            })
         };
         let nodes = Topology::new(num_ranks, self.fields.ranks_per_node)?;
         let joined = nodes.joined(self.fields.transport.kind, self.fields.keep_nodes);

@@ -22,13 +22,15 @@ use crate::error::Result;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received<'p> {
-    /// `[num_recv_tokens, hidden]`, dtype of x. Rows are `row_stride()` bytes apart, a multiple
-    /// of 128.
+    /// `[num_recv_tokens, hidden]`, dtype of x, or e4m3 of rows that are quantised on their way.
+    /// Rows are `row_stride()` bytes apart, a multiple of 128.
     pub recv_x: Tensor<'p>,
-    /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows.
+    /// Scales of the rows, laid out as the scales of x, with `num_recv_tokens` rows; those that
+    /// [`Quantise`](crate::throughput::Quantise) makes `[num_recv_tokens, hidden / 128]`.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows, in the order of the request and with its types, each
-    /// `[num_recv_tokens, n]` (or `[num_recv_tokens]`). The columns of a row lie together: each
+    /// `[num_recv_tokens, n]` (or `[num_recv_tokens]`); of rows that become MXFP8 on their way one,
+    /// UE8M0 `[num_recv_tokens, hidden / 32]`. The columns of a row lie together: each
     /// begins at a multiple of 4 bytes, and its rows are `row_stride()` bytes apart, the same for
     /// all of them. [`Buffer::transpose_column`](super::Buffer::transpose_column) copies one with
     /// the rows side by side.

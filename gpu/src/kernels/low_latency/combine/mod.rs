@@ -336,3 +336,11 @@ unsafe fn add_some<E: Element, const N: usize, const V: usize>(
 pub(super) fn add(sum: &mut [f32; 8], numbers: [f32; 8], weight: f32) {
     unroll!(8, J => { sum[J] += numbers[J] * weight });
 }
+
+/// Offset of the packet of a scale, in bytes from the start of an array
+/// `[num_ranks * packet_tokens, row_bytes / 128 rounded up]`.
+#[device]
+fn scale_offset(args: &LowLatencyArgs, row_bytes: u32, rank: u32, token: u32, index: u32) -> u64 {
+    let of_row = row_bytes.div_ceil(SCALE_BLOCK);
+    ((rank * args.packet_tokens + token) * of_row + index) as u64 * 8
+}

@@ -2,15 +2,16 @@
 
 use super::super::super::combine::{Bf16, Summand};
 use super::super::super::epoch::note_missing_token;
+use super::super::super::fp8::{LANES_PER_SCALE, Sixteen, from_e4m3};
 use super::super::super::peer_wait::PeerWait;
 use super::super::element::Element;
-use super::super::fp8::{LANES_PER_SCALE, Sixteen, from_e4m3, scale_offset};
 use super::super::ranks::Ranks;
 use super::super::team::Team;
 use super::super::{
     NodeShared, Opened, Piece, PieceOf, ROWS_AT_ONCE, chunk_offset, have_all_entered, in_packets, inside,
     is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
+use super::scale_offset;
 use super::{add, add_ranks, sum_bytes};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,

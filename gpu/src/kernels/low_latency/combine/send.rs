@@ -1,15 +1,16 @@
 //! The sending half of a combine: returns the experts' results of received tokens to their owners.
 
 use super::super::super::combine::Bf16;
+use super::super::super::fp8::{Sixteen, quantised};
 use super::super::super::progress::Progress;
 use super::super::element::Element;
-use super::super::fp8::{Sixteen, quantised, scale_offset};
 use super::super::ranks::{Ranks, each_rank};
 use super::super::team::Team;
 use super::super::{
     Opened, Piece, ROWS_AT_ONCE, chunk_offset, completes, in_packets, inside, send_packets, sending_blocks,
     tokens_in_chunk,
 };
+use super::scale_offset;
 use super::{add_rows, sum_bytes};
 use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
 use crate::simt::*;

@@ -9,9 +9,9 @@
 
 use super::super::super::combine::{Bf16, F16, F32, Summand};
 use super::super::super::epoch::{Phase, trace};
+use super::super::super::fp8::from_e4m3;
 use super::super::combine::{RowAhead, add, return_row, spoil_rows, sum_bytes};
 use super::super::element::Element;
-use super::super::fp8::from_e4m3;
 use super::super::ranks::Few;
 use super::super::team::Team;
 use super::super::{Opened, Opening, ROWS_AT_ONCE, begin, completes, finish, note_answer};

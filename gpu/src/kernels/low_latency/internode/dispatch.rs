@@ -8,13 +8,12 @@
 //! memory. Collectives stand where all lanes of a warp arrive.
 
 use super::super::super::epoch::{Phase, note_missing_token, share, trace};
+use super::super::super::fp8::{from_bf16, mx_quantised, quantised};
 use super::super::super::ids::{ld_id, place, recorded_token};
 use super::super::super::peer_wait::PeerWait;
 use super::super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch, home_of};
 use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
-use super::super::fp8::{from_bf16, quantised};
 use super::super::list::{Listed, Words};
-use super::super::mxfp8::mx_quantised;
 use super::super::ranks::Few;
 use super::super::team::Team;
 use super::super::{Opened, Opening, begin, completes, finish};

@@ -1,7 +1,8 @@
-//! e4m3 with a scale for each block of elements: how rows are quantised for sending, and converted
-//! back.
+//! e4m3 with a scale for each block of elements: how rows are quantised, and converted back. The
+//! OCP Microscaling Formats (MX) specification, version 1.0, defines the scale of MXFP8, UE8M0
+//! (5.4.1), and the conversion (6.3).
 
-use crate::layout::{LowLatencyArgs, Quantise, SCALE_BLOCK};
+use crate::layout::{MX_BLOCK, Quantise, SCALE_BLOCK};
 use crate::simt::*;
 
 /// Lanes that quantise a block of elements together: each has as many as make 16 bytes.
@@ -10,6 +11,15 @@ pub(super) const LANES_PER_SCALE: u32 = SCALE_BLOCK / 16;
 const E4M3_MAX: f32 = 448.0;
 /// The least magnitude that a scale is made for.
 const LEAST_AMAX: f32 = 1e-4;
+
+/// Lanes that quantise a block of MXFP8 together.
+const LANES_PER_BLOCK: u32 = MX_BLOCK / 16;
+/// Exponent of the largest power of two in e4m3.
+const E4M3_EMAX: u32 = 8;
+/// The scale that is not a number.
+const UE8M0_NAN: u32 = 0xff;
+/// The bits of the infinite magnitude.
+const INFINITE: u32 = 0x7f80_0000;
 
 /// Numbers of 16 bytes of e4m3.
 pub(super) type Sixteen = [[f32; 8]; 2];
@@ -91,10 +101,44 @@ fn scales(amax: f32, quantise: u32) -> (f32, f32) {
     (scale, E4M3_MAX / amax)
 }
 
-/// Offset of the packet of a scale, in bytes from the start of an array
-/// `[num_ranks * packet_tokens, row_bytes / 128 rounded up]`.
+/// 16 numbers as e4m3, and the scales of the four blocks that the lanes of eight such have
+/// together: the bytes of a word, that of the first block lowest. The whole warp calls it, with
+/// blocks one after the other.
 #[device]
-pub(super) fn scale_offset(args: &LowLatencyArgs, row_bytes: u32, rank: u32, token: u32, index: u32) -> u64 {
-    let of_row = row_bytes.div_ceil(SCALE_BLOCK);
-    ((rank * args.packet_tokens + token) * of_row + index) as u64 * 8
+pub(super) unsafe fn mx_quantised(numbers: &Sixteen) -> ([u32; 4], f32) {
+    let lane = laneid();
+    let mut amax = largest_magnitude(numbers);
+    let mut step = 1;
+    while step < LANES_PER_BLOCK {
+        amax = amax.max(shfl_u32(amax, lane ^ step));
+        step *= 2;
+    }
+    let (scale, inverse) = mx_scale(amax);
+    let mut scales = scale << (lane / LANES_PER_BLOCK % 4 * 8);
+    while step < LANES_PER_SCALE {
+        scales |= shfl_u32(scales, lane ^ step);
+        step *= 2;
+    }
+    // `quantised` has the same step: a function for both would rename registers of its kernels.
+    let mut vector = [0; 4];
+    unroll!(4, J => {
+        let half = &numbers[J / 2];
+        let at = J % 2 * 4;
+        let pack = |at: usize| pack_e4m3x2(half[at] * inverse, half[at + 1] * inverse);
+        vector[J] = pack(at) | pack(at + 2) << 16;
+    });
+    (vector, f32::from_bits(scales))
+}
+
+/// The scale of a block with a largest magnitude of these bits, as UE8M0, and the inverse of the
+/// scale.
+#[device]
+fn mx_scale(amax: u32) -> (u32, f32) {
+    // Exponents of f32 and of UE8M0 have the same bias, 127. The least scale is 2^-127; that of an
+    // infinite magnitude is the next one behind those of finite numbers.
+    let scale = (amax >> 23).saturating_sub(E4M3_EMAX);
+    // The opposite exponent, 7 to 254: a normal number. Products of bf16 with it are exact, or so
+    // small that they become zeros.
+    let inverse = f32::from_bits((254 - scale) << 23);
+    (if amax > INFINITE { UE8M0_NAN } else { scale }, inverse)
 }
