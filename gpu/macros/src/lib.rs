@@ -339,15 +339,6 @@ impl Parse for DeviceFn {
     }
 }
 
-/// The first identifier of this name in `tokens`.
-fn named(name: &str, tokens: TokenStream2) -> Option<Ident> {
-    tokens.into_iter().find_map(|token| match token {
-        TokenTree::Ident(ident) => Some(ident).filter(|ident| ident == name),
-        TokenTree::Group(group) => named(name, group.stream()),
-        _ => None,
-    })
-}
-
 /// Attributes that make a struct plain data for host and device.
 fn plain_data() -> TokenStream2 {
     quote! {
@@ -420,20 +411,15 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         None => quote!(::core::option::Option::None),
     });
     let shared_bytes = match &contract.shared {
-        Some(bytes) => {
-            // A macro that writes the kernel may have the expression from its caller, whose names
-            // are others than those made here.
-            let threads = named("block", quote!(#bytes)).unwrap_or_else(|| format_ident!("block"));
-            quote! {{
-                #[allow(unused_variables)]
-                let bytes: fn(&#arg_type, u32) -> u32 = |__arguments: &#arg_type, #threads: u32| {
-                    let #arg = *__arguments;
-                    #unpacked
-                    #bytes
-                };
-                ::core::option::Option::Some(bytes)
-            }}
-        }
+        Some(bytes) => quote! {{
+            #[allow(unused_variables)]
+            let bytes: fn(&#arg_type, u32) -> u32 = |__arguments: &#arg_type, block: u32| {
+                let #arg = *__arguments;
+                #unpacked
+                #bytes
+            };
+            ::core::option::Option::Some(bytes)
+        }},
         None => quote!(::core::option::Option::None),
     };
     // In front of everything else, so that a launch may count on it.

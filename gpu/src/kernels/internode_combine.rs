@@ -36,64 +36,124 @@ pub const MAX_INTERNODE_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
 /// Most tokens of a channel, those that are none included: the number of one is a word of progress.
 const MAX_TOKENS: u64 = u32::MAX as u64;
 
-kernels! {
-    kernel(
-        threads = 512, barriers = 3, registers = 128,
-        grid = args.route.num_channels.saturating_mul(2), block >= 64,
-        shared = crate::layout::shared_with_rings(
-            block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
-        ),
-        requires(
-            ..CombineArgs(args.combine),
-            ..Wire(args.wire),
-            args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-            (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
-        )
-    );
-    fn(args: InternodeCombineArgs);
-
-    /// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order,
-    /// rounds. Unweighted.
-    ///
-    /// The last warp of a block delivers in the gatherer and polls arrival words in the finisher.
-    /// Shared memory: the rings, then a word for each warp, or for each node.
-    internode_combine { combine::<Bf16, false>(&args, DevicePtr::NULL, 0) }
-
-    /// Sums F16 rows, otherwise as [`InternodeCombine`]; a sum that is too large for F16 is infinite.
-    internode_combine_f16 { combine::<F16, false>(&args, DevicePtr::NULL, 0) }
-
-    /// Sums FP32 rows, otherwise as [`InternodeCombine`].
-    internode_combine_f32 { combine::<F32, false>(&args, DevicePtr::NULL, 0) }
+/// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order,
+/// rounds. Unweighted.
+///
+/// The last warp of a block delivers in the gatherer and polls arrival words in the finisher.
+/// Shared memory: the rings, then a word for each warp, or for each node.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..CombineArgs(args.combine),
+        ..Wire(args.wire),
+        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine(args: InternodeCombineArgs) {
+    combine::<Bf16, false>(&args, DevicePtr::NULL, 0);
 }
 
-kernels! {
-    kernel(
-        threads = 512, barriers = 3, registers = 128,
-        grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
-        shared = crate::layout::shared_with_rings(
-            block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
-        ),
-        requires(
-            ..InternodeCombineArgs(args.rows),
-            ..CombineArgs(args.rows.combine),
-            ..Wire(args.rows.wire),
-            args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-            (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
-                <= MAX_TOKENS,
-        )
-    );
-    fn(args: InternodeExpertCombineArgs);
+/// Sums F16 rows, otherwise as [`InternodeCombine`]; a sum that is too large for F16 is infinite.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..CombineArgs(args.combine),
+        ..Wire(args.wire),
+        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_f16(args: InternodeCombineArgs) {
+    combine::<F16, false>(&args, DevicePtr::NULL, 0);
+}
 
-    /// The same as [`InternodeCombine`] of rows by expert: a node's sum is over the token's entries, in
-    /// their order, each times the weight that the dispatch has brought.
-    internode_combine_by_expert { combine::<Bf16, true>(&args.rows, args.weights, args.num_topk as u32) }
+/// Sums FP32 rows, otherwise as [`InternodeCombine`].
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..CombineArgs(args.combine),
+        ..Wire(args.wire),
+        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_f32(args: InternodeCombineArgs) {
+    combine::<F32, false>(&args, DevicePtr::NULL, 0);
+}
 
-    /// Sums F16 rows, otherwise as [`InternodeCombineByExpert`]; a sum that is too large for F16 is
-    /// infinite.
-    internode_combine_by_expert_f16 { combine::<F16, true>(&args.rows, args.weights, args.num_topk as u32) }
+/// The same as [`InternodeCombine`] of rows by expert: a node's sum is over the token's entries, in
+/// their order, each times the weight that the dispatch has brought.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..InternodeCombineArgs(args.rows),
+        ..CombineArgs(args.rows.combine),
+        ..Wire(args.rows.wire),
+        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
+            <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_by_expert(args: InternodeExpertCombineArgs) {
+    combine::<Bf16, true>(&args.rows, args.weights, args.num_topk as u32);
+}
 
-    /// Sums FP32 rows, otherwise as [`InternodeCombineByExpert`].
-    internode_combine_by_expert_f32 { combine::<F32, true>(&args.rows, args.weights, args.num_topk as u32) }
+/// Sums F16 rows, otherwise as [`InternodeCombineByExpert`]; a sum that is too large for F16 is
+/// infinite.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..InternodeCombineArgs(args.rows),
+        ..CombineArgs(args.rows.combine),
+        ..Wire(args.rows.wire),
+        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
+            <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_by_expert_f16(args: InternodeExpertCombineArgs) {
+    combine::<F16, true>(&args.rows, args.weights, args.num_topk as u32);
+}
+
+/// Sums FP32 rows, otherwise as [`InternodeCombineByExpert`].
+#[kernel(
+    threads = 512, barriers = 3, registers = 128,
+    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+    shared = crate::layout::shared_with_rings(
+        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
+    ),
+    requires(
+        ..InternodeCombineArgs(args.rows),
+        ..CombineArgs(args.rows.combine),
+        ..Wire(args.rows.wire),
+        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
+            <= MAX_TOKENS,
+    )
+)]
+pub unsafe fn internode_combine_by_expert_f32(args: InternodeExpertCombineArgs) {
+    combine::<F32, true>(&args.rows, args.weights, args.num_topk as u32);
 }
 
 /// `weights` and `num_topk`: by expert, those of relayed tokens' entries.

@@ -8,59 +8,6 @@
 // `unroll!(8, ..)` covers every rank of few.
 const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
-/// Kernels of one contract, each with its documentation, its name and its body.
-macro_rules! kernels {
-    (
-        kernel $contract:tt;
-        fn($args:ident: $Args:ident);
-        $($(#[$doc:meta])* $name:ident { $($body:tt)* })*
-    ) => {$(
-        $(#[$doc])*
-        #[kernel $contract]
-        pub unsafe fn $name($args: $Args) {
-            $($body)*;
-        }
-    )*};
-}
-
-/// Pairs of kernels of one contract, and then what is that of few ranks or of many: one for up to
-/// [`FEW_RANKS`](crate::layout::FEW_RANKS) ranks, and one for more. In the body, `R` is what the
-/// kernel knows of its ranks.
-macro_rules! few_and_many {
-    (
-        kernel $contract:tt;
-        few $of_few:tt many $of_many:tt;
-        requires $clauses:tt;
-        ranks $comm:tt;
-        fn $args:tt;
-        $($(#[$doc:meta])* $few:ident, $many:ident<$R:ident> $body:tt)*
-    ) => {$(
-        few_and_many! {
-            @one $contract $of_few $clauses ($comm <= FEW_RANKS) $args
-            $(#[$doc])* $few<$R = Few> $body
-        }
-        few_and_many! {
-            @one $contract $of_many $clauses ($comm > FEW_RANKS) $args
-            #[doc = concat!("The same as `", stringify!($few), "` between up to 64 ranks.")]
-            $many<$R = Many> $body
-        }
-    )*};
-    (
-        @one ($($contract:tt)*) ($($own:tt)*) ($($clause:tt)*) (($($comm:tt)*) $than:tt FEW_RANKS)
-        ($args:ident: $Args:ident)
-        $(#[$doc:meta])* $name:ident<$R:ident = $Ranks:ident> { $($body:tt)* }
-    ) => {
-        $(#[$doc])*
-        #[kernel(
-            $($contract)*, $($own)*, requires($($clause)*, $($comm)*.num_ranks $than FEW_RANKS as u32)
-        )]
-        pub unsafe fn $name($args: $Args) {
-            type $R = $Ranks;
-            $($body)*;
-        }
-    };
-}
-
 mod add_counts;
 mod arrivals;
 mod by_expert;
