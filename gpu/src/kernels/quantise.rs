@@ -31,6 +31,8 @@ pub unsafe fn quantise_rows(args: QuantiseArgs) {
 unsafe fn quantise<const MX: bool>(args: &QuantiseArgs) {
     // The last block of a row may have fewer elements.
     let of_row = args.hidden.div_ceil(SCALE_BLOCK);
+    // SAFETY: a row has elements, by the contract, which libNVVM does not follow so far.
+    assume(of_row >= 1);
     let (blocks, warps) = (args.num_tokens * of_row, ntid() / 32);
     let (warp, turn) = (ctaid() * warps + tid() / 32, QUANTISED_AT_ONCE);
     stride!(first in warp * turn..blocks, nctaid() * warps * turn => {
