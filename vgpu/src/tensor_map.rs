@@ -162,7 +162,7 @@ pub(crate) enum Field {
     ElementBytes,
     /// Bits of an address that the swizzle changes.
     Swizzle,
-    /// Of the dimension of this number.
+    /// The length of the tile in the dimension of this number.
     Tile(u8),
     ElementStride(u8),
     /// The length less 1.
