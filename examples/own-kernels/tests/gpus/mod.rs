@@ -156,8 +156,13 @@ pub fn on_gpus(devices: usize, test: impl Fn(Gpus)) {
     on_real_gpus(devices, test);
 }
 
-/// Runs a test on streams of a real GPU.
+/// Runs a test on streams of a real GPU, one test at a time: memory that another test frees, and a
+/// module that it loads, wait for the kernels that run, and hold back launches meanwhile. A kernel
+/// that waits for one of these launches would wait until its time is over.
 #[cfg(feature = "cuda")]
 pub fn on_real_gpus(devices: usize, test: impl Fn(Gpus)) {
+    static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    // The mutex is poisoned where another test failed, which is no matter here.
+    let _one = ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     test(Gpus::Real((0..devices).map(|_| cuda::Gpu::open(0).unwrap()).collect()));
 }
