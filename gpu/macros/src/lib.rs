@@ -23,7 +23,7 @@
 
 use proc_macro::TokenStream;
 use proc_macro2::{Group, TokenStream as TokenStream2, TokenTree};
-use quote::{format_ident, quote};
+use quote::{format_ident, quote, quote_spanned};
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
@@ -339,6 +339,15 @@ impl Parse for DeviceFn {
     }
 }
 
+/// The first identifier of this name in `tokens`.
+fn named(name: &str, tokens: TokenStream2) -> Option<Ident> {
+    tokens.into_iter().find_map(|token| match token {
+        TokenTree::Ident(ident) => Some(ident).filter(|ident| ident == name),
+        TokenTree::Group(group) => named(name, group.stream()),
+        _ => None,
+    })
+}
+
 /// Attributes that make a struct plain data for host and device.
 fn plain_data() -> TokenStream2 {
     quote! {
@@ -411,15 +420,20 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         None => quote!(::core::option::Option::None),
     });
     let shared_bytes = match &contract.shared {
-        Some(bytes) => quote! {{
-            #[allow(unused_variables)]
-            let bytes: fn(&#arg_type, u32) -> u32 = |__arguments: &#arg_type, block: u32| {
-                let #arg = *__arguments;
-                #unpacked
-                #bytes
-            };
-            ::core::option::Option::Some(bytes)
-        }},
+        Some(bytes) => {
+            // A macro that writes the kernel may have the expression from its caller, whose names
+            // are others than those made here.
+            let threads = named("block", quote!(#bytes)).unwrap_or_else(|| format_ident!("block"));
+            quote! {{
+                #[allow(unused_variables)]
+                let bytes: fn(&#arg_type, u32) -> u32 = |__arguments: &#arg_type, #threads: u32| {
+                    let #arg = *__arguments;
+                    #unpacked
+                    #bytes
+                };
+                ::core::option::Option::Some(bytes)
+            }}
+        }
         None => quote!(::core::option::Option::None),
     };
     // In front of everything else, so that a launch may count on it.
@@ -436,6 +450,22 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
             const ::core::mem::size_of::<#arg_type>(), const ::core::mem::align_of::<#arg_type>()
         );
     };
+    // All of it is where the kernel's name is: PTX names that place, also where a macro writes the
+    // kernel.
+    let entry = |abi: &str, attribute: TokenStream2| {
+        let abi = LitStr::new(abi, name.span());
+        quote_spanned! {name.span()=>
+            #describe
+            #[unsafe(no_mangle)]
+            #attribute
+            unsafe extern #abi fn #name(#arg: #arg_type) {
+                // SAFETY: the launcher vouches for the addresses.
+                unsafe { #body_name(#arg) }
+            }
+        }
+    };
+    let (entry, nvvm_entry) =
+        (entry("ptx-kernel", quote!()), entry("C", quote!(#[nvvm_internal::kernel()])));
 
     Ok(quote! {
         #declaration
@@ -460,23 +490,8 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         // Nothing on the host. epoxide-simt knows which of the two is for the back end that
         // compiles.
         ::epoxide_simt::__entry! {
-            {
-                #describe
-                #[unsafe(no_mangle)]
-                unsafe extern "ptx-kernel" fn #name(#arg: #arg_type) {
-                    // SAFETY: the launcher vouches for the addresses.
-                    unsafe { #body_name(#arg) }
-                }
-            }
-            {
-                #describe
-                #[unsafe(no_mangle)]
-                #[nvvm_internal::kernel()]
-                unsafe extern "C" fn #name(#arg: #arg_type) {
-                    // SAFETY: the launcher vouches for the addresses.
-                    unsafe { #body_name(#arg) }
-                }
-            }
+            { #entry }
+            { #nvvm_entry }
         }
 
         #(#docs)*

@@ -36,124 +36,64 @@ pub const MAX_INTERNODE_SLOT_BYTES: u32 = 32 * 16 * vectors_of(true) as u32;
 /// Most tokens of a channel, those that are none included: the number of one is a word of progress.
 const MAX_TOKENS: u64 = u32::MAX as u64;
 
-/// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order,
-/// rounds. Unweighted.
-///
-/// The last warp of a block delivers in the gatherer and polls arrival words in the finisher.
-/// Shared memory: the rings, then a word for each warp, or for each node.
-#[kernel(
-    threads = 512, barriers = 3, registers = 128,
-    grid = args.route.num_channels.saturating_mul(2), block >= 64,
-    shared = crate::layout::shared_with_rings(
-        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
-    ),
-    requires(
-        ..CombineArgs(args.combine),
-        ..Wire(args.wire),
-        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
-    )
-)]
-pub unsafe fn internode_combine(args: InternodeCombineArgs) {
-    combine::<Bf16, false>(&args, DevicePtr::NULL, 0);
+kernels! {
+    kernel(
+        threads = 512, barriers = 3, registers = 128,
+        grid = args.route.num_channels.saturating_mul(2), block >= 64,
+        shared = crate::layout::shared_with_rings(
+            block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
+        ),
+        requires(
+            ..CombineArgs(args.combine),
+            ..Wire(args.wire),
+            args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+            (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
+        )
+    );
+    fn(args: InternodeCombineArgs);
+
+    /// Sums BF16 rows in FP32 over the ranks of a node in rank order, rounds, sums over nodes in order,
+    /// rounds. Unweighted.
+    ///
+    /// The last warp of a block delivers in the gatherer and polls arrival words in the finisher.
+    /// Shared memory: the rings, then a word for each warp, or for each node.
+    internode_combine { combine::<Bf16, false>(&args, DevicePtr::NULL, 0) }
+
+    /// Sums F16 rows, otherwise as [`InternodeCombine`]; a sum that is too large for F16 is infinite.
+    internode_combine_f16 { combine::<F16, false>(&args, DevicePtr::NULL, 0) }
+
+    /// Sums FP32 rows, otherwise as [`InternodeCombine`].
+    internode_combine_f32 { combine::<F32, false>(&args, DevicePtr::NULL, 0) }
 }
 
-/// Sums F16 rows, otherwise as [`InternodeCombine`]; a sum that is too large for F16 is infinite.
-#[kernel(
-    threads = 512, barriers = 3, registers = 128,
-    grid = args.route.num_channels.saturating_mul(2), block >= 64,
-    shared = crate::layout::shared_with_rings(
-        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
-    ),
-    requires(
-        ..CombineArgs(args.combine),
-        ..Wire(args.wire),
-        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
-    )
-)]
-pub unsafe fn internode_combine_f16(args: InternodeCombineArgs) {
-    combine::<F16, false>(&args, DevicePtr::NULL, 0);
-}
+kernels! {
+    kernel(
+        threads = 512, barriers = 3, registers = 128,
+        grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
+        shared = crate::layout::shared_with_rings(
+            block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
+        ),
+        requires(
+            ..InternodeCombineArgs(args.rows),
+            ..CombineArgs(args.rows.combine),
+            ..Wire(args.rows.wire),
+            args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
+            (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
+                <= MAX_TOKENS,
+        )
+    );
+    fn(args: InternodeExpertCombineArgs);
 
-/// Sums FP32 rows, otherwise as [`InternodeCombine`].
-#[kernel(
-    threads = 512, barriers = 3, registers = 128,
-    grid = args.route.num_channels.saturating_mul(2), block >= 64,
-    shared = crate::layout::shared_with_rings(
-        block / 32 - 1, args.combine.slots, args.combine.slot_bytes, super::progress::PROGRESS_BYTES
-    ),
-    requires(
-        ..CombineArgs(args.combine),
-        ..Wire(args.wire),
-        args.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        (args.wire.layout.slots + args.wire.chunk as u64) * args.wire.num_nodes as u64 <= MAX_TOKENS,
-    )
-)]
-pub unsafe fn internode_combine_f32(args: InternodeCombineArgs) {
-    combine::<F32, false>(&args, DevicePtr::NULL, 0);
-}
+    /// The same as [`InternodeCombine`] of rows by expert: a node's sum is over the token's entries, in
+    /// their order, each times the weight that the dispatch has brought.
+    internode_combine_by_expert { combine::<Bf16, true>(&args.rows, args.weights, args.num_topk as u32) }
 
-/// The same as [`InternodeCombine`] of rows by expert: a node's sum is over the token's entries, in
-/// their order, each times the weight that the dispatch has brought.
-#[kernel(
-    threads = 512, barriers = 3, registers = 128,
-    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
-    shared = crate::layout::shared_with_rings(
-        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
-    ),
-    requires(
-        ..InternodeCombineArgs(args.rows),
-        ..CombineArgs(args.rows.combine),
-        ..Wire(args.rows.wire),
-        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
-            <= MAX_TOKENS,
-    )
-)]
-pub unsafe fn internode_combine_by_expert(args: InternodeExpertCombineArgs) {
-    combine::<Bf16, true>(&args.rows, args.weights, args.num_topk as u32);
-}
+    /// Sums F16 rows, otherwise as [`InternodeCombineByExpert`]; a sum that is too large for F16 is
+    /// infinite.
+    internode_combine_by_expert_f16 { combine::<F16, true>(&args.rows, args.weights, args.num_topk as u32) }
 
-/// Sums F16 rows, otherwise as [`InternodeCombineByExpert`]; a sum that is too large for F16 is
-/// infinite.
-#[kernel(
-    threads = 512, barriers = 3, registers = 128,
-    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
-    shared = crate::layout::shared_with_rings(
-        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
-    ),
-    requires(
-        ..InternodeCombineArgs(args.rows),
-        ..CombineArgs(args.rows.combine),
-        ..Wire(args.rows.wire),
-        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
-            <= MAX_TOKENS,
-    )
-)]
-pub unsafe fn internode_combine_by_expert_f16(args: InternodeExpertCombineArgs) {
-    combine::<F16, true>(&args.rows, args.weights, args.num_topk as u32);
-}
-
-/// Sums FP32 rows, otherwise as [`InternodeCombineByExpert`].
-#[kernel(
-    threads = 512, barriers = 3, registers = 128,
-    grid = args.rows.route.num_channels.saturating_mul(2), block >= 64,
-    shared = crate::layout::shared_with_rings(
-        block / 32 - 1, args.rows.combine.slots, args.rows.combine.slot_bytes, super::progress::PROGRESS_BYTES
-    ),
-    requires(
-        ..InternodeCombineArgs(args.rows),
-        ..CombineArgs(args.rows.combine),
-        ..Wire(args.rows.wire),
-        args.rows.combine.slot_bytes <= MAX_INTERNODE_SLOT_BYTES,
-        (args.rows.wire.layout.slots + args.rows.wire.chunk as u64) * args.rows.wire.num_nodes as u64
-            <= MAX_TOKENS,
-    )
-)]
-pub unsafe fn internode_combine_by_expert_f32(args: InternodeExpertCombineArgs) {
-    combine::<F32, true>(&args.rows, args.weights, args.num_topk as u32);
+    /// Sums FP32 rows, otherwise as [`InternodeCombineByExpert`].
+    internode_combine_by_expert_f32 { combine::<F32, true>(&args.rows, args.weights, args.num_topk as u32) }
 }
 
 /// `weights` and `num_topk`: by expert, those of relayed tokens' entries.
@@ -408,6 +348,8 @@ struct Slots<'a> {
     slots: u64,
     /// The slot of the token at hand; 0 where there is no such token.
     slot: u64,
+    /// Whether `slot` is kept from piece to piece. FP32 sums leave no registers for it.
+    keeps_slot: bool,
     /// Warps that share the channel's tokens.
     workers: u32,
     progress: &'a Progress,
@@ -453,7 +395,7 @@ impl Sink for Slots<'_> {
     #[device]
     unsafe fn store(&mut self, item: Item, bytes: u32, vectors: [[u32; 4]; VECTORS]) {
         let rows = &self.args.combine;
-        if item.piece == 0 {
+        if item.piece == 0 || !self.keeps_slot {
             self.slot = self.slot(item.token);
         }
         if self.slot != 0 {
@@ -496,7 +438,7 @@ unsafe fn gather<E: Summand, const BY_EXPERT: bool>(
         table = route.forward_row.array::<i32>().at(row_major(entry, SEND_ROW_STRIDE, 0));
         slots = DevicePtr(Path::to(wire, lane).slots_out(wire, lane)).row(order.first, args.slot_bytes);
     }
-    let mut to = Slots { args, order, slots, slot: 0, workers, progress };
+    let mut to = Slots { args, order, slots, slot: 0, keeps_slot: E::BYTES == 2, workers, progress };
     if BY_EXPERT {
         let from = RelayedByExpert { order, listed: Listed::new(rows), entries, weights };
         let gather = Gather::start(rows, &from, 0, order.end, tid() / 32, workers);

@@ -8,6 +8,59 @@
 // `unroll!(8, ..)` covers every rank of few.
 const _: () = assert!(crate::layout::FEW_RANKS == 8);
 
+/// Kernels of one contract, each with its documentation, its name and its body.
+macro_rules! kernels {
+    (
+        kernel $contract:tt;
+        fn($args:ident: $Args:ident);
+        $($(#[$doc:meta])* $name:ident { $($body:tt)* })*
+    ) => {$(
+        $(#[$doc])*
+        #[kernel $contract]
+        pub unsafe fn $name($args: $Args) {
+            $($body)*;
+        }
+    )*};
+}
+
+/// Pairs of kernels of one contract, and then what is that of few ranks or of many: one for up to
+/// [`FEW_RANKS`](crate::layout::FEW_RANKS) ranks, and one for more. In the body, `R` is what the
+/// kernel knows of its ranks.
+macro_rules! few_and_many {
+    (
+        kernel $contract:tt;
+        few $of_few:tt many $of_many:tt;
+        requires $clauses:tt;
+        ranks $comm:tt;
+        fn $args:tt;
+        $($(#[$doc:meta])* $few:ident, $many:ident<$R:ident> $body:tt)*
+    ) => {$(
+        few_and_many! {
+            @one $contract $of_few $clauses ($comm <= FEW_RANKS) $args
+            $(#[$doc])* $few<$R = Few> $body
+        }
+        few_and_many! {
+            @one $contract $of_many $clauses ($comm > FEW_RANKS) $args
+            #[doc = concat!("The same as `", stringify!($few), "` between up to 64 ranks.")]
+            $many<$R = Many> $body
+        }
+    )*};
+    (
+        @one ($($contract:tt)*) ($($own:tt)*) ($($clause:tt)*) (($($comm:tt)*) $than:tt FEW_RANKS)
+        ($args:ident: $Args:ident)
+        $(#[$doc:meta])* $name:ident<$R:ident = $Ranks:ident> { $($body:tt)* }
+    ) => {
+        $(#[$doc])*
+        #[kernel(
+            $($contract)*, $($own)*, requires($($clause)*, $($comm)*.num_ranks $than FEW_RANKS as u32)
+        )]
+        pub unsafe fn $name($args: $Args) {
+            type $R = $Ranks;
+            $($body)*;
+        }
+    };
+}
+
 mod add_counts;
 mod arrivals;
 mod by_expert;
@@ -108,6 +161,7 @@ pub use own::*;
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
     use std::path::Path;
 
     use bytemuck::Zeroable;
@@ -208,9 +262,13 @@ mod tests {
     fn the_head_of_every_kernel_file_argues_its_soundness() {
         let mut files = Vec::new();
         sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels"), &mut files);
-        files.retain(|(_, text)| text.lines().any(|line| line.starts_with("#[kernel(")));
-        let kernels: usize = files.iter().map(|(_, text)| text.matches("\n#[kernel(").count()).sum();
-        assert_eq!(kernels, crate::shipped().names().count());
+        let begins = ["#[kernel(", "kernels! {", "few_and_many! {"];
+        files.retain(|(_, text)| text.lines().any(|line| begins.iter().any(|begin| line.starts_with(begin))));
+        let words: HashSet<_> =
+            files.iter().flat_map(|(_, text)| text.split(|c: char| !c.is_alphanumeric() && c != '_')).collect();
+        for name in crate::shipped().names() {
+            assert!(words.contains(name), "{name} is in none of the files");
+        }
         for (path, text) in files {
             let mut head = text.lines().take_while(|line| line.starts_with("//!"));
             let says = head.any(|line| line.starts_with("//! Soundness: "));

@@ -29,93 +29,53 @@ pub use sum::{
 #[cfg(not(target_arch = "nvptx64"))]
 pub use weight_gradients::WeightGradients;
 
-/// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
-///
-/// Bulk loads fill a warp's ring of slots, one slot per (piece of a row, contributing rank). So the
-/// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
-/// * slot_bytes`, then all barriers.
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args, block)
-)]
-pub unsafe fn combine_bf16(args: CombineArgs) {
-    combine::<Bf16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
+kernels! {
+    kernel(
+        threads = 512, barriers = 2, registers = 128, dependent,
+        block >= 32, shared = shared_bytes(&args, block)
+    );
+    fn(args: CombineArgs);
+
+    /// Sums BF16 rows in FP32, in rank order, and rounds once. Unweighted.
+    ///
+    /// Bulk loads fill a warp's ring of slots, one slot per (piece of a row, contributing rank). So the
+    /// bytes in flight do not depend on how many ranks a token went to. Shared memory: per warp `slots
+    /// * slot_bytes`, then all barriers.
+    combine_bf16 { combine::<Bf16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0)) }
+
+    /// Sums FP32 rows, otherwise as [`CombineBf16`].
+    combine_f32 { combine::<F32, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0)) }
+
+    /// Sums F16 rows, otherwise as [`CombineBf16`]; a sum that is too large for F16 is infinite.
+    combine_f16 { combine::<F16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0)) }
+
+    /// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
+    combine_many_bf16 { combine::<Bf16, Listed, true>(&args, || <Listed as Peers>::new(&args)) }
+
+    /// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
+    combine_many_f32 { combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args)) }
+
+    /// Sums F16 rows of up to 64 ranks, otherwise as [`CombineF16`].
+    combine_many_f16 { combine::<F16, Listed, true>(&args, || <Listed as Peers>::new(&args)) }
 }
 
-/// Sums FP32 rows, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args, block)
-)]
-pub unsafe fn combine_f32(args: CombineArgs) {
-    combine::<F32, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
-}
+kernels! {
+    kernel(
+        threads = 512, barriers = 2, registers = 128, dependent,
+        block >= 32, shared = shared_bytes(&args.combine, block),
+        requires(..CombineArgs(args.combine))
+    );
+    fn(args: ExpertCombineArgs);
 
-/// Sums BF16 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args, block)
-)]
-pub unsafe fn combine_many_bf16(args: CombineArgs) {
-    combine::<Bf16, Listed, true>(&args, || <Listed as Peers>::new(&args));
-}
+    /// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
+    /// and rounds once.
+    combine_by_expert_bf16 { combine::<Bf16, ByExpert, true>(&args.combine, || ByExpert::new(&args)) }
 
-/// Sums FP32 rows of up to 64 ranks, otherwise as [`CombineBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args, block)
-)]
-pub unsafe fn combine_many_f32(args: CombineArgs) {
-    combine::<F32, Listed, true>(&args, || <Listed as Peers>::new(&args));
-}
+    /// Sums FP32 rows by expert, otherwise as [`CombineByExpertBf16`].
+    combine_by_expert_f32 { combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args)) }
 
-/// Sums BF16 rows by expert in FP32, in the order of the token's entries, each times its weight,
-/// and rounds once.
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args.combine, block),
-    requires(..CombineArgs(args.combine))
-)]
-pub unsafe fn combine_by_expert_bf16(args: ExpertCombineArgs) {
-    combine::<Bf16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
-}
-
-/// Sums FP32 rows by expert, otherwise as [`CombineByExpertBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args.combine, block),
-    requires(..CombineArgs(args.combine))
-)]
-pub unsafe fn combine_by_expert_f32(args: ExpertCombineArgs) {
-    combine::<F32, ByExpert, true>(&args.combine, || ByExpert::new(&args));
-}
-
-/// Sums F16 rows, otherwise as [`CombineBf16`]; a sum that is too large for F16 is infinite.
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args, block)
-)]
-pub unsafe fn combine_f16(args: CombineArgs) {
-    combine::<F16, Ranks, false>(&args, || Ranks::new(&args, args.send_row.0));
-}
-
-/// Sums F16 rows of up to 64 ranks, otherwise as [`CombineF16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args, block)
-)]
-pub unsafe fn combine_many_f16(args: CombineArgs) {
-    combine::<F16, Listed, true>(&args, || <Listed as Peers>::new(&args));
-}
-
-/// Sums F16 rows by expert, otherwise as [`CombineByExpertBf16`].
-#[kernel(
-    threads = 512, barriers = 2, registers = 128, dependent,
-    block >= 32, shared = shared_bytes(&args.combine, block),
-    requires(..CombineArgs(args.combine))
-)]
-pub unsafe fn combine_by_expert_f16(args: ExpertCombineArgs) {
-    combine::<F16, ByExpert, true>(&args.combine, || ByExpert::new(&args));
+    /// Sums F16 rows by expert, otherwise as [`CombineByExpertBf16`].
+    combine_by_expert_f16 { combine::<F16, ByExpert, true>(&args.combine, || ByExpert::new(&args)) }
 }
 
 /// # Safety

@@ -27,45 +27,26 @@ use crate::simt::*;
 /// How many times longer than the first step of a channel the last ones are.
 const LONGEST_STEP: u32 = 8;
 
-/// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The
-/// first `stagers` blocks that start copy.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
-    requires(..CombineArgs(args.combine))
-)]
-pub unsafe fn combine_staged_bf16(args: StagedCombineArgs) {
-    combine_staged::<Bf16, Ranks, false>(&args);
-}
+kernels! {
+    kernel(
+        threads = 384, barriers = 5, registers = 168, dependent,
+        grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
+        requires(..CombineArgs(args.combine))
+    );
+    fn(args: StagedCombineArgs);
 
-/// The same for FP32 rows.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
-    requires(..CombineArgs(args.combine))
-)]
-pub unsafe fn combine_staged_f32(args: StagedCombineArgs) {
-    combine_staged::<F32, Ranks, false>(&args);
-}
+    /// Copies BF16 rows and weights into the pool, and meanwhile sums as [`super::CombineBf16`]. The
+    /// first `stagers` blocks that start copy.
+    combine_staged_bf16 { combine_staged::<Bf16, Ranks, false>(&args) }
 
-/// The same for BF16 rows of up to 64 ranks.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
-    requires(..CombineArgs(args.combine))
-)]
-pub unsafe fn combine_staged_many_bf16(args: StagedCombineArgs) {
-    combine_staged::<Bf16, Listed, true>(&args);
-}
+    /// The same for FP32 rows.
+    combine_staged_f32 { combine_staged::<F32, Ranks, false>(&args) }
 
-/// The same for FP32 rows of up to 64 ranks.
-#[kernel(
-    threads = 384, barriers = 5, registers = 168, dependent,
-    grid >= least_blocks(&args), block >= least_threads(&args), shared = shared_bytes(&args),
-    requires(..CombineArgs(args.combine))
-)]
-pub unsafe fn combine_staged_many_f32(args: StagedCombineArgs) {
-    combine_staged::<F32, Listed, true>(&args);
+    /// The same for BF16 rows of up to 64 ranks.
+    combine_staged_many_bf16 { combine_staged::<Bf16, Listed, true>(&args) }
+
+    /// The same for FP32 rows of up to 64 ranks.
+    combine_staged_many_f32 { combine_staged::<F32, Listed, true>(&args) }
 }
 
 /// # Safety

@@ -25,6 +25,8 @@ const _: () = assert!(MAX_WAITED_SLOT_BYTES == 32 * 16 * vectors_of(true) as u32
 
 /// The element type of 16 bytes of a row.
 pub trait Summand {
+    /// Bytes of an element.
+    const BYTES: u32;
     /// Adds a vector to its sums.
     fn add(sum: &mut [f32; 8], vector: [u32; 4]);
     /// Adds a vector times a weight.
@@ -38,6 +40,8 @@ pub struct F16;
 pub struct F32;
 
 impl Summand for Bf16 {
+    const BYTES: u32 = 2;
+
     #[device]
     fn add(sum: &mut [f32; 8], v: [u32; 4]) {
         sum[0] += bf16x2_lo(v[0]);
@@ -69,6 +73,8 @@ impl Summand for Bf16 {
 }
 
 impl Summand for F16 {
+    const BYTES: u32 = 2;
+
     #[device]
     fn add(sum: &mut [f32; 8], v: [u32; 4]) {
         sum[0] += f16x2_lo(v[0]);
@@ -100,6 +106,8 @@ impl Summand for F16 {
 }
 
 impl Summand for F32 {
+    const BYTES: u32 = 4;
+
     #[device]
     fn add(sum: &mut [f32; 8], v: [u32; 4]) {
         sum[0] += f32::from_bits(v[0]);

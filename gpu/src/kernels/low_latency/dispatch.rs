@@ -30,24 +30,18 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Sends rows, or waits for them and lists each expert's rows, or both.
-#[kernel(
-    threads = 512, barriers = 10, registers = 128, dependent,
-    block = 512, shared = super::low_latency_dispatch_shared_bytes(&args),
-    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
-)]
-pub unsafe fn low_latency_dispatch(args: LowLatencyDispatchArgs) {
-    dispatch::<Few, false, false>(&args);
-}
+few_and_many! {
+    kernel(
+        threads = 512, registers = 128, dependent,
+        block = 512, shared = super::low_latency_dispatch_shared_bytes(&args)
+    );
+    few(barriers = 10) many(barriers = 11);
+    requires(..LowLatencyArgs(args.common));
+    ranks(args.common.comm);
+    fn(args: LowLatencyDispatchArgs);
 
-/// The same to up to [`MAX_RANKS`] ranks.
-#[kernel(
-    threads = 512, barriers = 11, registers = 128, dependent,
-    block = 512, shared = super::low_latency_dispatch_shared_bytes(&args),
-    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks > FEW_RANKS as u32)
-)]
-pub unsafe fn low_latency_dispatch_many(args: LowLatencyDispatchArgs) {
-    dispatch::<Many, false, false>(&args);
+    /// Sends rows, or waits for them and lists each expert's rows, or both.
+    low_latency_dispatch, low_latency_dispatch_many<R> { dispatch::<R, false, false>(&args) }
 }
 
 /// `MX`: whether rows are quantised as [`Quantise::Mxfp8`]. The kernels that quantise otherwise, or
@@ -78,38 +72,33 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args:
     }
 }
 
-/// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
-/// it has come.
-#[kernel(
-    threads = 512, barriers = 16, registers = 128, dependent,
-    block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
+few_and_many! {
+    kernel(
+        threads = 512, registers = 128, dependent,
+        block = 512, shared = super::low_latency_by_expert_shared_bytes(&args)
+    );
+    few(barriers = 16) many(barriers = 17);
     requires(
         ..LowLatencyArgs(args.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch),
-        ..LowLatencyExpertRows(args.to),
-        args.dispatch.common.comm.num_ranks <= FEW_RANKS as u32,
-    )
-)]
-pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs) {
-    dispatch_by_expert::<Few, MAX_MEMBERS, false>(&args);
+        ..LowLatencyExpertRows(args.to)
+    );
+    ranks(args.dispatch.common.comm);
+    fn(args: LowLatencyExpertDispatchArgs);
+
+    /// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
+    /// it has come.
+    low_latency_dispatch_by_expert, low_latency_dispatch_many_by_expert<R> {
+        dispatch_by_expert::<R, { most_ranks::<R>() }, false>(&args)
+    }
 }
 
-/// The same to up to [`MAX_RANKS`] ranks.
-#[kernel(
-    threads = 512, barriers = 17, registers = 128, dependent,
-    block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
-    requires(
-        ..LowLatencyArgs(args.dispatch.common),
-        ..LowLatencyDispatchArgs(args.dispatch),
-        ..LowLatencyExpertRows(args.to),
-        args.dispatch.common.comm.num_ranks > FEW_RANKS as u32,
-    )
-)]
-pub unsafe fn low_latency_dispatch_many_by_expert(args: LowLatencyExpertDispatchArgs) {
-    dispatch_by_expert::<Many, MAX_RANKS, false>(&args);
+/// The ranks that tables in shared memory have room for.
+pub(super) const fn most_ranks<R: Ranks>() -> usize {
+    if R::MANY { MAX_RANKS } else { MAX_MEMBERS }
 }
 
-/// `MOST`: the ranks that tables in shared memory have room for. `MX`: as of [`dispatch`].
+/// `MOST`: as [`most_ranks`] says. `MX`: as of [`dispatch`].
 #[device]
 pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: bool>(
     args: &LowLatencyExpertDispatchArgs,

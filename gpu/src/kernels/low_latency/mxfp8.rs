@@ -4,75 +4,50 @@
 //! Soundness: as in `dispatch.rs`, within a node and across nodes, whose functions these kernels
 //! call. The word with the scales of 128 elements has the place and the writer of their f32 scale.
 
-use super::dispatch::{dispatch, dispatch_by_expert};
+use super::dispatch::{dispatch, dispatch_by_expert, most_ranks};
 use super::internode::dispatch as internode;
 use super::ranks::{Few, Many};
 use crate::layout::{
     FEW_RANKS, LowLatencyArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows,
-    LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs, MAX_MEMBERS, MAX_RANKS, Quantise,
+    LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs, MAX_MEMBERS, Quantise,
 };
 use crate::simt::*;
 
-/// The same as [`LowLatencyDispatch`](super::LowLatencyDispatch), of rows that become MXFP8 on
-/// their way.
-#[kernel(
-    threads = 512, barriers = 10, registers = 128, dependent,
-    block = 512, shared = super::low_latency_dispatch_shared_bytes(&args),
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.quantise == Quantise::Mxfp8 as u32,
-    )
-)]
-pub unsafe fn low_latency_dispatch_mxfp8(args: LowLatencyDispatchArgs) {
-    dispatch::<Few, true, false>(&args);
+few_and_many! {
+    kernel(
+        threads = 512, registers = 128, dependent,
+        block = 512, shared = super::low_latency_dispatch_shared_bytes(&args)
+    );
+    few(barriers = 10) many(barriers = 11);
+    requires(..LowLatencyArgs(args.common), args.quantise == Quantise::Mxfp8 as u32);
+    ranks(args.common.comm);
+    fn(args: LowLatencyDispatchArgs);
+
+    /// The same as [`LowLatencyDispatch`](super::LowLatencyDispatch), of rows that become MXFP8 on
+    /// their way.
+    low_latency_dispatch_mxfp8, low_latency_dispatch_many_mxfp8<R> { dispatch::<R, true, false>(&args) }
 }
 
-/// The same to up to [`MAX_RANKS`] ranks.
-#[kernel(
-    threads = 512, barriers = 11, registers = 128, dependent,
-    block = 512, shared = super::low_latency_dispatch_shared_bytes(&args),
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks > FEW_RANKS as u32,
-        args.quantise == Quantise::Mxfp8 as u32,
-    )
-)]
-pub unsafe fn low_latency_dispatch_many_mxfp8(args: LowLatencyDispatchArgs) {
-    dispatch::<Many, true, false>(&args);
-}
-
-/// The same as [`LowLatencyDispatchByExpert`](super::LowLatencyDispatchByExpert), of rows that
-/// become MXFP8 on their way.
-#[kernel(
-    threads = 512, barriers = 16, registers = 128, dependent,
-    block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
+few_and_many! {
+    kernel(
+        threads = 512, registers = 128, dependent,
+        block = 512, shared = super::low_latency_by_expert_shared_bytes(&args)
+    );
+    few(barriers = 16) many(barriers = 17);
     requires(
         ..LowLatencyArgs(args.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch),
         ..LowLatencyExpertRows(args.to),
-        args.dispatch.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.dispatch.quantise == Quantise::Mxfp8 as u32,
-    )
-)]
-pub unsafe fn low_latency_dispatch_by_expert_mxfp8(args: LowLatencyExpertDispatchArgs) {
-    dispatch_by_expert::<Few, MAX_MEMBERS, true>(&args);
-}
+        args.dispatch.quantise == Quantise::Mxfp8 as u32
+    );
+    ranks(args.dispatch.common.comm);
+    fn(args: LowLatencyExpertDispatchArgs);
 
-/// The same to up to [`MAX_RANKS`] ranks.
-#[kernel(
-    threads = 512, barriers = 17, registers = 128, dependent,
-    block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
-    requires(
-        ..LowLatencyArgs(args.dispatch.common),
-        ..LowLatencyDispatchArgs(args.dispatch),
-        ..LowLatencyExpertRows(args.to),
-        args.dispatch.common.comm.num_ranks > FEW_RANKS as u32,
-        args.dispatch.quantise == Quantise::Mxfp8 as u32,
-    )
-)]
-pub unsafe fn low_latency_dispatch_many_by_expert_mxfp8(args: LowLatencyExpertDispatchArgs) {
-    dispatch_by_expert::<Many, MAX_RANKS, true>(&args);
+    /// The same as [`LowLatencyDispatchByExpert`](super::LowLatencyDispatchByExpert), of rows that
+    /// become MXFP8 on their way.
+    low_latency_dispatch_by_expert_mxfp8, low_latency_dispatch_many_by_expert_mxfp8<R> {
+        dispatch_by_expert::<R, { most_ranks::<R>() }, true>(&args)
+    }
 }
 
 /// The same as [`LowLatencyInternodeDispatch`](super::LowLatencyInternodeDispatch), of rows that

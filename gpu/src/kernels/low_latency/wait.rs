@@ -17,26 +17,17 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Waits until all that other ranks have sent in the operation is here, a rank to a block, and adds
-/// the time that each was late to the caller's. A rank whose rows are here at the first look is not
-/// late.
-#[kernel(
-    threads = 128, barriers = 4, registers = 64,
-    grid = args.common.comm.num_ranks, block = 128, shared = super::LOW_LATENCY_SHARED_BYTES,
-    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks <= FEW_RANKS as u32)
-)]
-pub unsafe fn low_latency_wait(args: LowLatencyWaitArgs) {
-    wait::<Few>(&args);
-}
+few_and_many! {
+    kernel(threads = 128, barriers = 4, registers = 64, grid = args.common.comm.num_ranks, block = 128);
+    few(shared = super::LOW_LATENCY_SHARED_BYTES) many(shared = super::LOW_LATENCY_MANY_SHARED_BYTES);
+    requires(..LowLatencyArgs(args.common));
+    ranks(args.common.comm);
+    fn(args: LowLatencyWaitArgs);
 
-/// The same between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
-#[kernel(
-    threads = 128, barriers = 4, registers = 64,
-    grid = args.common.comm.num_ranks, block = 128, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
-    requires(..LowLatencyArgs(args.common), args.common.comm.num_ranks > FEW_RANKS as u32)
-)]
-pub unsafe fn low_latency_wait_many(args: LowLatencyWaitArgs) {
-    wait::<Many>(&args);
+    /// Waits until all that other ranks have sent in the operation is here, a rank to a block, and adds
+    /// the time that each was late to the caller's. A rank whose rows are here at the first look is not
+    /// late.
+    low_latency_wait, low_latency_wait_many<R> { wait::<R>(&args) }
 }
 
 #[device]

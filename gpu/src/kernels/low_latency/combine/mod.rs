@@ -30,156 +30,61 @@ use self::receive::{first_ranks, receive, spoil};
 use self::send::{ReturnCounts, publish_rows, return_pieces, send};
 pub(super) use self::send::{RowAhead, return_row};
 
-/// Returns BF16 rows, or waits for them and sums, or both.
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_bf16(args: LowLatencyCombineArgs) {
-    combine::<Bf16, Few, false, false>(&args);
+few_and_many! {
+    kernel(threads = 512, barriers = 4, registers = 128, dependent, block = 512);
+    few(shared = super::LOW_LATENCY_SHARED_BYTES) many(shared = super::LOW_LATENCY_MANY_SHARED_BYTES);
+    requires(..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32);
+    ranks(args.common.comm);
+    fn(args: LowLatencyCombineArgs);
+
+    /// Returns BF16 rows, or waits for them and sums, or both.
+    low_latency_combine_bf16, low_latency_combine_many_bf16<R> { combine::<Bf16, R, false, false>(&args) }
+
+    /// Returns F16 rows, otherwise as [`LowLatencyCombineBf16`]; a sum that is too large for F16 is
+    /// infinite.
+    low_latency_combine_f16, low_latency_combine_many_f16<R> { combine::<F16, R, false, false>(&args) }
+
+    /// Returns FP32 rows, otherwise as [`LowLatencyCombineBf16`].
+    low_latency_combine_f32, low_latency_combine_many_f32<R> { combine::<F32, R, false, false>(&args) }
 }
 
-/// Returns F16 rows, otherwise as [`LowLatencyCombineBf16`]; a sum that is too large for F16 is
-/// infinite.
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
+few_and_many! {
+    kernel(threads = 512, barriers = 4, registers = 128, dependent, block = 512);
+    few(shared = super::LOW_LATENCY_SHARED_BYTES) many(shared = super::LOW_LATENCY_MANY_SHARED_BYTES);
     requires(
         ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_f16(args: LowLatencyCombineArgs) {
-    combine::<F16, Few, false, false>(&args);
-}
-
-/// Returns FP32 rows, otherwise as [`LowLatencyCombineBf16`].
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_f32(args: LowLatencyCombineArgs) {
-    combine::<F32, Few, false, false>(&args);
-}
-
-/// The same as [`LowLatencyCombineBf16`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks > FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_many_bf16(args: LowLatencyCombineArgs) {
-    combine::<Bf16, Many, false, false>(&args);
-}
-
-/// The same as [`LowLatencyCombineF16`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks > FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_many_f16(args: LowLatencyCombineArgs) {
-    combine::<F16, Many, false, false>(&args);
-}
-
-/// The same as [`LowLatencyCombineF32`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks > FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_many_f32(args: LowLatencyCombineArgs) {
-    combine::<F32, Many, false, false>(&args);
-}
-
-/// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
         args.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.quantise != Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_fp8(args: LowLatencyCombineArgs) {
-    combine::<Bf16, Few, true, false>(&args);
+        args.quantise != Quantise::Not as u32
+    );
+    ranks(args.common.comm);
+    fn(args: LowLatencyCombineArgs);
+
+    /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyCombineBf16`].
+    low_latency_combine_fp8, low_latency_combine_many_fp8<R> { combine::<Bf16, R, true, false>(&args) }
 }
 
-/// The same as [`LowLatencyCombineFp8`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
-#[kernel(
-    threads = 512, barriers = 4, registers = 128, dependent,
-    block = 512, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
+few_and_many! {
+    kernel(
+        threads = 512, barriers = 3, registers = 128, dependent,
+        block = (RETURNING_WARPS + 1 + SUMMING_WARPS) * 32
+    );
+    few(shared = super::LOW_LATENCY_SHARED_BYTES) many(shared = super::LOW_LATENCY_MANY_SHARED_BYTES);
     requires(
         ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks > FEW_RANKS as u32,
-        args.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.quantise != Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_combine_many_fp8(args: LowLatencyCombineArgs) {
-    combine::<Bf16, Many, true, false>(&args);
-}
-
-/// The same as [`LowLatencyCombineBf16`] of rows that are summed over experts already, both halves
-/// in one. Some warps return the rows of other ranks while the others sum, which pays where blocks
-/// have several tokens. This rank's own rows are summed from where the experts left them.
-#[kernel(
-    threads = 512, barriers = 3, registers = 128, dependent,
-    block = (RETURNING_WARPS + 1 + SUMMING_WARPS) * 32, shared = super::LOW_LATENCY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
         args.common.num_tokens > args.common.packet_tokens,
         args.common.phases == phase::SEND | phase::RECEIVE,
         args.quantise == Quantise::Not as u32,
-        args.by_expert == 0,
-    )
-)]
-pub unsafe fn low_latency_combine_summed(args: LowLatencyCombineArgs) {
-    combine::<Bf16, Few, false, true>(&args);
-}
+        args.by_expert == 0
+    );
+    ranks(args.common.comm);
+    fn(args: LowLatencyCombineArgs);
 
-/// The same as [`LowLatencyCombineSummed`] between up to [`MAX_RANKS`](crate::layout::MAX_RANKS)
-/// ranks.
-#[kernel(
-    threads = 512, barriers = 3, registers = 128, dependent,
-    block = (RETURNING_WARPS + 1 + SUMMING_WARPS) * 32, shared = super::LOW_LATENCY_MANY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks > FEW_RANKS as u32,
-        args.common.num_tokens > args.common.packet_tokens,
-        args.common.phases == phase::SEND | phase::RECEIVE,
-        args.quantise == Quantise::Not as u32,
-        args.by_expert == 0,
-    )
-)]
-pub unsafe fn low_latency_combine_many_summed(args: LowLatencyCombineArgs) {
-    combine::<Bf16, Many, false, true>(&args);
+    /// The same as [`LowLatencyCombineBf16`] of rows that are summed over experts already, both halves
+    /// in one. Some warps return the rows of other ranks while the others sum, which pays where blocks
+    /// have several tokens. This rank's own rows are summed from where the experts left them.
+    low_latency_combine_summed, low_latency_combine_many_summed<R> {
+        combine::<Bf16, R, false, true>(&args)
+    }
 }
 
 /// `E`: the type of the experts' rows and of the sums. `FP8`: whether rows, of BF16, return as e4m3.

@@ -24,34 +24,15 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Sums the BF16 rows of every rank's pool, which are weighted and summed over experts already.
-#[kernel(
-    threads = 512, barriers = 6, registers = 128, dependent,
-    block = 512, shared = super::super::LOW_LATENCY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks <= FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-        args.by_expert == 0,
-    )
-)]
-pub unsafe fn low_latency_combine_pooled(args: LowLatencyCombineArgs) {
-    combine::<Few>(&args);
-}
+few_and_many! {
+    kernel(threads = 512, barriers = 6, registers = 128, dependent, block = 512);
+    few(shared = super::super::LOW_LATENCY_SHARED_BYTES) many(shared = super::super::LOW_LATENCY_MANY_SHARED_BYTES);
+    requires(..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32, args.by_expert == 0);
+    ranks(args.common.comm);
+    fn(args: LowLatencyCombineArgs);
 
-/// The same between up to [`MAX_RANKS`](crate::layout::MAX_RANKS) ranks.
-#[kernel(
-    threads = 512, barriers = 6, registers = 128, dependent,
-    block = 512, shared = super::super::LOW_LATENCY_MANY_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.common),
-        args.common.comm.num_ranks > FEW_RANKS as u32,
-        args.quantise == Quantise::Not as u32,
-        args.by_expert == 0,
-    )
-)]
-pub unsafe fn low_latency_combine_many_pooled(args: LowLatencyCombineArgs) {
-    combine::<Many>(&args);
+    /// Sums the BF16 rows of every rank's pool, which are weighted and summed over experts already.
+    low_latency_combine_pooled, low_latency_combine_many_pooled<R> { combine::<R>(&args) }
 }
 
 /// Many tokens are summed in pieces of 2,048 bytes: 256 rows of 7168 elements have fewer of them than

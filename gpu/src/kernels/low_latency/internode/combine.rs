@@ -22,48 +22,28 @@ use crate::layout::{
 };
 use crate::simt::*;
 
-/// Returns BF16 rows, or waits for them and sums, or both.
-#[kernel(
-    threads = 512, barriers = 6, registers = 128,
-    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.combine.common),
-        ..LowLatencyCombineArgs(args.combine),
-        args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
-        args.combine.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_internode_combine_bf16(args: LowLatencyInternodeCombineArgs) {
-    combine::<Bf16, false>(&args);
-}
+kernels! {
+    kernel(
+        threads = 512, barriers = 6, registers = 128,
+        block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
+        requires(
+            ..LowLatencyArgs(args.combine.common),
+            ..LowLatencyCombineArgs(args.combine),
+            args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
+            args.combine.quantise == Quantise::Not as u32,
+        )
+    );
+    fn(args: LowLatencyInternodeCombineArgs);
 
-/// Returns F16 rows, otherwise as [`LowLatencyInternodeCombineBf16`]; a sum that is too large for
-/// F16 is infinite.
-#[kernel(
-    threads = 512, barriers = 6, registers = 128,
-    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.combine.common),
-        ..LowLatencyCombineArgs(args.combine),
-        args.combine.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_internode_combine_f16(args: LowLatencyInternodeCombineArgs) {
-    combine::<F16, false>(&args);
-}
+    /// Returns BF16 rows, or waits for them and sums, or both.
+    low_latency_internode_combine_bf16 { combine::<Bf16, false>(&args) }
 
-/// Returns FP32 rows, otherwise as [`LowLatencyInternodeCombineBf16`].
-#[kernel(
-    threads = 512, barriers = 6, registers = 128,
-    block = 512, shared = super::LOW_LATENCY_INTERNODE_SHARED_BYTES,
-    requires(
-        ..LowLatencyArgs(args.combine.common),
-        ..LowLatencyCombineArgs(args.combine),
-        args.combine.quantise == Quantise::Not as u32,
-    )
-)]
-pub unsafe fn low_latency_internode_combine_f32(args: LowLatencyInternodeCombineArgs) {
-    combine::<F32, false>(&args);
+    /// Returns F16 rows, otherwise as [`LowLatencyInternodeCombineBf16`]; a sum that is too large for
+    /// F16 is infinite.
+    low_latency_internode_combine_f16 { combine::<F16, false>(&args) }
+
+    /// Returns FP32 rows, otherwise as [`LowLatencyInternodeCombineBf16`].
+    low_latency_internode_combine_f32 { combine::<F32, false>(&args) }
 }
 
 /// Returns rows as e4m3 with scales, otherwise as [`LowLatencyInternodeCombineBf16`].
