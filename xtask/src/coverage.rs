@@ -18,7 +18,7 @@ const ROUNDTRIPS: [&str; 4] = [
 ];
 
 /// Tests of the default run, as arguments of `cargo test --release`.
-const TESTS: &str = "--package epoxide-testing --test ep";
+const TESTS: &str = "--package epoxide-tests --test ep";
 
 #[derive(Args)]
 pub struct Options {

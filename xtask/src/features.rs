@@ -45,7 +45,8 @@ fn commands_share_one_build_of_every_crate() {
     ] {
         for (package, asked) in features(&ws, &[selection, &build].concat()) {
             // These have the features that the command line names, and differ by them.
-            let named = ["epoxide ", "epoxide-bench ", "epoxide-examples ", "epoxide-testing "];
+            let named =
+                ["epoxide ", "epoxide-bench ", "epoxide-examples ", "epoxide-testing ", "epoxide-tests "];
             if command.contains("cuda") && named.iter().any(|name| package.starts_with(name)) {
                 continue;
             }

@@ -21,15 +21,14 @@ pub fn find() -> Result<Workspace> {
 /// Lints a PTX file, and runs the tests that launch kernels with it in place of the embedded PTX.
 /// `selection` gives the tests as arguments of `cargo test --release`; without it, all run.
 pub fn test_file(ws: &Workspace, job: &Job, file: &Path, selection: &[String]) -> Result<()> {
-    const ALL: [&str; 6] =
-        ["--package", "epoxide", "--package", "epoxide-testing", "--package", "epoxide-cli"];
+    const ALL: [&str; 4] = ["epoxide", "epoxide-testing", "epoxide-tests", "epoxide-cli"];
     // The tests run in other folders.
     let file = file.canonicalize().with_context(|| format!("cannot read {}", file.display()))?;
     lint_file(ws, job, &file, &read(&file)?)?;
     let mut tests = ws.cargo_in_callers_target();
     tests.env("EPOXIDE_PTX", &file).args(["test", "--release"]);
     match selection {
-        [] => tests.args(ALL),
+        [] => tests.args(ALL.iter().flat_map(|package| ["--package", package])),
         _ => tests.args(selection),
     };
     run_command(&mut tests).with_context(|| format!("the tests fail with {}", ws.display(&file)))

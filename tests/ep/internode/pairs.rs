@@ -219,7 +219,7 @@ impl Memory {
 #[test]
 fn pairs_without_a_host_wait() {
     let count =
-        std::env::var(PAIRS_VARIABLE).map_or(tier::pick(12, 500), |count| count.parse().expect("a number"));
+        std::env::var(PAIRS_VARIABLE).map_or(tier::pick(12, 200), |count| count.parse().expect("a number"));
     let place = NodeLinks { ranks_per_node: 2, transport: TransportKind::Shm, queues: QUEUES };
     Network { nodes: 3, place, late: 1 }.run(count);
 }

@@ -198,7 +198,7 @@ error: test failed, to rerun pass `-p epoxide-testing --test groups`
         let text = "
      Running tests/ep/main.rs (target/release/deps/ep-77)
 test a ... ok
-error: test failed, to rerun pass `-p epoxide-testing --test ep`
+error: test failed, to rerun pass `-p epoxide-tests --test ep`
 
 Caused by:
   process didn't exit successfully: `/t/release/deps/ep-77` (signal: 6, SIGABRT: process abort signal)
