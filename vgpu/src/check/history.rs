@@ -304,6 +304,37 @@ mod tests {
     }
 
     #[test]
+    fn the_latest_writes_are_kept_and_those_of_one_instruction_are_one() {
+        let (mut history, mut flag) = (History::default(), Writes::default());
+        for pc in 0..MOST_WRITES as u32 + 3 {
+            (0..2).for_each(|_| {
+                history.wrote(&mut flag, (lane(0), pc), (Sem::Relaxed, Scope::Gpu), false, false)
+            });
+        }
+        let pcs: Vec<u32> = flag.latest_first().map(|write| write.pc).collect();
+        let latest = (3..MOST_WRITES as u32 + 3).rev();
+        assert_eq!(pcs, latest.collect::<Vec<_>>());
+        assert_eq!(flag.last().map(|write| write.at), Some(2 * (MOST_WRITES as u64 + 3)));
+    }
+
+    #[test]
+    fn reads_of_blocks_that_take_turns_are_all_kept() {
+        let (mut history, mut flag) = (History::default(), Writes::default());
+        let strong = (Sem::Acquire, Scope::Gpu);
+        history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, true);
+        for (block, pc) in [(0, 1), (1, 2), (0, 3), (2, 4), (0, 5)] {
+            history.read((lane(block), pc), strong, global(0));
+        }
+        let writes = |_, place| (place == global(0)).then_some(&flag);
+        let pcs = |block| -> Vec<u32> {
+            let way = history.last_reads(clock::block_of(lane(block)), None, writes);
+            way.iter().map(|step| step.read.pc).collect()
+        };
+        assert_eq!([pcs(0), pcs(1), pcs(2)], [vec![1, 3, 5], vec![2], vec![4]]);
+        assert_eq!(history.blocks_before(2).count(), 3);
+    }
+
+    #[test]
     fn a_way_leads_through_reads_of_others_before_their_writes() {
         let mut history = History::default();
         let (mut first, mut second) = (Writes::default(), Writes::default());

@@ -105,3 +105,31 @@ impl ReleaseMap {
 fn within(offset: u64) -> u16 {
     (offset % CHUNK) as u16
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locations_are_found_whatever_the_order_in_which_they_came() {
+        let mut map = ReleaseMap::default();
+        let ahead = |map: &ReleaseMap, memory, offset| {
+            map.get(memory, offset).and_then(Releases::ahead).map(|(scope, _)| *scope)
+        };
+        let places = [(1, 8), (1, CHUNK), (2, 8), (1, 0), (1, CHUNK - 4), (1, 8 + CHUNK)];
+        for (i, (memory, offset)) in places.into_iter().enumerate() {
+            let scope = if i % 2 == 0 { Scope::Cta } else { Scope::Sys };
+            let patterns = map.get_or_default(memory, offset).patterns.get_or_insert_default();
+            patterns.ahead = Some((scope, CausalPast::default()));
+        }
+        for (i, (memory, offset)) in places.into_iter().enumerate() {
+            let scope = if i % 2 == 0 { Scope::Cta } else { Scope::Sys };
+            assert_eq!(ahead(&map, memory, offset), Some(scope));
+            assert!(map.get_mut(memory, offset).is_some());
+        }
+        assert!(map.get(1, 4).is_none() && map.get(3, 8).is_none() && map.get_mut(2, 0).is_none());
+        map.forget(1);
+        assert!(map.get(1, 8).is_none() && map.get(1, CHUNK).is_none());
+        assert_eq!(ahead(&map, 2, 8), Some(Scope::Cta));
+    }
+}
