@@ -37,7 +37,13 @@ impl Lane {
     /// Acquires `past`, the causal past of a chain.
     fn acquire(&mut self, chain: u64, past: &CausalPast) {
         match self.acquired.iter_mut().find(|h| h.chain == chain) {
-            Some(last) if last.past.same(past) => {}
+            Some(last) if last.past.same(past) => {
+                // A lane that polls looks at these pasts at each turn: one is faster than several.
+                if !last.joined {
+                    last.joined = true;
+                    self.past.join(past);
+                }
+            }
             Some(last) => (last.past, last.joined) = (past.clone(), false),
             None => {
                 if self.acquired.len() == MOST_ACQUIRED {
