@@ -4,47 +4,15 @@ use super::clock::{self, Key, VectorClock};
 use super::cluster::Visit;
 use super::grids::Grids;
 use super::hash::FastMap;
-use super::history::Writes;
 use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
+use super::releases::{Fenced, Release, ReleaseMap};
 use super::shadow::Shadow;
 use crate::exec::bulk_queue::Landed;
 use crate::exec::lanes::lanes;
 use crate::ir::{BARRIERS, FULL, Fence, Order, Scope};
 
-/// A release pattern that reads of a location may observe.
-#[derive(Clone, Debug)]
-pub(crate) struct Release {
-    pub(crate) scope: Scope,
-    pub(crate) by: Key,
-    /// Other writers have added their releases by read-modify-writes. The scope includes them and
-    /// `by`.
-    pub(crate) shared: bool,
-    /// Number of the chain; [`OUTSIDE`] is the chain of hidden memory. The causal past of a chain
-    /// only grows.
-    pub(crate) chain: u64,
-    pub(crate) past: CausalPast,
-}
-
-/// The release patterns that reads of a location observe.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Releases {
-    /// Those that a read of its last write observes.
-    pub(crate) last: Vec<Release>,
-    /// Releases that a read of the write before observes. A reader of an older value acquires what
-    /// was released with that value.
-    pub(crate) before: Vec<Release>,
-    /// The strong writes of the location, for reports.
-    pub(crate) writes: Writes,
-    /// For reports: accesses before fences that stood ahead of a barrier before its last write, and
-    /// the narrowest scope of these fences.
-    pub(crate) ahead: Option<Fenced>,
-}
-
-/// A fence's scope, and the causal past there.
-pub(crate) type Fenced = (Scope, CausalPast);
-
 /// All that was released to hidden memory, as a chain.
-const OUTSIDE: u64 = 0;
+pub(super) const OUTSIDE: u64 = 0;
 /// Most chains whose acquired pasts a lane keeps apart.
 const MOST_ACQUIRED: usize = 16;
 
@@ -69,7 +37,13 @@ impl Lane {
     /// Acquires `past`, the causal past of a chain.
     fn acquire(&mut self, chain: u64, past: &CausalPast) {
         match self.acquired.iter_mut().find(|h| h.chain == chain) {
-            Some(last) if last.past.same(past) => {}
+            Some(last) if last.past.same(past) => {
+                // A lane that polls looks at these pasts at each turn: one is faster than several.
+                if !last.joined {
+                    last.joined = true;
+                    self.past.join(past);
+                }
+            }
             Some(last) => (last.past, last.joined) = (past.clone(), false),
             None => {
                 if self.acquired.len() == MOST_ACQUIRED {
@@ -163,7 +137,7 @@ pub(crate) struct BlockCheck {
     /// The causal past at the begin of the kernel.
     pub(crate) start: CausalPast,
     pub(crate) shared: Shadow,
-    pub(crate) releases: FastMap<u64, Releases>,
+    pub(crate) releases: ReleaseMap,
     /// Causal pasts gathered from the warps that have arrived, and those of the last completion.
     gathering: [Gathering; BARRIERS],
     opened: [CausalPast; BARRIERS],
@@ -332,7 +306,7 @@ impl BlockCheck {
             warps: warps.collect(),
             start: start.clone(),
             shared: Shadow::default(),
-            releases: FastMap::default(),
+            releases: ReleaseMap::default(),
             gathering: Default::default(),
             opened: Default::default(),
             opened_fenced: Default::default(),
@@ -428,6 +402,11 @@ impl BlockCheck {
         mask >> lane & 1 != 0 || ticks.is_some_and(|ticks| lanes(mask).any(|l| ticks[l][lane % 32] >= tick))
     }
 
+    /// Whether a strong read may acquire anything: at once, or at a fence behind it.
+    pub(crate) fn acquires(&self, acquire: bool) -> bool {
+        acquire || self.has_fences
+    }
+
     /// The lanes of `mask` observe release patterns by a read of scope `scope`: an acquire takes
     /// them over, and so does a fence behind a relaxed read.
     pub(crate) fn observe(
@@ -439,18 +418,17 @@ impl BlockCheck {
         acquire: bool,
         found: &[Release],
     ) {
-        if !acquire && !self.has_fences {
+        if found.is_empty() || !self.acquires(acquire) {
             return;
         }
         let warp = &mut self.warps[warp as usize];
         let reader = clock::lane(warp.key, mask.trailing_zeros() as usize % 32);
-        let fitting: Vec<&Release> =
-            found.iter().filter(|r| grids.mutual(r.scope, r.by, scope, reader)).collect();
-        if fitting.is_empty() {
+        let fitting = || found.iter().filter(|r| grids.mutual(r.scope, r.by, scope, reader));
+        if fitting().next().is_none() {
             return;
         }
         warp.each(mask, |lane| {
-            for r in &fitting {
+            for r in fitting() {
                 if acquire {
                     lane.acquire(r.chain, &r.past);
                 } else {

@@ -34,13 +34,37 @@ pub(crate) struct Strong {
     at: u64,
 }
 
-/// The last strong writes of a location, latest last.
+/// The last strong writes of a location. Most locations have one, which needs no allocation.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Writes(VecDeque<Strong>);
+pub(crate) struct Writes {
+    last: Option<Strong>,
+    /// Those before, latest last. `None` where there are none.
+    #[allow(clippy::box_collection)] // A word in each of very many locations.
+    older: Option<Box<VecDeque<Strong>>>,
+}
 
 impl Writes {
     pub(crate) fn last(&self) -> Option<&Strong> {
-        self.0.back()
+        self.last.as_ref()
+    }
+
+    /// All that are kept, latest first.
+    fn latest_first(&self) -> impl Iterator<Item = &Strong> {
+        let older = self.older.iter().flat_map(|older| older.iter().rev());
+        self.last.iter().chain(older)
+    }
+
+    fn add(&mut self, new: Strong) {
+        let Some(last) = self.last.replace(new) else { return };
+        if (last.by, last.pc) == (new.by, new.pc) {
+            return;
+        }
+        let older = self.older.get_or_insert_default();
+        // The last one counts as well.
+        if older.len() + 1 == MOST_WRITES {
+            older.pop_front();
+        }
+        older.push_back(last);
     }
 }
 
@@ -77,8 +101,10 @@ pub(crate) struct Step {
 pub(crate) struct History {
     /// Counts strong writes.
     now: u64,
-    /// The last reads of each block, by block.
+    /// The last reads of each block, by block. Empty for the block of `current`.
     sights: BTreeMap<Key, VecDeque<Sight>>,
+    /// The block that has read last, and its reads: a block mostly reads many times in turn.
+    current: Option<(Key, VecDeque<Sight>)>,
     /// The last wait of each lane, by lane, and for its copies, by their actor.
     waits: BTreeMap<Key, Wait>,
 }
@@ -95,20 +121,34 @@ impl History {
     ) {
         self.now += 1;
         let new = Strong { by, pc, sem, scope, rmw, releases, at: self.now };
-        match writes.0.back_mut() {
-            Some(last) if (last.by, last.pc) == (by, pc) => *last = new,
-            _ => {
-                if writes.0.len() == MOST_WRITES {
-                    writes.0.pop_front();
-                }
-                writes.0.push_back(new);
+        writes.add(new);
+    }
+
+    /// The last reads of a block that reads, to add to.
+    fn sights_of_reader(&mut self, block: Key) -> &mut VecDeque<Sight> {
+        if let Some((last, sights)) = self.current.take_if(|(last, _)| *last != block) {
+            self.sights.insert(last, sights);
+        }
+        if self.current.is_none() {
+            let sights = std::mem::take(self.sights.entry(block).or_default());
+            self.current = Some((block, sights));
+            if self.sights.len() > MOST_OLD {
+                // Grids are numbered, so that the first are the oldest.
+                self.sights.pop_first();
             }
         }
+        &mut self.current.get_or_insert_with(|| (block, VecDeque::new())).1
+    }
+
+    /// The last reads of a block, latest last.
+    fn sights_of(&self, block: Key) -> Option<&VecDeque<Sight>> {
+        let current = self.current.as_ref().filter(|(last, _)| *last == block);
+        current.map(|(_, sights)| sights).or_else(|| self.sights.get(&block))
     }
 
     pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), place: Place) {
         let new = Sight { by, pc, sem, scope, place, at: self.now };
-        let sights = self.sights.entry(clock::block_of(by)).or_default();
+        let sights = self.sights_of_reader(clock::block_of(by));
         match sights.iter().rposition(|s| s.pc == pc && s.place == place) {
             Some(last) if last + 1 == sights.len() => sights[last] = new,
             Some(old) => {
@@ -121,10 +161,6 @@ impl History {
                 }
                 sights.push_back(new);
             }
-        }
-        if self.sights.len() > MOST_OLD {
-            // Grids are numbered, so that the first are the oldest.
-            self.sights.pop_first();
         }
     }
 
@@ -147,10 +183,10 @@ impl History {
         before: u64,
         writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> impl Iterator<Item = Step> {
-        let sights = self.sights.get(&block).into_iter().flatten().rev();
+        let sights = self.sights_of(block).into_iter().flatten().rev();
         sights.filter(move |read| read.at <= before).flat_map(move |&read| {
             let mut seen = vec![];
-            for &write in writes(block, read.place).into_iter().flat_map(|w| w.0.iter().rev()) {
+            for &write in writes(block, read.place).into_iter().flat_map(Writes::latest_first) {
                 if write.at <= read.at {
                     seen.push(Step { read, write: Some(write) });
                     // A read-modify-write also passes on the releases of the write before it.
@@ -265,6 +301,37 @@ mod tests {
         assert_eq!(pcs(history.way(block(0), block(5), writes).unwrap()), [(5, true)]);
         assert_eq!(history.blocks_before(2).collect::<Vec<_>>(), [block(0)]);
         assert_eq!(history.blocks_before(1).count(), 0);
+    }
+
+    #[test]
+    fn the_latest_writes_are_kept_and_those_of_one_instruction_are_one() {
+        let (mut history, mut flag) = (History::default(), Writes::default());
+        for pc in 0..MOST_WRITES as u32 + 3 {
+            (0..2).for_each(|_| {
+                history.wrote(&mut flag, (lane(0), pc), (Sem::Relaxed, Scope::Gpu), false, false)
+            });
+        }
+        let pcs: Vec<u32> = flag.latest_first().map(|write| write.pc).collect();
+        let latest = (3..MOST_WRITES as u32 + 3).rev();
+        assert_eq!(pcs, latest.collect::<Vec<_>>());
+        assert_eq!(flag.last().map(|write| write.at), Some(2 * (MOST_WRITES as u64 + 3)));
+    }
+
+    #[test]
+    fn reads_of_blocks_that_take_turns_are_all_kept() {
+        let (mut history, mut flag) = (History::default(), Writes::default());
+        let strong = (Sem::Acquire, Scope::Gpu);
+        history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, true);
+        for (block, pc) in [(0, 1), (1, 2), (0, 3), (2, 4), (0, 5)] {
+            history.read((lane(block), pc), strong, global(0));
+        }
+        let writes = |_, place| (place == global(0)).then_some(&flag);
+        let pcs = |block| -> Vec<u32> {
+            let way = history.last_reads(clock::block_of(lane(block)), None, writes);
+            way.iter().map(|step| step.read.pc).collect()
+        };
+        assert_eq!([pcs(0), pcs(1), pcs(2)], [vec![1, 3, 5], vec![2], vec![4]]);
+        assert_eq!(history.blocks_before(2).count(), 3);
     }
 
     #[test]

@@ -4,13 +4,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::block::{BlockCheck, Release, join_fenced};
+use super::block::{BlockCheck, join_fenced};
 use super::clock::{self, Key};
 use super::cluster::Peers;
 use super::grids::Grids;
 use super::history::Wait;
 use super::past::{CausalPast, GLOBAL, PastView, SHARED};
 use super::record::{Accessor, How, ROW_LANES, Record, Row, Violation, ViolationAt, Violations};
+use super::releases::{OWN, Release};
 use super::report;
 use super::reports::{Line, Pair};
 use super::shadow::{NOT_KEPT, Shadow};
@@ -513,16 +514,19 @@ impl Hooks for CheckHooks<'_> {
             return;
         }
         let CheckHooks { world, block, peers, warp } = self;
+        if !block.acquires(acquire) {
+            return;
+        }
         let World { grids, releases, chains, .. } = &mut **world;
         if older {
             let found = match place {
                 Place::Private => None,
-                Place::Shared { offset } => peers.at(block, offset).releases.get(&offset_of(offset)),
-                Place::Global { shadow, offset } => releases.get(&(shadow, offset)),
+                Place::Shared { offset } => peers.at(block, offset).releases.get(OWN, offset_of(offset)),
+                Place::Global { shadow, offset } => releases.get(shadow, offset),
             };
             // An older release gets a chain of its own: the chain's present past would include
             // later releases.
-            let mut found = found.map_or(vec![], |found| found.before.clone());
+            let mut found = found.map_or(vec![], |found| found.before().to_vec());
             for release in &mut found {
                 *chains += 1;
                 release.chain = *chains;
@@ -533,16 +537,16 @@ impl Hooks for CheckHooks<'_> {
             Place::Private => {}
             Place::Shared { offset } => {
                 let at = offset_of(offset);
-                let releases = peers.of(block, offset).releases.get_mut(&at);
-                let Some(found) = releases.map(|r| std::mem::take(&mut r.last)) else { return };
-                block.observe(grids, *warp, mask, scope, acquire, &found);
-                if let Some(releases) = peers.of(block, offset).releases.get_mut(&at) {
-                    releases.last = found;
+                let releases = peers.of(block, offset).releases.get_mut(OWN, at);
+                let Some(patterns) = releases.and_then(|r| r.patterns.take()) else { return };
+                block.observe(grids, *warp, mask, scope, acquire, &patterns.last);
+                if let Some(releases) = peers.of(block, offset).releases.get_mut(OWN, at) {
+                    releases.patterns = Some(patterns);
                 }
             }
             Place::Global { shadow, offset } => {
-                if let Some(found) = releases.get(&(shadow, offset)) {
-                    block.observe(grids, *warp, mask, scope, acquire, &found.last);
+                if let Some(found) = releases.get(shadow, offset) {
+                    block.observe(grids, *warp, mask, scope, acquire, found.last());
                 }
             }
         }
@@ -567,16 +571,20 @@ impl Hooks for CheckHooks<'_> {
         let releases = match place {
             Place::Private => return,
             Place::Shared { offset } => {
-                peers.of(block, offset).releases.entry(offset_of(offset)).or_default()
+                peers.of(block, offset).releases.get_or_default(OWN, offset_of(offset))
             }
-            Place::Global { shadow, offset } => world.releases.entry((shadow, offset)).or_default(),
+            Place::Global { shadow, offset } => world.releases.get_or_default(shadow, offset),
         };
         let manner = (sem, scope);
         world.history.wrote(&mut releases.writes, (own, pc), manner, rmw, release.is_some());
+        if ahead.is_none() && release.is_none() && releases.patterns.is_none() {
+            return;
+        }
+        let patterns = releases.patterns.get_or_insert_default();
         if rmw {
-            join_fenced(&mut releases.ahead, &ahead);
+            join_fenced(&mut patterns.ahead, &ahead);
         } else {
-            releases.ahead = ahead;
+            patterns.ahead = ahead;
         }
         if hidden {
             if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
@@ -589,23 +597,23 @@ impl Hooks for CheckHooks<'_> {
             }
             return;
         }
-        releases.before.clone_from(&releases.last);
+        patterns.before.clone_from(&patterns.last);
         // A release write followed by strong writes of the same thread is still a release pattern,
         // and so is a chain of read-modify-writes.
         let goes_on = sem == Sem::Relaxed && release.is_none();
-        releases.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
+        patterns.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
         let Some(mut new) = release else { return };
         world.chains += 1;
         new.chain = world.chains;
         // A chain of read-modify-writes goes on from the releases before it.
         let same_chain =
             |r: &&mut Release| r.scope == new.scope && world.grids.same_scopes(new.scope, r.by, new.by);
-        match releases.last.iter_mut().find(same_chain) {
+        match patterns.last.iter_mut().find(same_chain) {
             Some(old) => {
                 old.shared |= old.by != new.by;
                 old.past.join(&new.past);
             }
-            None => releases.last.push(new),
+            None => patterns.last.push(new),
         }
     }
 

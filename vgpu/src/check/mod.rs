@@ -24,6 +24,7 @@
 //! | `record.rs` | accesses, and whether one comes after another |
 //! | `word.rs` | the history of a word: its last write and the reads since |
 //! | `shadow.rs` | the histories of all words |
+//! | `releases.rs` | the release patterns that reads of a location observe |
 //! | `block.rs` | causal pasts of the lanes of a block, and the operations that extend them |
 //! | `cluster.rs` | the blocks of a cluster: whose memory an address is in, and their ends |
 //! | `hooks.rs` | the interpreter's calls, and the memory that an access goes to |
@@ -47,6 +48,7 @@ pub(crate) mod hooks;
 mod oracle;
 mod past;
 pub(crate) mod record;
+mod releases;
 pub(crate) mod report;
 mod reports;
 pub(crate) mod shadow;

@@ -8,6 +8,7 @@ use super::history::{Sight, Step, Strong};
 use super::hooks::Place;
 use super::past::CausalPast;
 use super::record::{How, Record, Violation};
+use super::releases::OWN;
 use super::reports::Class;
 use super::world::World;
 use crate::exec::cluster::offset_of;
@@ -131,10 +132,10 @@ fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Optio
     let first = way.first().filter(|_| !me.record.how.bulk)?;
     let releases = match first.read.place {
         Place::Private => None,
-        Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)),
-        Place::Shared { offset } => me.block.releases.get(&offset),
+        Place::Global { shadow, offset } => world.releases.get(shadow, offset),
+        Place::Shared { offset } => me.block.releases.get(OWN, offset),
     };
-    let (scope, ahead) = releases?.ahead.as_ref()?;
+    let (scope, ahead) = releases?.ahead()?;
     let acquired = (0..).zip(way).all(|(at, Step { read, write })| {
         let reaches = |write: &Strong| {
             let scope = if at == 0 { write.scope.min(*scope) } else { write.scope };
@@ -283,12 +284,12 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> (V
     }
     let writes = |block: Key, place: Place| match place {
         Place::Private => None,
-        Place::Global { shadow, offset } => world.releases.get(&(shadow, offset)).map(|r| &r.writes),
+        Place::Global { shadow, offset } => world.releases.get(shadow, offset).map(|r| &r.writes),
         // Shared memory of other clusters is out of reach.
         Place::Shared { offset } => {
             let here = world.grids.same_cluster(clock::warp_of_block(block), me.own);
             let releases = &me.peers.at(me.block, offset).releases;
-            releases.get(&offset_of(offset)).filter(|_| here).map(|r| &r.writes)
+            releases.get(OWN, offset_of(offset)).filter(|_| here).map(|r| &r.writes)
         }
     };
     let of = clock::place_of(theirs).map(|_| clock::block_of(theirs));
@@ -379,7 +380,7 @@ pub(crate) fn host_race(world: &World, violation: Violation, write: bool) -> Str
 /// The word that the host has loaded last, if there is something violation with how it was written.
 fn host_attempt(world: &World) -> Option<String> {
     let loaded = world.hosts.get(&std::thread::current().id())?.loaded?;
-    let write = world.releases.get(&loaded)?.writes.last()?;
+    let write = world.releases.get(loaded.0, loaded.1)?.writes.last()?;
     let verdict = match () {
         () if !write.releases => NO_RELEASE,
         () if write.scope != Scope::Sys => NO_REACH,

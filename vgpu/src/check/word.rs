@@ -15,6 +15,10 @@ pub(super) struct History {
     pub(super) written: bool,
     /// Whether the shadow has the value before the last write.
     pub(super) before: bool,
+    /// The first lane that has observed the last write by a morally strong read, and the tick;
+    /// actor 0 where there is none. The write comes before all accesses after the read. The other
+    /// accesses of its thread do not.
+    seen: (Key, u32),
     /// Rarely anything.
     more: Option<Arc<More>>,
 }
@@ -24,8 +28,7 @@ pub(super) struct History {
 struct More {
     /// Readers besides `History::read`, unordered with it.
     readers: Readers,
-    /// Lanes that have observed the last write by a morally strong read, and the tick. The write
-    /// comes before all accesses after one of these reads. The other accesses of its thread do not.
+    /// Lanes that have observed the last write besides `History::seen`.
     seen: Vec<(Key, u32)>,
     /// Reads by `ld.global.nc` since the last write, the first of each kernel.
     read_only: Vec<Record>,
@@ -88,7 +91,7 @@ impl Default for Fine {
 
 impl History {
     pub(super) const fn untouched(written: bool) -> Self {
-        Self { write: NOBODY, read: NOBODY, written, before: false, more: None }
+        Self { write: NOBODY, read: NOBODY, written, before: false, seen: (0, 0), more: None }
     }
 
     /// The history behind a write.
@@ -252,9 +255,11 @@ impl History {
         if !self.awaits_note(grids, who) {
             return;
         }
-        let seen = self.more.as_ref().map_or(&[][..], |more| &more.seen);
-        if !seen.iter().any(|s| s.0 == who.own) {
-            self.more().seen.push((who.own, who.record.tick));
+        let new = (who.own, who.record.tick);
+        if self.seen.0 == 0 {
+            self.seen = new;
+        } else if !self.seen().any(|s| s.0 == who.own) {
+            self.more().seen.push(new);
         }
     }
 
@@ -273,9 +278,13 @@ impl History {
     /// Whether an access of a lone actor comes after a strong read of the last write, so after that
     /// write.
     pub(super) fn is_observed(&self, grids: &Grids, who: &Accessor) -> bool {
-        self.more.as_ref().is_some_and(|more| {
-            more.seen.iter().any(|&(key, tick)| key == who.own || who.after_tick(grids, key, tick))
-        })
+        self.seen().any(|(key, tick)| key == who.own || who.after_tick(grids, key, tick))
+    }
+
+    /// Lanes that have observed the last write.
+    fn seen(&self) -> impl Iterator<Item = (Key, u32)> {
+        let more = self.more.iter().flat_map(|more| &more.seen);
+        std::iter::once(&self.seen).filter(|seen| seen.0 != 0).chain(more).copied()
     }
 }
 

@@ -5,7 +5,6 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use super::block::{Release, Releases};
 use super::checker::CheckConfig;
 use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
@@ -13,6 +12,7 @@ use super::hash::FastMap;
 use super::history::History;
 use super::past::{CausalPast, PastView, Timeline};
 use super::record::{Accessor, How, Record, Violation, ViolationAt};
+use super::releases::{Release, ReleaseMap};
 use super::reports::Reports;
 use super::shadow::{NOT_KEPT, Shadow};
 use super::stores::{Counts, Loaded, Stored};
@@ -47,7 +47,7 @@ pub(crate) struct World {
     /// Numbers of devices, by the identity of their memory.
     pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
-    pub(crate) releases: FastMap<(u32, u64), Releases>,
+    pub(crate) releases: ReleaseMap,
     /// Chains of releases so far: the number of the last.
     pub(super) chains: u64,
     /// Causal past that was released to hidden memory, for acquires there.
@@ -85,7 +85,7 @@ impl World {
             devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],
-            releases: FastMap::default(),
+            releases: ReleaseMap::default(),
             chains: 0,
             outside: CausalPast::default(),
             history: History::default(),
@@ -131,7 +131,7 @@ impl World {
             let number = *number;
             self.backings.remove(&backing);
             self.shadows[number as usize] = Shadow::default();
-            self.releases.retain(|(shadow, _), _| *shadow != number);
+            self.releases.forget(number);
             self.stores.forget(number);
             self.loads.forget(number);
             self.free_shadows.push(number);
@@ -283,9 +283,9 @@ impl World {
         if self.shadows.get(number as usize).is_some_and(|shadow| shadow.hidden) {
             acquired.join(&self.outside);
         } else {
-            let Some(releases) = self.releases.get(&(number, at)) else { return Ok(()) };
+            let Some(releases) = self.releases.get(number, at) else { return Ok(()) };
             // A narrower scope does not include the host.
-            releases.last.iter().filter(|r| r.scope == Scope::Sys).for_each(|r| acquired.join(&r.past));
+            releases.last().iter().filter(|r| r.scope == Scope::Sys).for_each(|r| acquired.join(&r.past));
         }
         let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.past.join(&acquired)));
         if acted.is_none() {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use half::{bf16, f16};
 
 use super::cluster::rank_of;
-use super::lanes::lanes;
+use super::lanes::{lanes, mask_of};
 use super::parts::stored_word;
 use super::simd;
 use super::state::window;
@@ -579,7 +579,7 @@ impl<W: Hooks> Exec<'_, W> {
         let mut todo = m;
         while todo != 0 {
             let first = todo.trailing_zeros() as usize;
-            let same = lanes(todo).filter(|&i| addr[i] == addr[first]).fold(0, |a, i| a | 1 << i);
+            let same = mask_of(|i| addr[i] == addr[first]) & todo;
             todo &= !same;
             // The region used last may be another lane's.
             if self.pointer(LOADS, a.space, addr[first], 1, first).is_ok() {

@@ -7,17 +7,6 @@ use half::{bf16, f16};
 use super::simd::top_bits;
 use crate::ir::{AluFn, FULL, File, Regs};
 
-/// The bit of each lane in a mask.
-const LANE_BIT: [u32; 32] = {
-    let mut bits = [1; 32];
-    let mut lane = 1;
-    while lane < 32 {
-        bits[lane] = bits[lane - 1] << 1;
-        lane += 1;
-    }
-    bits
-};
-
 /// A scalar type that fits a register.
 pub(crate) trait Lane: Copy + Default + 'static {
     /// Register file that holds it.
@@ -59,9 +48,12 @@ macro_rules! lane {
             #[inline(always)]
             fn blend(r: &mut Regs, slot: u32, v: &[Self; 32], m: u32) {
                 let row = &mut r.$field[slot as usize];
-                for i in 0..32 {
-                    // A test of a constant bit is a comparison that the compiler vectorises.
-                    row[i] = if m & LANE_BIT[i] != 0 { $to(v[i]) } else { row[i] };
+                // A choice between two values becomes 32 branches; this is vectorised.
+                let mut i = 0;
+                while i < 32 {
+                    let keep = (<$word>::from(m) >> i & 1).wrapping_sub(1);
+                    row[i] ^= (row[i] ^ $to(v[i])) & !keep;
+                    i += 1;
                 }
             }
             #[inline(always)]
