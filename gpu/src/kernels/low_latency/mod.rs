@@ -473,10 +473,19 @@ fn last_warp() -> u32 {
 /// because it also publishes that the kernels before have ended.
 #[device]
 unsafe fn publish_call<R: Ranks, const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening<R>) {
-    let (comm, lane, epoch) = (&args.comm, laneid(), opening.epoch());
     fence_acq_rel_sys();
+    store_call(args, opening.told::<COMBINE>(args), opening.epoch());
+}
+
+/// Stores the call of the operation at the ranks `told`. One warp calls it, behind a fence.
+///
+/// # Safety
+/// As of [`publish_call`].
+#[device]
+unsafe fn store_call<R: Ranks>(args: &LowLatencyArgs, told: R, epoch: u64) {
+    let (comm, lane) = (&args.comm, laneid());
     each_rank!(R, lane, rank => {
-        if (R::MANY || rank < FEW_RANKS as u32) && opening.told::<COMBINE>(args).has(rank) {
+        if (R::MANY || rank < FEW_RANKS as u32) && told.has(rank) {
             let packet = epoch << 32 | comm.call;
             let pool = R::pool(comm, rank);
             st_relaxed_sys_u64(pool + call_offset(R::ROOM, comm.rank, epoch), packet);

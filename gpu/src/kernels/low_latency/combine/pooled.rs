@@ -2,11 +2,13 @@
 //! gathers them there, and no row is copied.
 //!
 //! Soundness: a rank publishes that it has entered the combine behind the kernels that wrote its
-//! rows, and a warp of each block acquires that of every member ahead of a barrier. No row is
-//! written before the rank's next dispatch into the place has ended, which every member enters
-//! behind its combine. A dispatch that ends without a member has told that one before, in time
-//! ([`has_one_given_up`]). A piece of a sum has one warp. Collectives stand where all lanes of a warp
-//! arrive: the numbers and masks of pieces are the same in all lanes.
+//! rows, and a warp of each block acquires that of every member ahead of a barrier. The fence in
+//! front of the publication is the first thing that its warp does: it and the store behind it
+//! release what the kernels before have written. No row is written before the rank's next dispatch
+//! into the place has ended, which every member enters behind its combine. A dispatch that ends
+//! without a member has told that one before, in time ([`has_one_given_up`]). A piece of a sum has
+//! one warp. Collectives stand where all lanes of a warp arrive: the numbers and masks of pieces
+//! are the same in all lanes.
 
 use super::super::super::combine::{Bf16, Summand};
 use super::super::super::epoch::{Phase, trace};
@@ -14,7 +16,7 @@ use super::super::super::peer_wait::PeerWait;
 use super::super::ranks::{Few, Many, Ranks, each_rank};
 use super::super::{
     Opened, Opening, PieceOf, add_share, begin, have_all_entered, in_packets, inside, last_warp,
-    let_next_launch, note_answer, publish_call, publishes_call,
+    let_next_launch, note_answer, store_call,
 };
 use super::add_ranks;
 use super::receive::{ranks_of, spoil_pieces};
@@ -54,14 +56,24 @@ unsafe fn combine_pieces<R: Ranks, const VECTORS: usize>(args: &LowLatencyCombin
     let shared = R::shared();
     trace(comm, Phase::Enter);
     let publishes = publishes_call(common);
-    let opening = Opening::<R>::load::<true>(common, tid() == 0 || publishes);
+    // A fence of this scope takes three times as long as the loads that decide how the operation
+    // begins. Thread 0 loads them meanwhile.
+    if publishes {
+        fence_acq_rel_sys();
+    }
+    let opening = Opening::<R>::load::<true>(common, tid() == 0);
     let (mut number, pieces) =
         (PieceOf::<VECTORS>::first_to_receive(), PieceOf::<VECTORS>::count(args.row_bytes));
     let mut ranks: R = ranks_of(args, PieceOf::<VECTORS>::of(number, args.row_bytes, 1).token);
-    if publishes {
-        publish_call::<R, true>(common, &opening);
+    // The words have no other use in this kernel.
+    if tid() == 0 {
+        opening.told::<true>(common).st_shared(shared.of_source.at(0), shared.of_source.at(1));
     }
     let opened = begin::<R, true>(common, &opening, shared.opened);
+    if publishes {
+        let told = R::ld_shared(shared.of_source.at(0), shared.of_source.at(1));
+        store_call(common, told, opened.epoch());
+    }
     if common.phases & phase::SEND != 0 && opened.takes_part() && ctaid() == 0 && tid() == 0 {
         note_answer(common, &opening);
     }
@@ -91,6 +103,13 @@ unsafe fn combine_pieces<R: Ranks, const VECTORS: usize>(args: &LowLatencyCombin
         }
         add_share(comm);
     }
+}
+
+/// Whether this warp publishes the call: the last one of the first block, which has the fewest
+/// pieces.
+#[device]
+fn publishes_call(args: &LowLatencyArgs) -> bool {
+    args.phases & phase::SEND != 0 && ctaid() == 0 && tid() / 32 == last_warp()
 }
 
 /// Whether a member has ended a later dispatch without this rank, or will not enter this combine: its
