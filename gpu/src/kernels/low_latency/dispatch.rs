@@ -81,7 +81,7 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args:
 /// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
 /// it has come.
 #[kernel(
-    threads = 512, barriers = 16, registers = 128, dependent,
+    threads = 512, barriers = 19, registers = 128, dependent,
     block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
@@ -96,7 +96,7 @@ pub unsafe fn low_latency_dispatch_by_expert(args: LowLatencyExpertDispatchArgs)
 
 /// The same to up to [`MAX_RANKS`] ranks.
 #[kernel(
-    threads = 512, barriers = 17, registers = 128, dependent,
+    threads = 512, barriers = 20, registers = 128, dependent,
     block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
@@ -677,16 +677,6 @@ struct Coming<'a, R> {
 }
 
 impl<R: Ranks> Coming<'_, R> {
-    /// Whether rows of this source are taken from the input, which is there from the kernel's start:
-    /// this rank's own, as they are, unless another kernel has sent them.
-    #[device]
-    fn is_here(&self, source: u32) -> bool {
-        let common = &self.args.common;
-        source == common.comm.rank
-            && self.args.quantise == Quantise::Not as u32
-            && common.phases == phase::SEND | phase::RECEIVE
-    }
-
     /// The row of a token among those received.
     #[device]
     fn row_of(&self, source: u32, index: u32) -> u32 {
@@ -751,6 +741,16 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
     #[device]
     unsafe fn token(&self, _: u32, index: u32) -> u32 {
         index
+    }
+
+    /// Rows of this rank are taken from the input, which is there from the kernel's start, as they are,
+    /// unless another kernel has sent them.
+    #[device]
+    unsafe fn is_here(&self, source: u32) -> bool {
+        let common = &self.args.common;
+        source == common.comm.rank
+            && self.args.quantise == Quantise::Not as u32
+            && common.phases == phase::SEND | phase::RECEIVE
     }
 
     #[device]

@@ -45,7 +45,7 @@ pub unsafe fn low_latency_dispatch_many_mxfp8(args: LowLatencyDispatchArgs) {
 /// The same as [`LowLatencyDispatchByExpert`](super::LowLatencyDispatchByExpert), of rows that
 /// become MXFP8 on their way.
 #[kernel(
-    threads = 512, barriers = 16, registers = 128, dependent,
+    threads = 512, barriers = 19, registers = 128, dependent,
     block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
@@ -61,7 +61,7 @@ pub unsafe fn low_latency_dispatch_by_expert_mxfp8(args: LowLatencyExpertDispatc
 
 /// The same to up to [`MAX_RANKS`] ranks.
 #[kernel(
-    threads = 512, barriers = 17, registers = 128, dependent,
+    threads = 512, barriers = 20, registers = 128, dependent,
     block = 512, shared = super::low_latency_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.common),
@@ -94,7 +94,7 @@ pub unsafe fn low_latency_internode_dispatch_mxfp8(args: LowLatencyInternodeDisp
 /// The same as [`LowLatencyInternodeDispatchByExpert`](super::LowLatencyInternodeDispatchByExpert),
 /// of rows that become MXFP8 on their way.
 #[kernel(
-    threads = 512, barriers = 18, registers = 128,
+    threads = 512, barriers = 21, registers = 128,
     shared = super::low_latency_internode_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.dispatch.common),
