@@ -7,11 +7,15 @@
 //! rank's come first: they are counted ahead of the wait for the other ranks. Where the kernel has
 //! sent them too, their rows are read from the input, while those of other ranks are under way.
 //!
+//! The first [`TOKENS`] warps lay segments out and find places. A team's other warps load their first
+//! pieces meanwhile, and wait for the places before they store.
+//!
 //! Most of this code runs once in a block, and fetching it takes longer than running it. So loops
 //! are [`rolled!`], nothing is divided, and no step has a second copy for its first turn.
 //!
-//! Soundness: words of shared memory have a barrier of the team between their writers and their
-//! readers; counters are added to by atomics. A row of a segment, or a part of it, has one warp of
+//! Soundness: words of shared memory have a barrier between their writers and their readers: of the
+//! team, of the warps that find places, or of those and the ones that wait for places. Counters are
+//! added to by atomics. A row of a segment, or a part of it, has one warp of
 //! one block, since every block derives the same places from the same selections. A row is read
 //! behind the word of its chunk, which a lane has acquired in front of a barrier of its warp.
 //! Places are checked against the room before use. Collectives stand where all lanes of a warp
@@ -27,6 +31,9 @@ use crate::simt::*;
 
 /// Tokens that a block takes together; a warp reads the entries of one.
 const TOKENS: u32 = 8;
+/// The barrier of the warps that find places, and the one at which the others wait for them.
+const ENTRIES: u32 = 5;
+const PLACES: u32 = 6;
 /// Vectors of 16 bytes of a piece that a lane has: as many loads are in flight together.
 const VECTORS: usize = 4;
 /// Bytes of a row that a warp copies at a time.
@@ -54,6 +61,8 @@ pub(super) trait Arrivals {
     unsafe fn weight(&self, source: u32, index: u32, entry: u32) -> u32;
     /// The token's index on its rank.
     unsafe fn token(&self, source: u32, index: u32) -> u32;
+    /// Whether all rows of the source are here from the start.
+    unsafe fn is_here(&self, source: u32) -> bool;
     /// Waits for the row; false when the wait expired.
     unsafe fn wait(&self, source: u32, index: u32) -> bool;
     /// Where the row is.
@@ -137,16 +146,16 @@ impl<const MOST: usize> Scratch<MOST> {
         self.key(TOKENS + number, entry)
     }
 
-    /// The source of that token, and behind it the token's index.
+    /// Rows of the segments that a warp has laid out: two words for each warp.
     #[device]
-    fn token(self, number: u32) -> u32 {
-        self.place(TOKENS, 2 * number)
+    fn of_warp(self, number: u32) -> u32 {
+        self.place(TOKENS, number)
     }
 
     /// The first of a rank's tokens that the block has.
     #[device]
     fn first(self, source: u32) -> u32 {
-        self.token(TOKENS) + source * 4
+        self.of_warp(2 * TOKENS) + source * 4
     }
 
     /// Which parts of the rows of a rank's tokens the block has, [`Share::parts`].
@@ -227,6 +236,12 @@ struct Entry {
     seen: u64,
 }
 
+/// A lane's part of a piece of a row, and a scale.
+struct Piece {
+    vectors: [[u32; 4]; VECTORS],
+    scale: f32,
+}
+
 /// Pairs of entries whose loads a thread has in flight together.
 const PAIRS: u32 = 4;
 
@@ -258,38 +273,77 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         }
         team.sync();
         let all = same(ld_shared_u32(scratch.upto(args.comm.num_ranks - 1)));
-        let (mut first, mut placed) = (0, Entry { token: None, seen: 0 });
+        // One copy of a round: the compiler does not see that the first one lays segments out.
+        let mut first = unknown(0);
+        // A block without tokens has an empty round, which lays segments out.
         loop {
-            // On its way while the tokens in front of these are placed, or segments are laid out.
-            let ahead = self.entry(first + team.warp());
-            if first == 0 {
-                if team.warp() == 0 {
-                    self.lay_out_segments();
-                }
-            } else {
-                self.place_round(&placed, (all + TOKENS - first).min(TOKENS));
+            let count = (all - first).min(TOKENS);
+            let mut ahead = Entry { token: None, seen: 0 };
+            if first + TOKENS < all {
+                // On its way while the tokens in front of these are placed.
+                ahead = self.entry(first + TOKENS + team.warp());
             }
-            // A block without tokens has an empty round, so that a barrier follows the layout.
-            if first >= all.max(1) {
+            self.place_round(first, count);
+            first += unknown(TOKENS);
+            if first >= all {
                 break;
             }
             // The words are the next tokens'.
             team.sync();
-            (first, placed) = (first + TOKENS, ahead);
+            self.note_keys(&ahead);
         }
         self.write_tables();
         true
     }
 
-    /// Copies the rows of the round's `count` tokens, and writes the tables of these rows; `entry`:
-    /// the lane's, of the warp's token.
+    /// Places and copies the rows of a round: those of the block's `count` tokens from number `first`
+    /// on, a piece to a warp.
+    ///
+    /// The warps behind those that find places load their first piece meanwhile.
     #[device]
-    unsafe fn place_round(&self, entry: &Entry, count: u32) {
-        let (key, place) = self.find_places(entry);
-        self.write_rows(entry, place);
-        self.copy_rows(count);
-        if key != NOWHERE {
-            red_relaxed_cta_shared_add_u32(self.scratch.next(key >> 16, key & 0xffff), 1);
+    unsafe fn place_round(&self, first: u32, count: u32) {
+        let Placing { args, shape, team, scratch, .. } = *self;
+        let pieces = shape.bytes.div_ceil(PIECE);
+        let finds = team.warp() < TOKENS;
+        if finds {
+            self.find_places(first, count);
+        }
+        // From the last warp on: the first ones write tables.
+        let (mut number, mut mine) = (0, team.warps() - 1 - team.warp());
+        // One copy of the loads: the compiler does not see that the first turn is another one.
+        let mut are_placed = unknown(finds as u32);
+        loop {
+            no_unroll();
+            let (mut token, mut piece) = (Token { source: args.comm.rank, index: 0 }, 0);
+            while number < count {
+                no_unroll();
+                token = self.token(first + number).unwrap_or(token);
+                let parts = same(ld_shared_u32(scratch.parts(token.source)));
+                let (part, shift) = (parts >> 16, parts & 31);
+                // The block has every `1 << shift`th piece, the warp those of them from `mine` on.
+                piece = part + (mine << shift);
+                if piece < pieces {
+                    break;
+                }
+                // Pieces of the next token follow those of this one.
+                mine -= (pieces + (1 << shift) - 1 - part) >> shift;
+                number += unknown(1);
+            }
+            let mut loaded = None;
+            if number < count {
+                loaded = self.load_piece(number, token, piece, are_placed != 0);
+            }
+            if are_placed == 0 {
+                barrier_sync_part::<PLACES>(team.threads);
+                are_placed = unknown(1);
+            }
+            if number >= count {
+                break;
+            }
+            if let Some(loaded) = loaded {
+                self.store_piece(number, token, piece, &loaded);
+            }
+            mine += unknown(team.warps());
         }
     }
 
@@ -298,6 +352,19 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
     unsafe fn source(&self, turn: u32) -> u32 {
         let (source, ranks) = (self.args.comm.rank + turn, self.args.comm.num_ranks);
         if source < ranks { source } else { source - ranks }
+    }
+
+    /// The turn of a rank.
+    #[device]
+    unsafe fn turn(&self, source: u32) -> u32 {
+        let (rank, ranks) = (self.args.comm.rank, self.args.comm.num_ranks);
+        if source < rank { source + ranks - rank } else { source - rank }
+    }
+
+    /// Tokens that the block has of the ranks in front of the one of turn `turn`.
+    #[device]
+    unsafe fn before(&self, turn: u32) -> u32 {
+        if turn == 0 { 0 } else { ld_shared_u32(self.scratch.upto(turn - 1)) }
     }
 
     /// The block's token of number `number`, if it has so many. The whole warp calls it.
@@ -313,9 +380,8 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         if turn >= args.comm.num_ranks {
             return None;
         }
-        let before = if turn == 0 { 0 } else { ld_shared_u32(scratch.upto(turn - 1)) };
         let source = self.source(turn);
-        Some(Token { source, index: ld_shared_u32(scratch.first(source)) + number - before })
+        Some(Token { source, index: ld_shared_u32(scratch.first(source)) + number - self.before(turn) })
     }
 
     /// Loads the lane's entry of the block's token of number `number`, as far as it has come. The
@@ -335,8 +401,9 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
     }
 
     /// Counts the selections of each local expert by each rank, and those in front of the block's
-    /// tokens, and leaves in shared memory which tokens the block has: its own rank's first, which
-    /// need not come. False, in all threads, when the counts of the other ranks have not come.
+    /// tokens, and leaves in shared memory which tokens the block has and the keys of the first
+    /// round's: its own rank's first, which need not come. False, in all threads, when the counts of
+    /// the other ranks have not come.
     #[device]
     unsafe fn count_selections(&self) -> bool {
         let Placing { args, team, scratch, come, .. } = *self;
@@ -347,6 +414,7 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         let (begin, step) = (team.thread() >> shift, team.threads >> shift);
         let mut upto = 0;
         rolled!(turn in 0..args.comm.num_ranks => {
+            let before = upto;
             let source = self.source(turn);
             let count = come.count(source);
             let share = Share::of(count);
@@ -372,6 +440,12 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
                     let more = 1 + if index < share.first { 1 << 16 } else { 0 };
                     self.count_selection(source, low, more);
                     self.count_selection(source, high, more);
+                    // The first round's tokens are at hand.
+                    let number = before + index - share.first;
+                    if index >= share.first && index < share.end && number < TOKENS {
+                        self.note_key(number, pair * 2, source, low);
+                        self.note_key(number, pair * 2 + 1, source, high);
+                    }
                     seen = [seen[1], seen[2], seen[3], 0];
                     index += unknown(step);
                 }
@@ -392,38 +466,49 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
     }
 
     /// Lays the segments out, one behind the other, and leaves in shared memory where they begin and
-    /// end, and where the next selection of each rank goes. A whole warp calls it: its lanes have
-    /// adjacent experts, so that it takes one sum over lanes and no barrier.
+    /// end, and where the next selection of each rank goes. The warps that find places call it: a
+    /// thread has an expert, of more experts than threads one in each turn.
     #[device]
     unsafe fn lay_out_segments(&self) {
-        let Placing { args, to, scratch, .. } = *self;
-        let (lane, experts, ranks) = (laneid(), args.local_experts, args.comm.num_ranks);
-        let each = experts.div_ceil(32);
-        let first = (lane * each).min(experts);
-        let end = (first + each).min(experts);
+        let Placing { args, to, team, scratch, .. } = *self;
+        let (experts, ranks, warp) = (args.local_experts, args.comm.num_ranks, team.warp());
         let aligned = |rows: u32| (rows + to.alignment - 1) & !(to.alignment - 1);
-        let mut of_lane = 0;
-        rolled!(expert in first..end => {
-            let mut rows = 0;
-            rolled!(source in 0..ranks => {
-                rows += ld_shared_u32(scratch.next(source, expert)) & 0xffff;
+        let (mut begin, mut words) = (0, 0);
+        rolled!(first in 0..experts, TOKENS * 32 => {
+            let expert = first + team.thread();
+            let (mut rows, mut start) = (0, 0);
+            if expert < experts {
+                rolled!(source in 0..ranks => {
+                    rows += ld_shared_u32(scratch.next(source, expert)) & 0xffff;
+                });
+                start = aligned(rows);
+            }
+            // Rows of the segments up to this one, of the warp and then of all warps.
+            let upto = sum_upto(start, |a, b| a + b);
+            if laneid() == 31 {
+                st_shared_u32(scratch.of_warp(words + warp), upto);
+            }
+            barrier_sync_part::<ENTRIES>(TOKENS * 32);
+            let (mut all, mut before) = (begin, begin + upto - start);
+            rolled!(other in 0..TOKENS => {
+                let of_other = ld_shared_u32(scratch.of_warp(words + other));
+                all += of_other;
+                before += if other < warp { of_other } else { 0 };
             });
-            of_lane += aligned(rows);
+            if expert < experts {
+                st_shared_u32(scratch.start(expert), before);
+                rolled!(source in 0..ranks => {
+                    let of = ld_shared_u32(scratch.next(source, expert));
+                    st_shared_u32(scratch.next(source, expert), before + (of >> 16));
+                    before += of & 0xffff;
+                });
+                st_shared_u32(scratch.end(expert), before);
+            }
+            // The next turn's words are others, so that no barrier stands behind this one.
+            (begin, words) = (all, words ^ TOKENS);
         });
-        let mut start = sum_upto(of_lane, |a, b| a + b) - of_lane;
-        rolled!(expert in first..end => {
-            let mut row = start;
-            rolled!(source in 0..ranks => {
-                let of = ld_shared_u32(scratch.next(source, expert));
-                st_shared_u32(scratch.next(source, expert), row + (of >> 16));
-                row += of & 0xffff;
-            });
-            st_shared_u32(scratch.start(expert), start);
-            st_shared_u32(scratch.end(expert), row);
-            start += aligned(row - start);
-        });
-        if lane == 31 {
-            st_shared_u32(scratch.start(experts), start);
+        if team.thread() == 0 {
+            st_shared_u32(scratch.start(experts), begin);
         }
     }
 
@@ -453,36 +538,52 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         });
     }
 
-    /// Leaves in shared memory where the entries of the round's tokens go, and gives the key and
-    /// the place of the lane's entry.
+    /// Leaves the key of an entry in shared memory, if there is such an entry.
     #[device]
-    unsafe fn find_places(&self, entry: &Entry) -> (u32, u32) {
-        let Placing { args, to, team, scratch, come, .. } = *self;
-        let (lane, topk, number) = (laneid(), args.num_topk, team.warp());
-        let (mut key, mut place) = (NOWHERE, NOWHERE);
-        if let Some(Token { source, index }) = entry.token
-            && lane < topk
-        {
-            let (low, high) = come.pair(entry.seen, source, index, lane / 2);
-            let expert = if lane.is_multiple_of(2) { low } else { high };
-            if expert < args.local_experts {
-                key = key_of(source, expert);
-            }
-            st_shared_u32(scratch.key(number, lane), key);
-            if lane == 0 {
-                st_shared_u32(scratch.token(number), source);
-                st_shared_u32(scratch.token(number) + 4, index);
-            }
+    unsafe fn note_key(&self, number: u32, entry: u32, source: u32, expert: u32) {
+        if entry < self.args.num_topk {
+            let key = if expert < self.args.local_experts { key_of(source, expert) } else { NOWHERE };
+            st_shared_u32(self.scratch.key(number, entry), key);
         }
-        team.sync();
+    }
+
+    /// Leaves the keys of a round behind the first one in shared memory; `entry`: the lane's, of the
+    /// warp's token. The warps that find places meet behind it.
+    #[device]
+    unsafe fn note_keys(&self, entry: &Entry) {
+        let (lane, number) = (laneid(), self.team.warp());
+        if number >= TOKENS {
+            return;
+        }
         if let Some(Token { source, index }) = entry.token
-            && lane < topk
+            && lane < self.args.num_topk
         {
+            let (low, high) = self.come.pair(entry.seen, source, index, lane / 2);
+            self.note_key(number, lane, source, if lane.is_multiple_of(2) { low } else { high });
+        }
+        barrier_sync_part::<ENTRIES>(TOKENS * 32);
+    }
+
+    /// Leaves in shared memory where the entries of the round's tokens go, and writes the tables of
+    /// their rows. The first [`TOKENS`] warps call it. They do not wait for the others, which load
+    /// pieces and then wait for them.
+    #[device]
+    unsafe fn find_places(&self, first: u32, count: u32) {
+        let Placing { args, to, team, scratch, .. } = *self;
+        let (lane, topk, number) = (laneid(), args.num_topk, team.warp());
+        if first == 0 {
+            self.lay_out_segments();
+            barrier_sync_part::<ENTRIES>(TOKENS * 32);
+        }
+        let (mut key, mut place) = (NOWHERE, NOWHERE);
+        if number < count && lane < topk {
+            key = ld_shared_u32(scratch.key(number, lane));
             if key != NOWHERE {
+                let source = key >> 16;
                 place = ld_shared_u32(scratch.next(source, key & 0xffff));
                 // Those in front of this one: of the source's other tokens in the round, and of the
                 // token, which may select an expert twice.
-                let others = number.min(index - ld_shared_u32(scratch.first(source)));
+                let others = number.min(first + number - self.before(self.turn(source)));
                 rolled!(other in number - others..number + 1 => {
                     rolled!(of_other in 0..if other == number { lane } else { topk } => {
                         place += (ld_shared_u32(scratch.key(other, of_other)) == key) as u32;
@@ -492,16 +593,25 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
             }
             st_shared_u32(scratch.place(number, lane), place);
         }
-        team.sync();
-        (key, place)
+        if team.warps() > TOKENS {
+            barrier_arrive_part::<PLACES>(team.threads);
+        }
+        barrier_sync_part::<ENTRIES>(TOKENS * 32);
+        if key != NOWHERE {
+            red_relaxed_cta_shared_add_u32(scratch.next(key >> 16, key & 0xffff), 1);
+        }
+        if number < count {
+            self.write_rows(first + number, place);
+        }
     }
 
-    /// Writes the tables of a token's rows; `place`: where the lane's entry goes.
+    /// Writes the tables of the rows of the block's token of number `number`; `place`: where the lane's
+    /// entry goes. The whole warp calls it.
     #[device]
-    unsafe fn write_rows(&self, entry: &Entry, place: u32) {
+    unsafe fn write_rows(&self, number: u32, place: u32) {
         let Placing { args, to, scratch, come, .. } = *self;
         let (lane, topk) = (laneid(), args.num_topk);
-        if let Some(Token { source, index }) = entry.token
+        if let Some(Token { source, index }) = self.token(number)
             && ld_shared_u32(scratch.parts(source)) >> 16 == 0
         {
             if lane == 0 {
@@ -520,65 +630,68 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         }
     }
 
-    /// Copies the block's parts of the rows of the round's `count` tokens to where their entries
-    /// go, as they come, a piece to a warp: a row is read once.
+    /// Whether the row of a token goes anywhere, by its entries. The whole warp calls it.
     #[device]
-    unsafe fn copy_rows(&self, count: u32) {
-        let Placing { shape, team, scratch, .. } = *self;
-        let pieces = shape.bytes.div_ceil(PIECE);
-        // From the last warp on: the first ones write tables.
-        let mut mine = team.warps() - 1 - team.warp();
-        rolled!(number in 0..count => {
-            let source = same(ld_shared_u32(scratch.token(number)));
-            let token = Token { source, index: ld_shared_u32(scratch.token(number) + 4) };
-            let parts = same(ld_shared_u32(scratch.parts(source)));
-            let (part, shift) = (parts >> 16, parts & 31);
-            // The block has every `1 << shift`th piece, the warp those of them from `mine` on.
-            while part + (mine << shift) < pieces {
-                no_unroll();
-                self.copy_piece(number, token, part + (mine << shift));
-                mine += unknown(team.warps());
-            }
-            // Pieces of the next token follow those of this one.
-            mine -= (pieces + (1 << shift) - 1 - part) >> shift;
-        });
+    unsafe fn has_entries(&self, Token { source, index }: Token) -> bool {
+        let Placing { args, come, .. } = *self;
+        let (lane, mut has) = (laneid(), false);
+        if lane < args.num_topk.div_ceil(2) {
+            let (low, high) = come.pair(come.load(source, index, lane), source, index, lane);
+            has = low < args.local_experts || high < args.local_experts;
+        }
+        ballot(has) != 0
     }
 
-    /// Copies a piece of the row of the round's token of number `number`. The whole warp calls it.
+    /// Waits for the row of the round's token of number `number`, and loads a piece of it; `None` where
+    /// the row does not come or goes nowhere. `is_placed`: whether the token's entries have places. The
+    /// whole warp calls it.
     #[device]
-    unsafe fn copy_piece(&self, number: u32, Token { source, index }: Token, piece: u32) {
-        let Placing { args, to, shape, scratch, come, .. } = *self;
-        let (lane, topk) = (laneid(), args.num_topk);
+    unsafe fn load_piece(&self, number: u32, token: Token, piece: u32, is_placed: bool) -> Option<Piece> {
+        let Placing { args, shape, scratch, come, .. } = *self;
+        let (Token { source, index }, lane) = (token, laneid());
+        let goes = if is_placed {
+            let has_place = lane < args.num_topk && ld_shared_u32(scratch.place(number, lane)) != NOWHERE;
+            ballot(has_place) != 0
+        } else {
+            come.is_here(source) || self.has_entries(token)
+        };
         let has_come = lane != 0 || come.wait(source, index);
         // Orders the other lanes' loads behind lane 0's wait.
         syncwarp();
-        let mut place = NOWHERE;
-        if lane < topk {
-            place = ld_shared_u32(scratch.place(number, lane));
+        if ballot(!has_come) != 0 || !goes && come.home(source, index).is_none() {
+            return None;
         }
-        // A row that does not come goes nowhere.
-        if ballot(!has_come) != 0 {
-            return;
-        }
-        let (mut left, home) = (ballot(place != NOWHERE), come.home(source, index));
-        if left == 0 && home.is_none() {
-            return;
-        }
-        let at = |vector: usize| piece * PIECE + (vector as u32 * 32 + lane) * 16;
         let (from, mut vectors) = (come.row(source, index), [[0; 4]; VECTORS]);
         // The loads have no condition, so that all are in flight together.
-        unroll!(4, J => { vectors[J] = ld_stream_v4(from + inside(at(J), shape.bytes) as u64) });
+        unroll!(4, J => { vectors[J] = ld_stream_v4(from + inside(offset_of(piece, J), shape.bytes) as u64) });
         let scale = piece * SCALES + lane;
         let has_scale = lane < SCALES && scale < shape.scales;
-        let value = if has_scale { come.scale(source, index, scale) } else { 0.0 };
-        if let Some(home) = home {
+        let scale = if has_scale { come.scale(source, index, scale) } else { 0.0 };
+        Some(Piece { vectors, scale })
+    }
+
+    /// Stores a piece of the row of the round's token of number `number` where its entries go: a row
+    /// is read once. The whole warp calls it.
+    #[device]
+    unsafe fn store_piece(&self, number: u32, Token { source, index }: Token, piece: u32, loaded: &Piece) {
+        let Placing { args, to, shape, scratch, come, .. } = *self;
+        let lane = laneid();
+        let mut place = NOWHERE;
+        if lane < args.num_topk {
+            place = ld_shared_u32(scratch.place(number, lane));
+        }
+        let mut left = ballot(place != NOWHERE);
+        let scale = piece * SCALES + lane;
+        let has_scale = lane < SCALES && scale < shape.scales;
+        if let Some(home) = come.home(source, index) {
             unroll!(4, J => {
-                if at(J) < shape.bytes {
-                    st_v4(home.row + at(J) as u64, vectors[J]);
+                let at = offset_of(piece, J);
+                if at < shape.bytes {
+                    st_v4(home.row + at as u64, loaded.vectors[J]);
                 }
             });
             if has_scale {
-                st_f32(DevicePtr(home.scales).row(scale, home.stride), value);
+                st_f32(DevicePtr(home.scales).row(scale, home.stride), loaded.scale);
             }
         }
         while left != 0 {
@@ -587,15 +700,22 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
             left &= left.wrapping_sub(1);
             let x = to.x.row(row, to.x_stride);
             unroll!(4, J => {
-                if at(J) < shape.bytes {
-                    st_v4(x + at(J) as u64, vectors[J]);
+                let at = offset_of(piece, J);
+                if at < shape.bytes {
+                    st_v4(x + at as u64, loaded.vectors[J]);
                 }
             });
             if has_scale {
-                to.scales.array::<f32>().st(row_major(scale, to.rows, row), value);
+                to.scales.array::<f32>().st(row_major(scale, to.rows, row), loaded.scale);
             }
         }
     }
+}
+
+/// Where the lane's vector `vector` of a piece begins in the row, in bytes.
+#[device]
+fn offset_of(piece: u32, vector: usize) -> u32 {
+    piece * PIECE + (vector as u32 * 32 + laneid()) * 16
 }
 
 /// The place of row `row` of those received, `rows` in all.

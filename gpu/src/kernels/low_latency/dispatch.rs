@@ -77,7 +77,7 @@ few_and_many! {
         threads = 512, registers = 128, dependent,
         block = 512, shared = super::low_latency_by_expert_shared_bytes(&args)
     );
-    few(barriers = 16) many(barriers = 17);
+    few(barriers = 19) many(barriers = 20);
     requires(
         ..LowLatencyArgs(args.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch),
@@ -666,16 +666,6 @@ struct Coming<'a, R> {
 }
 
 impl<R: Ranks> Coming<'_, R> {
-    /// Whether rows of this source are taken from the input, which is there from the kernel's start:
-    /// this rank's own, as they are, unless another kernel has sent them.
-    #[device]
-    fn is_here(&self, source: u32) -> bool {
-        let common = &self.args.common;
-        source == common.comm.rank
-            && self.args.quantise == Quantise::Not as u32
-            && common.phases == phase::SEND | phase::RECEIVE
-    }
-
     /// The row of a token among those received.
     #[device]
     fn row_of(&self, source: u32, index: u32) -> u32 {
@@ -740,6 +730,16 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
     #[device]
     unsafe fn token(&self, _: u32, index: u32) -> u32 {
         index
+    }
+
+    /// Rows of this rank are taken from the input, which is there from the kernel's start, as they are,
+    /// unless another kernel has sent them.
+    #[device]
+    unsafe fn is_here(&self, source: u32) -> bool {
+        let common = &self.args.common;
+        source == common.comm.rank
+            && self.args.quantise == Quantise::Not as u32
+            && common.phases == phase::SEND | phase::RECEIVE
     }
 
     #[device]

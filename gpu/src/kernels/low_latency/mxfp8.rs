@@ -33,7 +33,7 @@ few_and_many! {
         threads = 512, registers = 128, dependent,
         block = 512, shared = super::low_latency_by_expert_shared_bytes(&args)
     );
-    few(barriers = 16) many(barriers = 17);
+    few(barriers = 19) many(barriers = 20);
     requires(
         ..LowLatencyArgs(args.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch),
@@ -69,7 +69,7 @@ pub unsafe fn low_latency_internode_dispatch_mxfp8(args: LowLatencyInternodeDisp
 /// The same as [`LowLatencyInternodeDispatchByExpert`](super::LowLatencyInternodeDispatchByExpert),
 /// of rows that become MXFP8 on their way.
 #[kernel(
-    threads = 512, barriers = 18, registers = 128,
+    threads = 512, barriers = 21, registers = 128,
     shared = super::low_latency_internode_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.dispatch.common),

@@ -63,7 +63,7 @@ pub(in super::super) unsafe fn dispatch<const MX: bool>(args: &LowLatencyInterno
 /// The same as [`LowLatencyInternodeDispatch`], and copies each row to the segments of its experts
 /// when it is copied to its place.
 #[kernel(
-    threads = 512, barriers = 18, registers = 128,
+    threads = 512, barriers = 21, registers = 128,
     shared = super::low_latency_internode_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.dispatch.common),
@@ -488,6 +488,11 @@ impl Arrivals for Messages<'_> {
     #[device]
     unsafe fn token(&self, source: u32, index: u32) -> u32 {
         token_of(self.args, head(self.args, self.shared, source, index).0)
+    }
+
+    #[device]
+    unsafe fn is_here(&self, _: u32) -> bool {
+        true
     }
 
     #[device]
