@@ -464,8 +464,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
             }
         }
     };
-    let (entry, nvvm_entry) =
-        (entry("ptx-kernel", quote!()), entry("C", quote!(#[nvvm_internal::kernel()])));
+    let (entry, nvvm_entry) = (entry("ptx-kernel", quote!()), entry("C", quote!(#[nvvm_internal::kernel()])));
 
     Ok(quote! {
         #declaration

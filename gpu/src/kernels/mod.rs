@@ -264,8 +264,10 @@ mod tests {
         sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/kernels"), &mut files);
         let begins = ["#[kernel(", "kernels! {", "few_and_many! {"];
         files.retain(|(_, text)| text.lines().any(|line| begins.iter().any(|begin| line.starts_with(begin))));
-        let words: HashSet<_> =
-            files.iter().flat_map(|(_, text)| text.split(|c: char| !c.is_alphanumeric() && c != '_')).collect();
+        let words: HashSet<_> = files
+            .iter()
+            .flat_map(|(_, text)| text.split(|c: char| !c.is_alphanumeric() && c != '_'))
+            .collect();
         for name in crate::shipped().names() {
             assert!(words.contains(name), "{name} is in none of the files");
         }
