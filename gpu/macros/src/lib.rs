@@ -450,7 +450,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
             const ::core::mem::size_of::<#arg_type>(), const ::core::mem::align_of::<#arg_type>()
         );
     };
-    // All of it is where the kernel's name is: PTX names that place, also where a macro writes the
+    // Every token is where the kernel's name is: PTX names that place, also where a macro writes the
     // kernel.
     let entry = |abi: &str, attribute: TokenStream2| {
         let abi = LitStr::new(abi, name.span());

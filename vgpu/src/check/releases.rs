@@ -67,7 +67,7 @@ const CHUNK: u64 = 512;
 /// Stands for the piece of memory in the map of a block, which is of its shared memory alone.
 pub(crate) const OWN: u32 = 0;
 
-/// What is released at each location, by piece of memory and offset.
+/// The releases of each location, by piece of memory and offset.
 ///
 /// Kernels that send data in flagged words write and read very many neighbouring locations. So
 /// these lie together, behind one search: a table of locations missed the cache at each.

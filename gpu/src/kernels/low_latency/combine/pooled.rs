@@ -55,7 +55,7 @@ unsafe fn combine_pieces<R: Ranks, const VECTORS: usize>(args: &LowLatencyCombin
     let (common, comm) = (&args.common, &args.common.comm);
     let shared = R::shared();
     trace(comm, Phase::Enter);
-    let publishes = publishes_call(common);
+    let publishes = publishes_from_first(common);
     // A fence of this scope takes three times as long as the loads that decide how the operation
     // begins. Thread 0 loads them meanwhile.
     if publishes {
@@ -108,7 +108,7 @@ unsafe fn combine_pieces<R: Ranks, const VECTORS: usize>(args: &LowLatencyCombin
 /// Whether this warp publishes the call: the last one of the first block, which has the fewest
 /// pieces.
 #[device]
-fn publishes_call(args: &LowLatencyArgs) -> bool {
+fn publishes_from_first(args: &LowLatencyArgs) -> bool {
     args.phases & phase::SEND != 0 && ctaid() == 0 && tid() / 32 == last_warp()
 }
 
