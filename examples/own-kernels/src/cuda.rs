@@ -5,6 +5,7 @@
 //! any other crate that loads PTX text would do.
 
 use std::error::Error;
+use std::path::Path;
 use std::sync::Arc;
 
 use cudarc::driver::sys::CUevent_flags;
@@ -37,6 +38,16 @@ impl Gpu {
             module.load_function(name)?.num_regs()?;
         }
         Ok(Gpu { stream: context.new_stream()?, module })
+    }
+
+    /// The same stream, with kernels of these names and arguments from a file of PTX or machine code, as
+    /// nvcc writes it.
+    ///
+    /// # Errors
+    /// The file is none of these, or of another architecture.
+    pub fn with_kernels_of(&self, file: &Path) -> Result<Gpu> {
+        let module = self.stream.context().load_module(Ptx::from_file(file))?;
+        Ok(Gpu { stream: self.stream.clone(), module })
     }
 
     /// The name of the GPU.
@@ -97,19 +108,17 @@ impl Gpu {
     }
 
     /// Microseconds of what `enqueue` puts into the stream: the median of 50 measurements of 10 in a row
-    /// each, behind 20 that are not counted.
+    /// each, behind one that is not counted: the GPU is at work while the host enqueues the first of them.
     ///
     /// # Errors
     /// Those of `enqueue` and of the driver.
     pub fn median_us(&self, enqueue: impl Fn() -> Result<()>) -> Result<f64> {
         const IN_A_ROW: usize = 10;
-        for _ in 0..20 {
-            enqueue()?;
-        }
         let event = || self.stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let (begin, end) = (event()?, event()?);
         let mut times = Vec::new();
         for _ in 0..50 {
+            enqueue()?;
             begin.record(&self.stream)?;
             for _ in 0..IN_A_ROW {
                 enqueue()?;

@@ -1,26 +1,10 @@
-// The template's softmax and BF16 matrix product in CUDA C++, and their times, in the table that
-// `examples/times.rs` prints. Algorithms, tiles and launch shapes are the same.
+// The template's softmax and BF16 matrix product in CUDA C++: algorithms, tiles, launch shapes and
+// arguments are the same. `examples/times.rs` loads them beside the Rust ones.
 //
-//     nvcc -O3 -std=c++17 -arch=native -o times times.cu && ./times
+//     nvcc -O3 -std=c++17 -arch=native -cubin -o kernels.cubin kernels.cu
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
-#include <vector>
-
-#include <cuda_runtime.h>
-
-#define CHECK(call)                                                                                     \
-    do {                                                                                                \
-        cudaError_t error = (call);                                                                     \
-        if (error != cudaSuccess) {                                                                     \
-            std::fprintf(stderr, "%s: %s\n", #call, cudaGetErrorString(error));                         \
-            std::exit(1);                                                                               \
-        }                                                                                               \
-    } while (0)
 
 // Softmax: a block takes a row and keeps it in shared memory.
 
@@ -53,8 +37,16 @@ __device__ float power_of_two(float v) {
 
 constexpr unsigned SCRATCH = 32;
 
-__global__ void __launch_bounds__(256)
-    softmax(const float *__restrict__ x, float *__restrict__ out, unsigned columns) {
+struct Softmax {
+    const float *x;
+    float *out;
+    unsigned rows, columns;
+};
+
+extern "C" __global__ void __launch_bounds__(256) softmax(const __grid_constant__ Softmax args) {
+    const float *__restrict__ x = args.x;
+    float *__restrict__ out = args.out;
+    const unsigned columns = args.columns;
     extern __shared__ __align__(128) float shared[];
     float4 *row = reinterpret_cast<float4 *>(shared + SCRATCH);
     const float4 *from = reinterpret_cast<const float4 *>(x + size_t(blockIdx.x) * columns);
@@ -134,9 +126,16 @@ __device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], unsigned b0,
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__global__ void __launch_bounds__(256, 2)
-    matrix_product_bf16(const uint16_t *__restrict__ a, const uint16_t *__restrict__ b, float *__restrict__ c,
-                        unsigned n, unsigned k) {
+struct MatrixProduct {
+    const uint16_t *a, *b;
+    float *c;
+    unsigned m, n, k;
+};
+
+extern "C" __global__ void __launch_bounds__(256, 2) matrix_product_bf16(const __grid_constant__ MatrixProduct args) {
+    const uint16_t *__restrict__ a = args.a, *__restrict__ b = args.b;
+    float *__restrict__ c = args.c;
+    const unsigned n = args.n, k = args.k;
     extern __shared__ __align__(128) char ring[];
     unsigned stages = static_cast<unsigned>(__cvta_generic_to_shared(ring));
     unsigned tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
@@ -213,104 +212,4 @@ __global__ void __launch_bounds__(256, 2)
             *reinterpret_cast<float2 *>(at + size_t(8) * n) = make_float2(sums[i][j][2], sums[i][j][3]);
         }
     }
-}
-
-template <typename T> struct Array {
-    T *data;
-    size_t len;
-
-    explicit Array(const std::vector<T> &from) : len(from.size()) {
-        CHECK(cudaMalloc(&data, len * sizeof(T)));
-        CHECK(cudaMemcpy(data, from.data(), len * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    ~Array() { cudaFree(data); }
-    std::vector<T> download() const {
-        std::vector<T> to(len);
-        CHECK(cudaMemcpy(to.data(), data, len * sizeof(T), cudaMemcpyDeviceToHost));
-        return to;
-    }
-};
-
-// Integers between -8 and 7: their products and sums of many are exact.
-static float number(size_t i) { return float((i * 2654435761u >> 12) % 16) - 8; }
-
-static std::vector<float> floats(size_t len) {
-    std::vector<float> numbers(len);
-    for (size_t i = 0; i < len; ++i) numbers[i] = number(i);
-    return numbers;
-}
-
-static std::vector<uint16_t> bf16s(size_t len) {
-    std::vector<uint16_t> numbers(len);
-    for (size_t i = 0; i < len; ++i) {
-        float value = number(i);
-        uint32_t bits;
-        static_assert(sizeof bits == sizeof value, "f32");
-        __builtin_memcpy(&bits, &value, sizeof bits);
-        numbers[i] = uint16_t(bits >> 16);
-    }
-    return numbers;
-}
-
-// The median of 50 measurements of 10 launches in a row each, behind 20 that are not counted.
-static double median_us(const std::function<void()> &launch) {
-    constexpr int IN_A_ROW = 10;
-    for (int run = 0; run < 20; ++run) launch();
-    cudaEvent_t begin, end;
-    CHECK(cudaEventCreate(&begin));
-    CHECK(cudaEventCreate(&end));
-    std::vector<double> times;
-    for (int run = 0; run < 50; ++run) {
-        CHECK(cudaEventRecord(begin));
-        for (int launched = 0; launched < IN_A_ROW; ++launched) launch();
-        CHECK(cudaEventRecord(end));
-        CHECK(cudaEventSynchronize(end));
-        float ms;
-        CHECK(cudaEventElapsedTime(&ms, begin, end));
-        times.push_back(ms * 1e3 / IN_A_ROW);
-    }
-    CHECK(cudaGetLastError());
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
-}
-
-static void time_softmax(unsigned rows, unsigned columns) {
-    Array<float> x(floats(size_t(rows) * columns)), out(std::vector<float>(size_t(rows) * columns));
-    double us = median_us([&] { softmax<<<rows, 256, (SCRATCH + columns) * 4>>>(x.data, out.data, columns); });
-    auto host = floats(columns), got = out.download();
-    double sum = 0, largest = *std::max_element(host.begin(), host.end());
-    for (float v : host) sum += std::exp(v - largest);
-    for (unsigned c = 0; c < columns; ++c) {
-        double want = std::exp(host[c] - largest) / sum;
-        if (!(std::fabs(got[c] - want) <= 1e-5 * want)) {
-            std::fprintf(stderr, "softmax: %g instead of %g\n", got[c], want);
-            std::exit(1);
-        }
-    }
-    std::printf("softmax\t%ux%u\t%.2f\t%.0f GB/s\n", rows, columns, us, 2.0 * rows * columns * 4 / us / 1e3);
-}
-
-static void time_product(unsigned m, unsigned n, unsigned k) {
-    auto left = bf16s(size_t(m) * k), right = bf16s(size_t(k) * n);
-    Array<uint16_t> a(left), b(right);
-    Array<float> c(std::vector<float>(size_t(m) * n));
-    double us = median_us([&] {
-        matrix_product_bf16<<<(m / 128) * (n / 128), 256, STAGES * STAGE_BYTES>>>(a.data, b.data, c.data, n, k);
-    });
-    auto got = c.download();
-    for (size_t at = 0; at < size_t(m) * n; at += size_t(m) * n / 1000 + 1) {
-        size_t i = at / n, j = at % n;
-        float want = 0;
-        for (size_t l = 0; l < k; ++l) want += number(i * k + l) * number(l * n + j);
-        if (got[at] != want) {
-            std::fprintf(stderr, "matrix_product_bf16: %g instead of %g at %zu, %zu\n", got[at], want, i, j);
-            std::exit(1);
-        }
-    }
-    std::printf("matrix_product_bf16\t%ux%ux%u\t%.2f\t%.1f TFLOP/s\n", m, n, k, us, 2.0 * m * n * k / us / 1e6);
-}
-
-int main() {
-    for (unsigned columns : {1024u, 4096u, 8192u}) time_softmax((32u << 20) / columns, columns);
-    for (unsigned size : {2048u, 4096u, 8192u}) time_product(size, size, size);
 }
