@@ -79,7 +79,7 @@ fn rows_with_scales_and_long_rows() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(2, 60) {
+    for seed in 0..tier::pick(2, 24) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let style = Style::ALL[seed as usize % 4];
@@ -95,7 +95,7 @@ fn the_checker_finds_nothing() {
 /// of one piece and of several.
 #[test]
 fn the_checker_finds_nothing_in_copies() {
-    for seed in 0..tier::pick(4, 12) {
+    for seed in 0..tier::pick(4, 8) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing = Routing::random(&mut rng_of(&[seed, 9]), &[26, 31], 6, 6, Style::DistinctTopK);
@@ -118,7 +118,7 @@ fn the_checker_finds_nothing_in_copies() {
 /// The same across nodes: rows of the own node, and relayed ones.
 #[test]
 fn the_checker_finds_nothing_in_copies_across_nodes() {
-    for seed in 0..tier::pick(4, 12) {
+    for seed in 0..tier::pick(4, 8) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing = Routing::random(&mut rng_of(&[seed, 9]), &[16, 11, 13, 9], 8, 8, Style::DistinctTopK);
@@ -339,7 +339,7 @@ fn a_thread_lists_many_selections_across_nodes() {
 
 #[test]
 fn the_checker_finds_nothing_across_nodes() {
-    for seed in 0..tier::pick(4, 12) {
+    for seed in 0..tier::pick(4, 8) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing =

@@ -80,7 +80,7 @@ fn sweep(round_trips: impl Fn(&Arc<Stop>, Fault) -> bool) {
     round_trips(&counting, Fault::Nothing);
     let executed = u64::MAX - counting.left();
     let points = std::env::var("EPOXIDE_DEATHS").ok().map(|points| points.parse().expect("a number"));
-    let points: u64 = points.unwrap_or(tier::pick(3, 60));
+    let points: u64 = points.unwrap_or(tier::pick(3, 30));
     let told = (0..points).filter(|point| {
         let after = executed * point / points;
         round_trips(&Stop::of(1), Fault::Stops(after))

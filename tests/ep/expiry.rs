@@ -82,7 +82,7 @@ fn length(nodes: Option<NodeLinks>) -> u64 {
 fn wherever_a_deadline_passes(nodes: Option<NodeLinks>) {
     let length = length(nodes);
     // With kernels whose posters waited for workers alone, point 237 did not end across nodes.
-    for point in (0..POINTS).filter(|point| point % tier::pick(125, 5) == tier::pick(112, 2)) {
+    for point in (0..POINTS).filter(|point| point % tier::pick(125, 10) == tier::pick(112, 7)) {
         let interrupt = |machine: &ManualGpus| {
             machine.drive(length * point / POINTS);
             machine.advance(2 * DEADLINE);
@@ -140,7 +140,7 @@ fn every_kernel_ends_wherever_a_deadline_passes_in_copies_across_nodes() {
         }
     };
     dispatch_by_expert(0, count).unwrap();
-    for point in (0..POINTS).filter(|point| point % tier::pick(125, 5) == tier::pick(112, 2)) {
+    for point in (0..POINTS).filter(|point| point % tier::pick(125, 10) == tier::pick(112, 7)) {
         let interrupt = |machine: &ManualGpus| {
             machine.drive(length * point / POINTS);
             machine.advance(2 * DEADLINE);

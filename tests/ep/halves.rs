@@ -416,7 +416,7 @@ fn check_apart(setup: &Setup, case: &Case, by_expert: Option<u32>, seed: u64) {
 #[test]
 fn halves_are_clean_in_both_check_modes() {
     let across = NodeLinks { ranks_per_node: 2, transport: TransportKind::Direct, queues: 1 };
-    for seed in 0..tier::pick(4, 24) {
+    for seed in 0..tier::pick(4, 16) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing = Routing::random(&mut rng_of(&[seed]), &[7, 4, 0, 5], 3, 8, Style::Repeats);
@@ -519,7 +519,7 @@ impl Batch {
 /// Each batch has one half under way while the other's is launched.
 #[test]
 fn halves_of_two_batches_interleave() {
-    for seed in 0..tier::pick(2, 12) {
+    for seed in 0..tier::pick(2, 8) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let checker = Checker::new(config);

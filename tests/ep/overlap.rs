@@ -135,7 +135,7 @@ fn interleave([a, b]: &mut [Lane; 2], batches: [&Batch; 2]) -> Result<()> {
 
 #[test]
 fn halves_of_two_batches_interleave() {
-    for seed in 0..tier::pick(2, 12) {
+    for seed in 0..tier::pick(2, 8) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         run(seed, config, |rank, lanes| {

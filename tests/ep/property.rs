@@ -42,7 +42,7 @@ pub fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
 
 pub fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
-        cases: tier::pick((cases / 32).max(1), cases / 2),
+        cases: tier::pick((cases / 32).max(1), cases / 4),
         max_shrink_iters: 40,
         failure_persistence: None,
         ..ProptestConfig::default()

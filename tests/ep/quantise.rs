@@ -79,7 +79,7 @@ fn every_kind_of_block_between_many_ranks() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(4, 40) {
+    for seed in 0..tier::pick(4, 20) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let quantise = if seed % 4 < 2 { Quantise::Mxfp8 } else { Quantise::Fp8 };
@@ -144,7 +144,7 @@ fn runs_of_a_step_quantise_new_rows() {
 /// Calls on two streams whose rows share the buffer's memory for quantised ones.
 #[test]
 fn calls_in_flight_on_two_streams_do_not_meet() {
-    for seed in 0..tier::pick(2, 20) {
+    for seed in 0..tier::pick(2, 10) {
         let case = Case { schedule_seed: Some(seed), ..case(Quantise::Fp8, 256, &[9, 7], 2) };
         let mut setup = case.setup();
         setup.fields().places = 2;

@@ -99,8 +99,9 @@ if cargo test vectors >edited.log 2>&1; then fail 'the test passes with PTX of a
 grep -q 'run `cargo build-ptx`' edited.log || fail "$(cat edited.log)"
 if cargo build-ptx --check >/dev/null 2>&1; then fail 'a stale PTX passes the check'; fi
 
-# The tutorial: the crate that its text gives. It takes the template's folder and the builder's builds there: the builder names the
-# folder in the compiler's flags, so that `core` for the GPU would be compiled once more elsewhere.
+# The tutorial: the crate that its text gives, for the template's architecture, as its last section says. It takes the template's folder
+# and the builder's builds there: the builder names folder and architecture in the compiler's flags, so that `core` for the GPU would be
+# compiled once more for others.
 mv "$folder/copy" "$folder/template"
 cargo new --quiet --lib --vcs none --name scale "$folder/copy"
 cd "$folder/copy"
@@ -113,10 +114,13 @@ import re, sys
 blocks = re.findall(r"^```(\w+)\n(.*?)^```$", open(sys.argv[1]).read(), re.S | re.M)
 rust = [text for language, text in blocks if language == "rust"]
 assert len(rust) == 2, f"{len(rust)} programs: a kernel and its test were expected"
-open("src/lib.rs", "w").write(rust[0])
+assert "scale.sm_90.ptx" in rust[0]
+open("src/lib.rs", "w").write(rust[0].replace("sm_90", "sm_80"))
 open("tests/smooth.rs", "w").write(rust[1])
 profile = [text for language, text in blocks if language == "toml"]
-open("Cargo.toml", "a").write("\n".join(["", *profile]))
+arch = [text for language, text in blocks if language == "text" and "package.metadata.ptx" in text]
+assert len(arch) == 1, f"{len(arch)} ways to name the architecture: one was expected"
+open("Cargo.toml", "a").write("\n".join(["", *profile, *arch]))
 END
 patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
 # The lines of the tutorial, for the registry.
@@ -136,12 +140,12 @@ pub unsafe fn doubled(x: Global<u32>, out: Global<u32>, len: u32) {
 END
 printf '\npub mod doubled;\n' >>src/lib.rs
 cargo build-ptx
-grep -q '^\.visible \.entry doubled(' ptx/scale.sm_90.ptx || fail 'the second kernel was not built'
-grep -q '^// kernel doubled: threads=256 ' ptx/scale.sm_90.ptx || fail 'the PTX does not describe the second kernel'
+grep -q '^\.visible \.entry doubled(' ptx/scale.sm_80.ptx || fail 'the second kernel was not built'
+grep -q '^// kernel doubled: threads=256 ' ptx/scale.sm_80.ptx || fail 'the PTX does not describe the second kernel'
 (
     cd "$root"
     unset CARGO_TARGET_DIR CARGO_PROFILE_DEV_DEBUG CARGO_INCREMENTAL RUSTUP_TOOLCHAIN
-    cargo xtask mutate --list --only smooth/ --ptx "$folder/copy/ptx/scale.sm_90.ptx"
+    cargo xtask mutate --list --only smooth/ --ptx "$folder/copy/ptx/scale.sm_80.ptx"
 ) | tee faults.log
 grep -q 'smooth/block-barrier-dropped' faults.log || fail 'mutate knows no fault of a kernel that no list has'
 cargo test 2>&1 | tee test.log

@@ -45,7 +45,7 @@ struct Runs {
 fn runs() -> Runs {
     let asked = std::env::var("EPOXIDE_LITMUS_RUNS").ok();
     let asked = asked.map(|runs| runs.parse().expect("EPOXIDE_LITMUS_RUNS is a number"));
-    Runs { nothing: asked.unwrap_or(tier::pick(100, 2000)), something: asked.unwrap_or(10_000) }
+    Runs { nothing: asked.unwrap_or(tier::pick(100, 1000)), something: asked.unwrap_or(10_000) }
 }
 
 /// A test, ready to run.

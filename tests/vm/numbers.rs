@@ -116,7 +116,7 @@ fn numbering() -> impl Strategy<Value = Numbering> {
 
 fn config() -> ProptestConfig {
     ProptestConfig {
-        cases: tier::pick(48, 1000),
+        cases: tier::pick(48, 500),
         max_shrink_iters: 200,
         failure_persistence: None,
         ..ProptestConfig::default()

@@ -269,7 +269,7 @@ fn plan() -> impl Strategy<Value = Plan> {
 
 fn config() -> ProptestConfig {
     ProptestConfig {
-        cases: tier::pick(24, 500),
+        cases: tier::pick(24, 250),
         max_shrink_iters: 200,
         failure_persistence: None,
         ..ProptestConfig::default()

@@ -22,7 +22,7 @@ fn pairs_beside_a_neighbour(nodes: Option<NodeLinks>) {
     let rounds = setup.run(|rank| {
         let neighbour = Neighbour::start(rank.device(), PAUSE);
         let mut place = rank.place()?;
-        for seed in 0..tier::pick(2, 40) {
+        for seed in 0..tier::pick(2, 20) {
             let turn = Turn::random(seed, &TOKENS, CHANNELS);
             let inputs = Inputs::upload(&turn, rank)?;
             let (_, back) = echo(rank, &mut place, &inputs)?;

@@ -490,7 +490,7 @@ fn an_expert_id_out_of_range_holds_no_other_token_back() {
         Ok(())
     };
     let tcp = TransportOptions::new(TransportKind::Tcp);
-    for seed in 0..tier::pick(4, 100) {
+    for seed in 0..tier::pick(4, 50) {
         run_of(HIDDEN, Some(seed), |options| options, &main);
         run_of(HIDDEN, Some(seed), |options| options.ranks_per_node(1).transport(tcp.clone()), &main);
     }

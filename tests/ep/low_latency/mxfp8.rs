@@ -255,7 +255,7 @@ fn before(count: u64) -> Vec<i32> {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(4, 40) {
+    for seed in 0..tier::pick(4, 20) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let (checker, schedule_seed) = (Some(Checker::new(config)), Some(seed));

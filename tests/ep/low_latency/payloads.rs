@@ -381,7 +381,7 @@ fn runs_of_a_step_bring_new_columns() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(2, 40) {
+    for seed in 0..tier::pick(2, 20) {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let (checker, schedule_seed) = (Some(Checker::new(config)), Some(seed));

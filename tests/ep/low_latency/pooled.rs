@@ -110,7 +110,7 @@ fn stopped_combine(
 fn sweep(ranks: u32, go_on: impl Fn(&mut Ones, &dyn ProcessGroup) + Sync) {
     // Ranks that regroup may be so early that it is told, though it does not stop.
     let (_, executed) = stopped_combine(ranks, u64::MAX / 2, 0, &go_on);
-    let points = tier::pick(8, 120);
+    let points = tier::pick(8, 60);
     let packet_tokens = |point| [0, TOKENS as u32][point as usize % 2];
     let told = (0..points)
         .filter(|point| stopped_combine(ranks, executed * point / points, packet_tokens(*point), &go_on).0);

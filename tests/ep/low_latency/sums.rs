@@ -101,7 +101,7 @@ fn the_checker_finds_nothing() {
         quantise: Quantise::Not,
         ..case
     });
-    for (seed, case) in (0..).zip(all).step_by(tier::pick(7, 1)) {
+    for (seed, case) in (0..).zip(all).step_by(tier::pick(7, 2)) {
         for weak_memory in [None, Some(seed)] {
             let config = CheckConfig { races: weak_memory.is_none(), weak_memory, ..CheckConfig::default() };
             let (checker, schedule_seed) = (Some(Checker::new(config)), Some(seed));
