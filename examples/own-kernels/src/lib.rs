@@ -8,6 +8,7 @@ mod histogram;
 mod matrix_product;
 mod matrix_product_bf16;
 mod reduction;
+mod rms_norm;
 mod softmax;
 mod vector_add;
 
@@ -16,6 +17,7 @@ pub use histogram::*;
 pub use matrix_product::*;
 pub use matrix_product_bf16::*;
 pub use reduction::*;
+pub use rms_norm::*;
 pub use softmax::*;
 pub use vector_add::*;
 

@@ -31,7 +31,16 @@ fn the_ptx_has_the_kernels_of_this_crate_and_no_others() {
     let names: Vec<_> = ptx::CutPtx::new(PTX).names().collect();
     assert_eq!(
         names,
-        ["exchange", "histogram", "matrix_product", "matrix_product_bf16", "softmax", "sum", "vector_add"]
+        [
+            "exchange",
+            "histogram",
+            "matrix_product",
+            "matrix_product_bf16",
+            "rms_norm",
+            "softmax",
+            "sum",
+            "vector_add"
+        ]
     );
 }
 
@@ -80,6 +89,37 @@ fn rows_of_a_softmax_are_those_of_the_host() {
                 assert!((f64::from(*got) - want).abs() <= 1e-5 * want, "{got} instead of {want}");
             }
         }
+    });
+}
+
+/// The bits of a number as BF16, rounded to nearest even.
+fn bf16(v: f32) -> u32 {
+    (v.to_bits() + 0x7fff + (v.to_bits() >> 16 & 1)) >> 16
+}
+
+#[test]
+fn an_rms_norm_is_that_of_the_host_bit_for_bit() {
+    on_gpus(1, |mut gpus| {
+        let (rows, columns, epsilon) = (3, 700, 1e-5);
+        let number = |i: usize| ((i * 37 % 17) as f32 - 8.0) / 2.0;
+        let pairs = |len: usize, number: &dyn Fn(usize) -> f32| -> Vec<u32> {
+            (0..len / 2).map(|i| bf16(number(2 * i)) | bf16(number(2 * i + 1)) << 16).collect()
+        };
+        let weight = |c: usize| 1.0 + (c % 5) as f32 / 4.0;
+        let x = gpus.upload(0, "x", &pairs(rows * columns, &number));
+        let weights = gpus.upload(0, "weight", &pairs(columns, &weight));
+        let out = gpus.alloc::<u32>(0, "out", rows * columns / 2);
+        let (r, c) = (rows as u32, columns as u32);
+        gpus.launch(0, RmsNorm::call(x.global(), weights.global(), out.global(), r, c, epsilon));
+        gpus.run();
+
+        // Sums of these squares are exact in any order.
+        let scale = |row: usize| {
+            let squares: f32 = (row * columns..(row + 1) * columns).map(|i| number(i) * number(i)).sum();
+            1.0 / (squares / columns as f32 + epsilon).sqrt()
+        };
+        let want = |i: usize| number(i) * scale(i / columns) * weight(i % columns);
+        assert_eq!(out.download(), pairs(rows * columns, &want));
     });
 }
 

@@ -87,6 +87,8 @@ fn row(kernel: &Kernel, executed: &[bool], ptx: &str) -> Row {
     let mut count = (0, 0);
     let texts: Vec<&str> = ptx.lines().collect();
     let mut missed = BTreeMap::new();
+    // The last one is the end that the virtual GPU puts behind a kernel: no instruction of the PTX.
+    let executed = &executed[..executed.len() - 1];
     for (place, &executed) in kernel.places().zip(executed) {
         if !executed {
             missed.entry(place.ptx_line).or_insert_with(|| instruction(&place, &texts));
@@ -96,7 +98,6 @@ fn row(kernel: &Kernel, executed: &[bool], ptx: &str) -> Row {
         if executed {
             missed.remove(&place.ptx_line);
         }
-        // The end that the virtual GPU puts behind a kernel has the line of the `ret` before it.
         count = (count.0 + usize::from(executed), count.1 + 1);
         for (file, line) in place.source.into_iter().chain(place.inlined) {
             if !file.starts_with("rust/") && !file.starts_with("cargo/") {
@@ -209,10 +210,10 @@ mod tests {
         assert_eq!(merged[0].1, [true, false, true, false]);
 
         let rows = [row(&merged[0].0, &merged[0].1, PTX)];
-        assert_eq!(rows[0].instructions, (2, 4));
+        assert_eq!(rows[0].instructions, (2, 3));
         let table = table(&rows);
         assert!(
-            table.contains("k                                2/4    50.0          1/3    33.3\n"),
+            table.contains("k                                2/3    66.7          1/3    33.3\n"),
             "{table}"
         );
         assert_eq!(

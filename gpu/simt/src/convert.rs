@@ -56,6 +56,15 @@ device_fns! {
         r
     }
 
+    /// The square root of `v`, rounded to nearest even: the bits of `f32::sqrt` on the host.
+    /// `sqrt.rn.f32 r, v;`
+    pub fn sqrt(v: f32) -> f32 {
+        let r: f32;
+        // SAFETY: arithmetic on registers.
+        unsafe { asm!("sqrt.rn.f32 {r}, {v};", r = out(reg32) r, v = in(reg32) v, options(pure, nomem, nostack)) };
+        r
+    }
+
     /// 2 to the power of `v`, to within 2 units in the last place. `ex2.approx.f32 r, v;`
     pub fn ex2_approx(v: f32) -> f32 {
         let r: f32;

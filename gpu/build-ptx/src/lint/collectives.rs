@@ -16,10 +16,20 @@ pub fn check(module: &Module) -> Vec<Finding> {
     let mut findings = Vec::new();
     for entry in &module.file.entries {
         let lanes = Lanes::of(entry);
+        // Branches, each with a collective that it parts lanes in front of.
+        let mut parted: Vec<(&Instruction, &Instruction)> = Vec::new();
         for (index, inst) in instructions(entry).filter(|(_, inst)| is_collective(inst)) {
             let message = if lanes.guard_differs(index) {
                 format!("`{}`: its guard differs between lanes, and it needs them all", module.show(inst))
             } else if let Some(branch) = lanes.apart_since(index) {
+                // The shuffles of one sum are one finding.
+                let same_call = |&(at, other): &(&Instruction, &Instruction)| {
+                    std::ptr::eq(at, branch) && is_of_one_place(other, inst) && !is_copy(other, inst)
+                };
+                if parted.iter().any(same_call) {
+                    continue;
+                }
+                parted.push((branch, inst));
                 let copies = copies(entry, index, inst);
                 let copies = copies.filter(|(copy, _)| lanes.apart_since(*copy).is_some());
                 let lines: Vec<_> = copies.map(|(_, copy)| copy.whole.line.to_string()).collect();
@@ -64,15 +74,31 @@ fn is_collective(inst: &Instruction) -> bool {
     inst.has("sync") && !of_a_block && !masked
 }
 
-/// Other instructions that do the same and come from the same place in the source.
+/// Whether both come from the same place in the source.
+fn is_of_one_place(one: &Instruction, other: &Instruction) -> bool {
+    one.source.is_some() && one.source == other.source
+}
+
+/// Whether one is a copy of the other: from the same place, with the same opcode and the same numbers.
+/// Steps of a sum over a warp differ in the numbers.
+fn is_copy(one: &Instruction, other: &Instruction) -> bool {
+    let is_register = |operand: &Operand| matches!(operand, Operand::Name(name) if name.starts_with('%'));
+    let same = |((one, _), (other, _)): (&(Operand, _), &(Operand, _))| {
+        one == other || is_register(one) && is_register(other)
+    };
+    is_of_one_place(one, other)
+        && one.opcode == other.opcode
+        && one.operands.len() == other.operands.len()
+        && one.operands.iter().zip(&other.operands).all(same)
+}
+
+/// Copies of an instruction.
 fn copies<'a>(
     entry: &'a Entry,
     index: usize,
     inst: &'a Instruction,
 ) -> impl Iterator<Item = (usize, &'a Instruction)> {
-    instructions(entry).filter(move |(other, copy)| {
-        *other != index && inst.source.is_some() && copy.source == inst.source && copy.opcode == inst.opcode
-    })
+    instructions(entry).filter(move |(other, copy)| *other != index && is_copy(copy, inst))
 }
 
 #[cfg(test)]
@@ -108,6 +134,18 @@ mod tests {
         assert!(findings[1].message.contains("`@%p1 bra $L1` on line 13"), "{findings:?}");
         // Copies under a branch that all lanes take the same way are sound.
         assert_eq!(of(&body.replace("%laneid", "%ctaid.x"), check), []);
+    }
+
+    #[test]
+    fn the_shuffles_of_a_sum_under_a_branch_are_one_finding() {
+        let place = ".loc 1 7 3 // inlined_at 2 9\n";
+        let shuffles: String = [16, 8, 4].map(|mask| {
+            format!("{place}shfl.sync.bfly.b32 %r9|%p3, %r8, {mask}, 31, 0xffffffff;\nadd.f32 %r8, %r8, %r9;\n")
+        }).concat();
+        let body = format!(
+            "mov.u32 %r1, %laneid;\nsetp.lt.u32 %p1, %r1, 20;\n@%p1 bra $L1;\nbra.uni $L2;\n$L1:\n{shuffles}$L2:\nret;"
+        );
+        assert_one(&of(&body, check), "move it in front of the branch");
     }
 
     #[test]
