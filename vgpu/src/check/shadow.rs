@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::grids::Grids;
-use super::record::{Accessor, Kind, Violation, Violations};
+use super::record::{Accessor, Kind, NOBODY, Violation, Violations};
 use super::word::{Fine, Histories, History, Id, Noted, UNTOUCHED};
 
 /// Bytes of memory of which a page is the shadow. Pages are allocated when first accessed.
@@ -395,6 +395,27 @@ impl Shadow {
             values[0] &= (1 << (8 * bytes)) - 1;
         }
         Some(values)
+    }
+
+    /// Whether a reader sees the last write of every byte of a range: [`Shadow::stale`] gives
+    /// nothing for any part of it. False may also mean that it was not found out.
+    pub(crate) fn is_settled(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> bool {
+        if self.hidden {
+            return true;
+        }
+        let (mut settled, mut fine) = (true, NOBODY);
+        self.runs(at, bytes, |histories, run| {
+            let History { before, write, .. } = histories.get(run.id());
+            if !settled || !before || write.actor == 0 || *write == fine {
+                return;
+            }
+            if who.follows(grids, write) {
+                fine = *write;
+            } else {
+                settled = false;
+            }
+        });
+        settled
     }
 
     /// Notes that a strong read has seen the last write of a range.
