@@ -190,6 +190,24 @@ impl Grid {
         Self::launch(Residency::InTurn, kernel, memory, dev, cfg, params, None)
     }
 
+    /// Checks a launch as [`Grid::new`] does, without making a grid.
+    ///
+    /// # Errors
+    /// Those of [`Grid::new`].
+    pub fn check_launch(
+        kernel: &Kernel,
+        memory: &Memory,
+        dev: &DeviceConfig,
+        cfg: &GridConfig,
+        params: &[u8],
+    ) -> Result<(), LaunchError> {
+        check_launch(kernel, dev, cfg, params)?;
+        if let Some(g) = &kernel.globals {
+            memory.module_globals(g.module_id, &g.init)?;
+        }
+        if memory.checker().is_some() { allows_checks(kernel, cfg) } else { Ok(()) }
+    }
+
     /// The same as work of a stream. In check mode, `timeline` is the stream, and the grid comes
     /// after the given [`Past`], not after the calling thread's past. [`Grid::past`] then gives the
     /// past for the work behind it.
@@ -259,17 +277,8 @@ impl Grid {
             preemptions.sort_unstable_by(|a, b| b.cmp(a));
         }
         let check = match memory.checker() {
-            Some(_) if total_blocks > MAX_BLOCKS => {
-                return Err(LaunchError::TooLargeToCheck {
-                    kernel: env.kernel.name.clone(),
-                    blocks: total_blocks,
-                });
-            }
             Some(checker) => {
-                if let Some(read) = env.kernel.unwritten_registers().into_iter().next() {
-                    let (kernel, read) = (env.kernel.name.clone(), Box::new(read));
-                    return Err(LaunchError::UnwrittenRegister { kernel, read });
-                }
+                allows_checks(&env.kernel, &cfg)?;
                 let mut world = checker.world();
                 let mut start = order.map_or_else(|| world.host_past(), |(_, past)| past.inner().clone());
                 let shape = (cfg.grid, clusters.shape);
@@ -1002,6 +1011,19 @@ fn check_launch(
         });
     }
     Clusters::new(kernel, cfg)?.resident(kernel, dev, threads as u32, total as u32).map(drop)
+}
+
+/// Whether a launch can run in check mode.
+fn allows_checks(kernel: &Kernel, cfg: &GridConfig) -> Result<(), LaunchError> {
+    let name = || kernel.name.clone();
+    let blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
+    if blocks > MAX_BLOCKS {
+        return Err(LaunchError::TooLargeToCheck { kernel: name(), blocks });
+    }
+    match kernel.unwritten_registers().into_iter().next() {
+        Some(read) => Err(LaunchError::UnwrittenRegister { kernel: name(), read: Box::new(read) }),
+        None => Ok(()),
+    }
 }
 
 /// Where dynamic shared memory starts in the shared window.
