@@ -379,7 +379,7 @@ impl Shadow {
                     && write.actor != 0
                     && *writer.get_or_insert(one) == one
                     && !who.after(grids, write.actor, &write)
-                    && !history.is_observed(grids, who);
+                    && !history.is_observed_at(grids, who, at);
             }
         });
         if !may {
@@ -420,14 +420,35 @@ impl Shadow {
 
     /// Notes that a strong read has seen the last write of a range.
     pub(crate) fn saw(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) {
+        // Histories before and after the last change.
+        let mut changed = (SPLIT, SPLIT);
         self.runs(at, bytes, |histories, mut run| {
             let mut who = *who;
             who.record.bytes = run.mask;
-            if !histories.get(run.id()).needs_no_note(grids, &who) {
-                run.each(histories, |history, at| {
+            let old = run.id();
+            let history = histories.get(old);
+            if history.needs_no_note(grids, &who) {
+                return;
+            }
+            let Some(seen) = history.seen_by_all(grids, &who) else {
+                return run.each(histories, |history, at| {
                     who.at(at, Kind::Read).for_each(|(_, who)| history.note_seen(grids, &who));
                 });
+            };
+            if history.has_seen(seen) {
+                return;
             }
+            if changed.0 == old {
+                return run.set(histories, changed.1);
+            }
+            if let Some(history) = histories.alone(old, run.len()) {
+                return history.set_seen(seen);
+            }
+            let mut history = histories.get(old).clone();
+            history.set_seen(seen);
+            let new = histories.add(history);
+            run.set(histories, new);
+            changed = (old, new);
         });
     }
 
