@@ -89,6 +89,9 @@ impl Write for Text {
 }
 
 /// How a seed orders the warps of a grid.
+///
+/// Except with [`Schedule::Preemptions`], a warp that polls memory in vain is left out for some
+/// turns of the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Schedule {
     /// Any warp next, for any number of instructions.

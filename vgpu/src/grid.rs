@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use crate::check::block::BlockCheck;
 use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
 use crate::check::hooks::{CheckHooks, Hooks};
+use crate::check::world::World;
 use crate::check::{CausalPast, Checker, Past, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
@@ -23,7 +24,7 @@ use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Special};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 use cluster::Clusters;
 pub(crate) use stepped::Step;
@@ -33,6 +34,16 @@ const PREEMPTION_SPAN: u64 = 20_000;
 
 /// Warp instructions per turn with the round-robin scheduler.
 const SLICE: u64 = 256;
+
+/// Warp instructions that a warp gets at the least when it polls again: most loops that poll are
+/// shorter, and a part of one finds nothing out.
+const LEAST_POLL: u64 = 64;
+
+/// A warp at rest polls again after up to `2^MOST_REST_BITS` turns of all ready warps.
+const MOST_REST_BITS: u32 = 4;
+
+/// Slices for which the checker stays locked.
+const LOCKED_SLICES: u32 = 32;
 
 /// How slowly blocks follow those that are resident at first: one in up to `2^MAX_ADMISSION_BITS`
 /// slices.
@@ -90,9 +101,9 @@ pub struct Stats {
 struct Block {
     state: BlockState,
     warps: Vec<Warp>,
-    /// When the warp was last idle, in epochs; see `Grid::epoch`.
-    idle_epoch: Vec<u64>,
-    /// Warps in the ready queue.
+    /// How each warp waits.
+    waits: Vec<Waits>,
+    /// Warps that can run: in the ready queue, or at rest.
     ready: u32,
     sm: u32,
     /// In check mode.
@@ -101,6 +112,96 @@ struct Block {
     stalled: u64,
     /// The priority of each warp, with [`Schedule::Preemptions`].
     priority: Vec<u64>,
+}
+
+/// How a warp waits for memory that others change.
+#[derive(Clone, Copy, Debug, Default)]
+struct Waits {
+    /// When the warp was last idle, in epochs; see `Grid::epoch`.
+    idle_epoch: u64,
+    /// Slices in a row that were idle.
+    idle_slices: u32,
+}
+
+/// A warp that waits, left out of the ready queue.
+#[derive(Clone, Copy, Debug)]
+struct Rest {
+    warp: WarpRef,
+    /// The epoch in which it was idle. Until it ends, the warp would find nothing new.
+    epoch: u64,
+    /// The slice from which on it polls again.
+    until: u64,
+}
+
+/// Warps that wait. In the ready queue they would take turns from the warps that work.
+#[derive(Debug)]
+struct Resting {
+    /// Whether warps rest at all.
+    on: bool,
+    warps: Vec<Rest>,
+    /// A slice before which no warp is to be called back; `u64::MAX` until the epoch ends.
+    next: u64,
+}
+
+impl Resting {
+    fn add(&mut self, rest: Rest) {
+        self.warps.push(rest);
+        self.next = self.next.min(rest.until);
+    }
+
+    /// An epoch has ended.
+    fn epoch_ended(&mut self) {
+        if self.next == u64::MAX {
+            self.next = 0;
+        }
+    }
+
+    /// Moves the warps back to the ready queue for which `f` holds.
+    fn recall(&mut self, ready: &mut VecDeque<WarpRef>, f: impl Fn(&Rest) -> bool) {
+        ready.extend(self.warps.extract_if(.., |rest| f(rest)).map(|rest| rest.warp));
+    }
+
+    /// Moves the warps back that are to poll again at slice `now`.
+    fn recall_due(&mut self, ready: &mut VecDeque<WarpRef>, epoch: u64, now: u64) {
+        if now >= self.next {
+            self.recall(ready, |rest| rest.epoch != epoch && rest.until <= now);
+            let later = self.warps.iter().map(|rest| rest.until).filter(|until| *until > now);
+            self.next = later.min().unwrap_or(u64::MAX);
+        }
+    }
+}
+
+/// The state of a grid's checker, which stays locked over several slices. The thread of another
+/// device that waits for the lock has to be woken, which costs more than a slice.
+struct Locked<'c> {
+    checker: Option<&'c Checker>,
+    world: Option<MutexGuard<'c, World>>,
+    /// Slices since it was locked.
+    slices: u32,
+}
+
+impl<'c> Locked<'c> {
+    fn new(checker: Option<&'c Checker>) -> Self {
+        Self { checker, world: None, slices: 0 }
+    }
+
+    /// The state; `None` without a checker.
+    fn world(&mut self) -> Option<&mut World> {
+        let checker = self.checker?;
+        Some(self.world.get_or_insert_with(|| checker.world()))
+    }
+
+    fn unlock(&mut self) {
+        (self.world, self.slices) = (None, 0);
+    }
+
+    /// A slice has ended: others get the lock now and then.
+    fn count_slice(&mut self) {
+        self.slices += 1;
+        if self.slices == LOCKED_SLICES {
+            self.unlock();
+        }
+    }
 }
 
 /// A grid under check.
@@ -142,6 +243,7 @@ pub struct Grid {
     total_blocks: u64,
     live_blocks: u32,
     ready: VecDeque<WarpRef>,
+    resting: Resting,
     rng: Rng,
     schedule: Schedule,
     /// Slices until the running warp loses its priority, latest first.
@@ -188,6 +290,24 @@ impl Grid {
         params: &[u8],
     ) -> Result<Self, LaunchError> {
         Self::launch(Residency::InTurn, kernel, memory, dev, cfg, params, None)
+    }
+
+    /// Checks a launch as [`Grid::new`] does, without making a grid.
+    ///
+    /// # Errors
+    /// Those of [`Grid::new`].
+    pub fn check_launch(
+        kernel: &Kernel,
+        memory: &Memory,
+        dev: &DeviceConfig,
+        cfg: &GridConfig,
+        params: &[u8],
+    ) -> Result<(), LaunchError> {
+        check_launch(kernel, dev, cfg, params)?;
+        if let Some(g) = &kernel.globals {
+            memory.module_globals(g.module_id, &g.init)?;
+        }
+        if memory.checker().is_some() { allows_checks(kernel, cfg) } else { Ok(()) }
     }
 
     /// The same as work of a stream. In check mode, `timeline` is the stream, and the grid comes
@@ -259,17 +379,8 @@ impl Grid {
             preemptions.sort_unstable_by(|a, b| b.cmp(a));
         }
         let check = match memory.checker() {
-            Some(_) if total_blocks > MAX_BLOCKS => {
-                return Err(LaunchError::TooLargeToCheck {
-                    kernel: env.kernel.name.clone(),
-                    blocks: total_blocks,
-                });
-            }
             Some(checker) => {
-                if let Some(read) = env.kernel.unwritten_registers().into_iter().next() {
-                    let (kernel, read) = (env.kernel.name.clone(), Box::new(read));
-                    return Err(LaunchError::UnwrittenRegister { kernel, read });
-                }
+                allows_checks(&env.kernel, &cfg)?;
                 let mut world = checker.world();
                 let mut start = order.map_or_else(|| world.host_past(), |(_, past)| past.inner().clone());
                 let shape = (cfg.grid, clusters.shape);
@@ -313,6 +424,12 @@ impl Grid {
             total_blocks,
             live_blocks: 0,
             ready: VecDeque::new(),
+            // A schedule with priorities has given warps that wait the lowest.
+            resting: Resting {
+                on: !matches!(schedule, Schedule::Preemptions(_)),
+                warps: vec![],
+                next: u64::MAX,
+            },
             rng,
             schedule,
             preemptions,
@@ -412,7 +529,7 @@ impl Grid {
                 warpgroups: vec![],
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
-            idle_epoch: vec![0; warps as usize],
+            waits: vec![Waits::default(); warps as usize],
             ready: 0,
             sm: slot % self.sm_count,
             check: None,
@@ -452,7 +569,7 @@ impl Grid {
         });
         b.priority.iter_mut().for_each(|p| *p = self.rng.next());
         b.ready = b.state.warps;
-        b.idle_epoch.fill(0);
+        b.waits.fill(Waits::default());
         let inputs = SpecialInputs {
             ctaid,
             clusters: self.clusters,
@@ -508,14 +625,20 @@ impl Grid {
     }
 
     fn run(&mut self, max: u64) -> Result<Progress, Box<Fault>> {
+        let checker = self.checker();
+        let mut locked = Locked::new(checker.as_ref());
         let mut used = 0;
         while used < max {
             if self.live_blocks == 0 {
                 return Ok(Progress::Done);
             }
-            self.refresh_table();
+            if self.memory.generation() != self.generation {
+                // Memory locks its table and then the checker.
+                locked.unlock();
+                self.refresh_table();
+            }
             self.progress_copies(false)?;
-            if self.idle >= self.ready.len() {
+            if self.idle >= self.ready.len() + self.resting.warps.len() {
                 // All warps wait. They may wait for copies under way, or for blocks that are not
                 // resident yet. A grid that fits is resident as a whole in the end, so its blocks
                 // may wait for each other.
@@ -539,12 +662,29 @@ impl Grid {
                         }
                     }
                 }
+            } else if self.ready.is_empty() {
+                // Some have not polled since the last change. Copies come first: warps wait for
+                // those of their own blocks, and the others for these warps.
+                if !self.progress_copies(true)? {
+                    let epoch = self.epoch;
+                    self.resting.recall(&mut self.ready, |rest| rest.epoch != epoch);
+                }
+                continue;
             } else if self.has_room() && self.rng.below(self.admit_one_in) == 0 {
                 self.admit();
             }
-            used += self.slice()?;
+            // All may be at rest still, and poll in the next turn.
+            if self.ready.is_empty() {
+                continue;
+            }
+            used += self.slice(&mut locked)?;
+            locked.count_slice();
         }
         Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
+    }
+
+    fn checker(&self) -> Option<Checker> {
+        self.check.as_ref().map(|check| check.checker.clone())
     }
 
     /// Takes up allocations and frees since the last time.
@@ -608,10 +748,12 @@ impl Grid {
     fn new_epoch(&mut self) {
         self.epoch += 1;
         self.idle = 0;
+        self.resting.epoch_ended();
     }
 
     /// Picks a warp and runs it for one slice. The ready queue must not be empty.
-    fn slice(&mut self) -> Result<u64, Box<Fault>> {
+    fn slice(&mut self, locked: &mut Locked<'_>) -> Result<u64, Box<Fault>> {
+        self.resting.recall_due(&mut self.ready, self.epoch, self.stats.slices);
         let (index, budget) = match self.schedule {
             Schedule::RoundRobin => (0, SLICE),
             // Mostly short slices, now and then a long one.
@@ -627,19 +769,25 @@ impl Grid {
         else {
             return Ok(1);
         };
-        let slice = self.run_picked(pick, budget)?;
-        self.account(pick, slice)?;
+        let waits = self.blocks[pick.block as usize].waits[pick.warp as usize].idle_slices > 0;
+        let budget = if waits && self.resting.on { budget.max(LEAST_POLL) } else { budget };
+        let slice = self.run_picked(pick, budget, locked)?;
+        self.account(pick, slice, locked)?;
         Ok(slice.executed.max(1))
     }
 
     /// Runs a warp that was taken from the ready queue.
-    fn run_picked(&mut self, pick: WarpRef, budget: u64) -> Result<Slice, Box<Fault>> {
+    fn run_picked(
+        &mut self,
+        pick: WarpRef,
+        budget: u64,
+        locked: &mut Locked<'_>,
+    ) -> Result<Slice, Box<Fault>> {
         let (block, peers) = cluster::with_peers(&mut self.blocks, self.clusters, pick.block);
         let (state, warp) = (&mut block.state, &mut block.warps[pick.warp as usize]);
-        let ran = match (&mut block.check, &self.check) {
-            (Some(block), Some(check)) => {
-                let mut world = check.checker.world();
-                let watch = CheckHooks { world: &mut world, block, peers, warp: pick.warp };
+        let ran = match (&mut block.check, locked.world()) {
+            (Some(block), Some(world)) => {
+                let watch = CheckHooks { world, block, peers, warp: pick.warp };
                 run_warp(&self.env, state, warp, watch, budget)
             }
             _ => run_warp(&self.env, state, warp, (), budget),
@@ -649,7 +797,7 @@ impl Grid {
 
     /// Draws the consequences of a slice of a warp, which goes back to the ready queue if it can go
     /// on.
-    fn account(&mut self, pick: WarpRef, slice: Slice) -> Result<(), Box<Fault>> {
+    fn account(&mut self, pick: WarpRef, slice: Slice, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
         self.env.executed += slice.executed;
         self.env.clock.advance(slice.executed);
@@ -658,23 +806,33 @@ impl Grid {
         let pick_bits = u64::from(pick.block) << 32 | u64::from(pick.warp) << 16 | slice.executed & 0xffff;
         self.digest = mix(self.digest ^ pick_bits).wrapping_add(slice.executed);
 
+        let waits = &mut block.waits[pick.warp as usize];
+        let mut rests = false;
         match slice.activity {
             Activity::Idle => {
                 // A warp that only waits gets the lowest priority.
                 block.priority[pick.warp as usize] = 0;
-                let seen = &mut block.idle_epoch[pick.warp as usize];
-                if *seen != self.epoch {
-                    *seen = self.epoch;
+                rests = self.resting.on;
+                waits.idle_slices = waits.idle_slices.saturating_add(1);
+                if waits.idle_epoch != self.epoch {
+                    waits.idle_epoch = self.epoch;
                     self.idle += 1;
                 }
             }
             Activity::Neutral => {}
             Activity::Progress => {
+                waits.idle_slices = 0;
                 self.epoch += 1;
                 self.idle = 0;
+                self.resting.epoch_ended();
             }
         }
         match slice.status {
+            Status::Ready if rests => {
+                let turns = 1 << (waits.idle_slices - 1).min(MOST_REST_BITS);
+                let until = self.stats.slices + turns * (self.ready.len() as u64 + 1);
+                self.resting.add(Rest { warp: pick, epoch: self.epoch, until });
+            }
             Status::Ready => self.ready.push_back(pick),
             Status::Blocked => block.ready -= 1,
             Status::Stuck => {
@@ -694,7 +852,7 @@ impl Grid {
         self.wake(pick.block);
         let block = &mut self.blocks[pick.block as usize];
         if block.state.exited_warps == block.state.warps {
-            self.retire(pick.block)?;
+            self.retire(pick.block, locked)?;
         }
         self.wake_cluster(pick.block);
         if let Some(at) = self.waits_for_ever(pick) {
@@ -757,12 +915,12 @@ impl Grid {
         }
     }
 
-    fn retire(&mut self, slot: u32) -> Result<(), Box<Fault>> {
+    fn retire(&mut self, slot: u32, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
         if let Err(late) = self.blocks[slot as usize].state.finish_bulk(&self.env.table) {
             let fault = self.late_fault(slot, late);
             let FaultKind::CopyOutlivesBlock { .. } = fault.kind else { return Err(fault) };
-            match &self.check {
-                Some(check) => check.checker.world().reports.note(fault)?,
+            match locked.world() {
+                Some(world) => world.reports.note(fault)?,
                 None => return Err(fault),
             }
             // The shared memory is still there.
@@ -773,7 +931,7 @@ impl Grid {
         let clustered = self.clusters.size() > 1;
         if clustered {
             self.note_landed(slot);
-            self.leave_cluster(slot)?;
+            self.leave_cluster(slot, locked)?;
         }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
@@ -786,8 +944,10 @@ impl Grid {
         };
         if let (Some(check), Some(end)) = (&mut self.check, end) {
             check.end.join(&end);
-            if self.live_blocks == 0 && self.next_block >= self.total_blocks {
-                let mut world = check.checker.world();
+            if self.live_blocks == 0
+                && self.next_block >= self.total_blocks
+                && let Some(world) = locked.world()
+            {
                 world.end_grid(check.number, &mut check.end);
                 if check.host_acquires_end {
                     world.host_acquires_past(&check.end);
@@ -828,6 +988,10 @@ impl Grid {
     /// Tells the checks of the progress of a block's copies.
     fn note_landed(&mut self, slot: u32) {
         let landed = std::mem::take(&mut self.blocks[slot as usize].state.landed);
+        if !landed.is_empty() && !self.resting.warps.is_empty() {
+            // Its warps may wait for these copies.
+            self.resting.recall(&mut self.ready, |rest| rest.warp.block == slot);
+        }
         if self.check.is_none() || landed.is_empty() {
             return;
         }
@@ -1002,6 +1166,19 @@ fn check_launch(
         });
     }
     Clusters::new(kernel, cfg)?.resident(kernel, dev, threads as u32, total as u32).map(drop)
+}
+
+/// Whether a launch can run in check mode.
+fn allows_checks(kernel: &Kernel, cfg: &GridConfig) -> Result<(), LaunchError> {
+    let name = || kernel.name.clone();
+    let blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
+    if blocks > MAX_BLOCKS {
+        return Err(LaunchError::TooLargeToCheck { kernel: name(), blocks });
+    }
+    match kernel.unwritten_registers().into_iter().next() {
+        Some(read) => Err(LaunchError::UnwrittenRegister { kernel: name(), read: Box::new(read) }),
+        None => Ok(()),
+    }
 }
 
 /// Where dynamic shared memory starts in the shared window.

@@ -17,6 +17,11 @@ impl Rng {
         mix(self.0)
     }
 
+    /// Goes on as if so many numbers had been drawn.
+    pub(crate) fn skip(&mut self, draws: u64) {
+        self.0 = self.0.wrapping_add(draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    }
+
     /// A number in `0..n`; `n` must not be 0. The bias is too small to affect a scheduler.
     pub(crate) fn below(&mut self, n: u64) -> u64 {
         ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
@@ -58,6 +63,16 @@ fn run_seeds(n: u64, only: Option<u64>, mut run: impl FnMut(u64), report: impl F
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn skipped_numbers_are_those_that_would_have_been_drawn() {
+        let (mut drawn, mut skipped) = (super::Rng::new(9), super::Rng::new(9));
+        for _ in 0..5 {
+            drawn.next();
+        }
+        skipped.skip(5);
+        assert_eq!(drawn.next(), skipped.next());
+    }
+
     use super::*;
     use std::cell::RefCell;
 

@@ -147,6 +147,13 @@ pub(crate) trait Hooks {
     fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<[u64; 2]> {
         None
     }
+    /// Whether [`Hooks::stale`] finds nothing for any of these lanes. False may also mean that it
+    /// was not found out.
+    fn is_settled(&mut self, _: Place, _: Part, _: How) -> bool {
+        false
+    }
+    /// Stands for so many calls of [`Hooks::stale`] that find nothing.
+    fn skip_stale(&mut self, _calls: u64) {}
     /// `now` is the value in memory, `new` the value to be written. Returns whether the place held
     /// a strong write, and a violation.
     fn write(
@@ -414,6 +421,31 @@ impl Hooks for CheckHooks<'_> {
             shadow.saw(grids, at, bytes, &who);
         }
         None
+    }
+
+    fn is_settled(&mut self, place: Place, part: Part, how: How) -> bool {
+        if self.world.path.is_some() {
+            return false;
+        }
+        match place {
+            Place::Private => true,
+            Place::Global { offset, .. } | Place::Shared { offset } => {
+                let alone = part.lanes.is_power_of_two();
+                let own = if alone { self.own(part.first()) } else { self.block.key(self.warp) };
+                let record = match alone {
+                    true => self.record(part.first(), 0, how, false),
+                    false => self.wide_record(part, offset, 0, how),
+                };
+                self.look(place, part.lanes).is_some_and(|(shadow, grids, at, view)| {
+                    let who = Accessor { record, own, published: None, view };
+                    shadow.is_settled(grids, at, part.bytes(), &who)
+                })
+            }
+        }
+    }
+
+    fn skip_stale(&mut self, calls: u64) {
+        self.world.rng.skip(calls);
     }
 
     fn write(

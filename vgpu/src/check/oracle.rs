@@ -263,6 +263,57 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
     });
 }
 
+/// Where a row of lanes is found settled, no lane may see an older value in its element.
+#[test]
+fn settled_rows_have_no_older_values() {
+    let grids = Grids::default();
+    let mut found = [0; 2];
+    for_each_seed(100, |seed| {
+        let mut rng = Rng::new(seed);
+        let mut shadow = Shadow::new(false, true);
+        let mut pasts: [CausalPast; WARPS] = Default::default();
+        let mut ticks = [1; WARPS];
+        for step in 0..200 {
+            let warp = rng.below(WARPS as u64) as usize;
+            let warp_key = clock::warp(1, 0, warp as u32);
+            let (first, size) = (rng.below(32) as usize, 4 << rng.below(3));
+            let count = 1 + rng.below((32 - first as u64).min(BYTES / size));
+            let at = START + size * rng.below((BYTES - size * count) / size + 1);
+            let how = How::generic(Sem::Weak, Scope::Sys, size as u8, false);
+            let record = Record::of(warp_key, ticks[warp], step, how);
+            let lone = |lane: usize, write: bool| match write {
+                true => Record { actor: clock::lane(warp_key, lane), ..record },
+                false => Record { lanes: 1 << lane, ..record },
+            };
+            let row = Record { lanes: ROW_LANES, row: Row::new(at, size, first), ..record };
+            let (past, write) = (pasts[warp].clone(), rng.below(3) == 0);
+            let who = |record, own| Accessor { record, own, view: PastView::all(&past), published: None };
+            let all = match count {
+                1 => who(lone(first, write), clock::lane(warp_key, first)),
+                _ => who(row, warp_key),
+            };
+            if rng.below(3) == 0 {
+                let to = rng.below(WARPS as u64) as usize;
+                pasts[to].join(&past);
+                pasts[to].all.raise(warp_key, ticks[warp]);
+                ticks[warp] += 1;
+            } else if write {
+                shadow.write(&grids, at, size * count, &all, |_| false, Some(|_| 7));
+            } else {
+                let settled = shadow.is_settled(&grids, at, size * count, &all);
+                found[usize::from(settled)] += 1;
+                let older = (0..count).any(|i| {
+                    let lane = first + i as usize;
+                    let who = who(lone(lane, false), clock::lane(warp_key, lane));
+                    shadow.stale(&grids, at + i * size, size, &who).is_some()
+                });
+                assert!(!(settled && older), "step {step}");
+            }
+        }
+    });
+    assert!(found.iter().all(|count| *count > 100), "{found:?}");
+}
+
 /// Each lane of a warp may find the first words of its vector unchanged, but not the last.
 #[test]
 fn equal_values_in_one_word_excuse_no_other_word() {

@@ -39,7 +39,7 @@ impl Row {
     }
 
     /// The lane that accesses the byte at `at`. None where the bytes are not divided among lanes.
-    fn lane(self, at: u64) -> Option<usize> {
+    pub(super) fn lane(self, at: u64) -> Option<usize> {
         let shift = (self.0 >> 5) + 1;
         let element = (at >> shift).wrapping_sub(u64::from(self.0 & 31));
         (self != Self::NONE).then_some((element & 31) as usize)
@@ -125,7 +125,7 @@ impl Record {
     }
 
     /// Whether several lanes access, each with a causal past that lacks its own accesses.
-    fn is_wide(&self) -> bool {
+    pub(super) fn is_wide(&self) -> bool {
         self.lanes & self.lanes.wrapping_sub(1) != 0
     }
 

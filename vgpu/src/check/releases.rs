@@ -74,22 +74,33 @@ pub(crate) const OWN: u32 = 0;
 #[derive(Debug, Default)]
 pub(crate) struct ReleaseMap(FastMap<(u32, u64), Vec<(u16, Releases)>>);
 
+/// The index of a location among those of its chunk, or the index at which it would be.
+fn place(chunk: &[(u16, Releases)], within: u16) -> Result<usize, usize> {
+    // All locations of a chunk are mostly used, at equal distances, and come in ascending order.
+    let guess = usize::from(within) * chunk.len() / CHUNK as usize;
+    match chunk.last() {
+        Some((last, _)) if *last < within => Err(chunk.len()),
+        _ if chunk.get(guess).is_some_and(|entry| entry.0 == within) => Ok(guess),
+        _ => chunk.binary_search_by_key(&within, |entry| entry.0),
+    }
+}
+
 impl ReleaseMap {
     pub(crate) fn get(&self, memory: u32, offset: u64) -> Option<&Releases> {
         let chunk = self.0.get(&(memory, offset / CHUNK))?;
-        let at = chunk.binary_search_by_key(&within(offset), |entry| entry.0).ok()?;
+        let at = place(chunk, within(offset)).ok()?;
         Some(&chunk[at].1)
     }
 
     pub(crate) fn get_mut(&mut self, memory: u32, offset: u64) -> Option<&mut Releases> {
         let chunk = self.0.get_mut(&(memory, offset / CHUNK))?;
-        let at = chunk.binary_search_by_key(&within(offset), |entry| entry.0).ok()?;
+        let at = place(chunk, within(offset)).ok()?;
         Some(&mut chunk[at].1)
     }
 
     pub(crate) fn get_or_default(&mut self, memory: u32, offset: u64) -> &mut Releases {
         let chunk = self.0.entry((memory, offset / CHUNK)).or_default();
-        let at = chunk.binary_search_by_key(&within(offset), |entry| entry.0).unwrap_or_else(|at| {
+        let at = place(chunk, within(offset)).unwrap_or_else(|at| {
             chunk.insert(at, (within(offset), Releases::default()));
             at
         });

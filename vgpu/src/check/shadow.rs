@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use super::grids::Grids;
-use super::record::{Accessor, Kind, Violation, Violations};
+use super::record::{Accessor, Kind, NOBODY, Violation, Violations};
 use super::word::{Fine, Histories, History, Id, Noted, UNTOUCHED};
 
 /// Bytes of memory of which a page is the shadow. Pages are allocated when first accessed.
@@ -379,7 +379,7 @@ impl Shadow {
                     && write.actor != 0
                     && *writer.get_or_insert(one) == one
                     && !who.after(grids, write.actor, &write)
-                    && !history.is_observed(grids, who);
+                    && !history.is_observed_at(grids, who, at);
             }
         });
         if !may {
@@ -397,16 +397,58 @@ impl Shadow {
         Some(values)
     }
 
+    /// Whether a reader sees the last write of every byte of a range: [`Shadow::stale`] gives
+    /// nothing for any part of it. False may also mean that it was not found out.
+    pub(crate) fn is_settled(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> bool {
+        if self.hidden {
+            return true;
+        }
+        let (mut settled, mut fine) = (true, NOBODY);
+        self.runs(at, bytes, |histories, run| {
+            let History { before, write, .. } = histories.get(run.id());
+            if !settled || !before || write.actor == 0 || *write == fine {
+                return;
+            }
+            if who.follows(grids, write) {
+                fine = *write;
+            } else {
+                settled = false;
+            }
+        });
+        settled
+    }
+
     /// Notes that a strong read has seen the last write of a range.
     pub(crate) fn saw(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) {
+        // Histories before and after the last change.
+        let mut changed = (SPLIT, SPLIT);
         self.runs(at, bytes, |histories, mut run| {
             let mut who = *who;
             who.record.bytes = run.mask;
-            if !histories.get(run.id()).needs_no_note(grids, &who) {
-                run.each(histories, |history, at| {
+            let old = run.id();
+            let history = histories.get(old);
+            if history.needs_no_note(grids, &who) {
+                return;
+            }
+            let Some(seen) = history.seen_by_all(grids, &who) else {
+                return run.each(histories, |history, at| {
                     who.at(at, Kind::Read).for_each(|(_, who)| history.note_seen(grids, &who));
                 });
+            };
+            if history.has_seen(seen) {
+                return;
             }
+            if changed.0 == old {
+                return run.set(histories, changed.1);
+            }
+            if let Some(history) = histories.alone(old, run.len()) {
+                return history.set_seen(seen);
+            }
+            let mut history = histories.get(old).clone();
+            history.set_seen(seen);
+            let new = histories.add(history);
+            run.set(histories, new);
+            changed = (old, new);
         });
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::clock::{self, Key};
 use super::grids::Grids;
-use super::record::{Accessor, Kind, NOBODY, Order, Record, Violation};
+use super::record::{Accessor, Kind, NOBODY, Order, Record, Row, Violation};
 
 /// The history of a word, or of a byte of a split word.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,10 +15,10 @@ pub(super) struct History {
     pub(super) written: bool,
     /// Whether the shadow has the value before the last write.
     pub(super) before: bool,
-    /// The first lane that has observed the last write by a morally strong read, and the tick;
-    /// actor 0 where there is none. The write comes before all accesses after the read. The other
-    /// accesses of its thread do not.
-    seen: (Key, u32),
+    /// The first that has observed the last write by a morally strong read; actor 0 where there is
+    /// none. The write comes before all accesses after the read. The other accesses of its thread
+    /// do not.
+    seen: Seen,
     /// Rarely anything.
     more: Option<Arc<More>>,
 }
@@ -29,9 +29,28 @@ struct More {
     /// Readers besides `History::read`, unordered with it.
     readers: Readers,
     /// Lanes that have observed the last write besides `History::seen`.
-    seen: Vec<(Key, u32)>,
+    seen: Vec<Seen>,
     /// Reads by `ld.global.nc` since the last write, the first of each kernel.
     read_only: Vec<Record>,
+}
+
+/// A lane that has observed a write, and its tick; or a row of lanes of the warp `by`, of which each
+/// has observed the write of its own part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    by: Key,
+    tick: u32,
+    row: Row,
+}
+
+const UNSEEN: Seen = Seen { by: 0, tick: 0, row: Row::NONE };
+
+impl Seen {
+    /// The one lane that has observed the byte `at`.
+    fn at(self, at: u64) -> Self {
+        let lone = |lane| Self { by: clock::lane(self.by, lane), row: Row::NONE, ..self };
+        self.row.lane(at).map_or(self, lone)
+    }
 }
 
 /// Readers, sorted by actor.
@@ -91,7 +110,7 @@ impl Default for Fine {
 
 impl History {
     pub(super) const fn untouched(written: bool) -> Self {
-        Self { write: NOBODY, read: NOBODY, written, before: false, seen: (0, 0), more: None }
+        Self { write: NOBODY, read: NOBODY, written, before: false, seen: UNSEEN, more: None }
     }
 
     /// The history behind a write.
@@ -116,6 +135,7 @@ impl History {
     pub(super) fn narrow(&mut self, at: u64) {
         self.write = self.write.at(at, Kind::Write);
         self.read = self.read.at(at, Kind::Read);
+        self.seen = self.seen.at(at);
         if self.readers().iter().any(Record::is_row) {
             self.more().readers.all.iter_mut().for_each(|r| *r = r.at(at, Kind::Read));
         }
@@ -250,17 +270,44 @@ impl History {
         read_only.push(begin.record);
     }
 
-    /// Notes that the lane `who` has seen the last write by a strong read.
+    /// Notes that the lane `who` has seen the last write by a strong read. The history is that of
+    /// one word or byte ([`History::narrow`]).
     pub(super) fn note_seen(&mut self, grids: &Grids, who: &Accessor) {
         if !self.awaits_note(grids, who) {
             return;
         }
-        let new = (who.own, who.record.tick);
-        if self.seen.0 == 0 {
+        let new = Seen { by: who.own, tick: who.record.tick, row: Row::NONE };
+        if self.seen.by == 0 {
             self.seen = new;
-        } else if !self.seen().any(|s| s.0 == who.own) {
+        } else if !self.seen().any(|s| s.by == who.own) {
             self.more().seen.push(new);
         }
+    }
+
+    /// The note that a lane, or each lane of a row, has seen the last write of all of a range with
+    /// this history. `None` where [`History::note_seen`] must decide for each word and lane.
+    pub(super) fn seen_by_all(&self, grids: &Grids, who: &Accessor) -> Option<Seen> {
+        let record = &who.record;
+        let seen = Seen { by: who.own, tick: record.tick, row: record.row };
+        if (record.is_wide() && !record.is_row()) || who.order(grids, &self.write) != Order::Unordered {
+            return None;
+        }
+        let noted = self.seen.by == seen.by && self.seen.row == seen.row;
+        match noted {
+            true => Some(self.seen),
+            false if self.seen.by == 0 && who.morally_strong(grids, &self.write) => Some(seen),
+            false => None,
+        }
+    }
+
+    /// Applies what [`History::seen_by_all`] has returned.
+    pub(super) fn set_seen(&mut self, seen: Seen) {
+        self.seen = seen;
+    }
+
+    /// Whether that would change nothing.
+    pub(super) fn has_seen(&self, seen: Seen) -> bool {
+        self.seen == seen
     }
 
     /// Whether the last write is strong, and in no one's past by other means.
@@ -276,15 +323,21 @@ impl History {
     }
 
     /// Whether an access of a lone actor comes after a strong read of the last write, so after that
-    /// write.
+    /// write. The history is that of one word or byte ([`History::narrow`]).
     pub(super) fn is_observed(&self, grids: &Grids, who: &Accessor) -> bool {
-        self.seen().any(|(key, tick)| key == who.own || who.after_tick(grids, key, tick))
+        self.seen().any(|seen| seen.by == who.own || who.after_tick(grids, seen.by, seen.tick))
     }
 
-    /// Lanes that have observed the last write.
-    fn seen(&self) -> impl Iterator<Item = (Key, u32)> {
+    /// The same for the byte `at` of a range with this history.
+    pub(super) fn is_observed_at(&self, grids: &Grids, who: &Accessor, at: u64) -> bool {
+        let mut seen = self.seen().map(|seen| seen.at(at));
+        seen.any(|seen| seen.by == who.own || who.after_tick(grids, seen.by, seen.tick))
+    }
+
+    /// Those that have observed the last write.
+    fn seen(&self) -> impl Iterator<Item = Seen> {
         let more = self.more.iter().flat_map(|more| &more.seen);
-        std::iter::once(&self.seen).filter(|seen| seen.0 != 0).chain(more).copied()
+        std::iter::once(&self.seen).filter(|seen| seen.by != 0).chain(more).copied()
     }
 }
 

@@ -228,6 +228,22 @@ enum Footprint {
     Other,
 }
 
+impl Footprint {
+    /// That of 32 addresses, for elements of `size` bytes.
+    fn of(addr: &[u64; 32], size: u64) -> Self {
+        let (mut apart, mut scattered) = (0, 0);
+        for (lane, at) in (0..).zip(addr) {
+            apart |= at ^ addr[0];
+            scattered |= at ^ addr[0].wrapping_add(lane * size);
+        }
+        match () {
+            () if apart == 0 => Footprint::One(addr[0]),
+            () if scattered == 0 => Footprint::Row(addr[0]),
+            () => Footprint::Other,
+        }
+    }
+}
+
 pub(super) const LOADS: usize = 0;
 const STORES: usize = 1;
 
@@ -365,8 +381,8 @@ impl<W: Hooks> Exec<'_, W> {
     /// A weak load of a full warp, where its lanes touch consecutive elements or all the same one.
     /// False where they do not, or have no fast path.
     #[inline(always)]
-    fn load_together(&mut self, a: &Access, size: u64) -> Run<bool> {
-        match self.footprint(&a.addr, size) {
+    fn load_together(&mut self, a: &Access, footprint: Footprint, size: u64) -> Run<bool> {
+        match footprint {
             Footprint::Row(base) => Ok(match self.row(LOADS, a.space, base, size) {
                 // SAFETY: `row` checked 32 * size bytes and the alignment.
                 Some(p) => unsafe { self.load_rows(a, p) },
@@ -438,7 +454,7 @@ impl<W: Hooks> Exec<'_, W> {
             self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
         }
         let together = m == FULL && a.sem == Sem::Weak && !self.watch.weak_memory();
-        if together && self.load_together(a, size)? {
+        if together && self.load_together(a, self.footprint(&a.addr, size), size)? {
             self.pc += 1;
             return Ok(Flow::Next);
         }
@@ -527,10 +543,27 @@ impl<W: Hooks> Exec<'_, W> {
         let how = How::generic(a.sem, a.scope, a.unit(), false);
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
         let (mut first, mut seen) = (None, 0u64);
+        let weak_memory = W::ON && self.watch.weak_memory();
+        // Elements that are read at once.
+        let reads = if a.whole { 1 } else { u64::from(a.n) };
+        // Lanes of which it is known at once that they see the last write.
+        let settled = if weak_memory { self.settled_lanes(a, addr, size, m, how)? } else { m };
+        if weak_memory
+            && settled == FULL
+            && a.sem == Sem::Weak
+            && self.load_together(a, Footprint::of(addr, size), size)?
+        {
+            self.watch.skip_stale(reads * 32);
+            return Ok((None, 0));
+        }
         // Lanes that see the last write.
-        let mut fresh = if self.watch.weak_memory() { 0 } else { m };
+        let mut fresh = settled;
         for i in lanes(m) {
             let p = self.pointer(LOADS, a.space, addr[i], size, i)?;
+            let stale = settled >> i & 1 == 0;
+            if weak_memory && !stale {
+                self.watch.skip_stale(reads);
+            }
             let mut halves = [0; 2];
             for e in 0..a.n as usize {
                 // A vector that is read at once is read at its first element.
@@ -544,7 +577,7 @@ impl<W: Hooks> Exec<'_, W> {
                             [read(p.add(e * a.bytes as usize), a.bytes, order), 0]
                         }
                     };
-                    if W::ON && self.watch.weak_memory() {
+                    if W::ON && stale {
                         let at = addr[i] + e as u64 * u64::from(a.bytes);
                         let place = self.place(LOADS, a.space, at);
                         match self.watch.stale(place, u64::from(a.unit()), i, how) {
@@ -572,6 +605,24 @@ impl<W: Hooks> Exec<'_, W> {
             self.watch_observation(a, addr, m & !fresh, true);
         }
         Ok((first, seen))
+    }
+
+    /// Lanes of `m` of which it is known at once that they see the last write, under weak memory.
+    fn settled_lanes(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32, how: How) -> Run<u32> {
+        let (mut todo, mut settled) = (m, 0);
+        while todo != 0 {
+            let (part, row) = self.part(LOADS, a.space, addr, size, todo);
+            todo &= !part.lanes;
+            let first = part.lanes.trailing_zeros() as usize;
+            if row.is_none() {
+                self.pointer(LOADS, a.space, addr[first], size, first)?;
+            }
+            let place = self.place(LOADS, a.space, addr[first]);
+            if self.watch.is_settled(place, part, how) {
+                settled |= part.lanes;
+            }
+        }
+        Ok(settled)
     }
 
     /// Lanes have read the last writes of locations, or those before.

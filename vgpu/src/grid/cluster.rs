@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Block, Grid, WarpRef};
+use super::{Block, Grid, Locked, WarpRef};
 use crate::check::cluster::Peers;
 use crate::device::{ClusterSizes, DeviceConfig, GridConfig};
 use crate::exec::Barrier;
@@ -231,7 +231,7 @@ impl Grid {
     }
 
     /// A block of a cluster has ended: others must not need its shared memory.
-    pub(super) fn leave_cluster(&mut self, slot: u32) -> Result<(), Box<Fault>> {
+    pub(super) fn leave_cluster(&mut self, slot: u32, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
         let state = &self.blocks[slot as usize].state;
         let (rank, ctaid) = (state.rank, state.ctaid);
         if let Some(cluster) = &state.cluster {
@@ -248,9 +248,8 @@ impl Grid {
             );
             return Err(self.late_fault(from, (FaultKind::CopyOutlivesBlock { message }, warp, pc)));
         }
-        let Some(check) = &self.check else { return Ok(()) };
         let Some(block) = &self.blocks[slot as usize].check else { return Ok(()) };
-        let mut world = check.checker.world();
+        let Some(world) = locked.world() else { return Ok(()) };
         if !world.config.races {
             return Ok(());
         }

@@ -1,6 +1,6 @@
 //! A grid that an exploration drives: it runs one step of one warp or copy at a time.
 
-use super::{Grid, WarpRef};
+use super::{Grid, Locked, WarpRef};
 use crate::exec::{Activity, Slice, Status};
 use crate::explore::Actor;
 use crate::fault::Fault;
@@ -20,9 +20,10 @@ pub(crate) struct Step {
 
 #[allow(clippy::result_large_err)] // See `Grid::step`.
 impl Grid {
-    /// Prepares the grid for an exploration: all blocks that fit are resident, and lanes that part
-    /// join again where they meet.
+    /// Prepares the grid for an exploration: all blocks that fit are resident, lanes that part join
+    /// again where they meet, and warps that wait do not rest.
     pub(crate) fn begin_exploration(&mut self) {
+        self.resting.on = false;
         self.env.apart_one_in = 0;
         while self.has_room() {
             self.admit();
@@ -37,13 +38,15 @@ impl Grid {
 
     fn compute_all(&mut self) -> Result<bool, Box<Fault>> {
         self.refresh_table();
+        let checker = self.checker();
+        let mut locked = Locked::new(checker.as_ref());
         while self.live_blocks > 0 {
             let Some(at) = self.ready.iter().position(|&warp| !self.is_at_step(warp)) else { break };
             let Some(pick) = self.ready.remove(at) else { break };
             let mut all = Slice { status: Status::Ready, executed: 0, activity: Activity::Neutral };
             while all.status == Status::Ready && all.executed < LONGEST_COMPUTATION && !self.is_at_step(pick)
             {
-                let one = self.run_picked(pick, 1)?;
+                let one = self.run_picked(pick, 1, &mut locked)?;
                 all = Slice { status: one.status, executed: all.executed + one.executed.max(1), ..all };
             }
             if all.status == Status::Done {
@@ -51,7 +54,7 @@ impl Grid {
                 all.activity = Activity::Progress;
             }
             let endless = all.executed >= LONGEST_COMPUTATION && all.status == Status::Ready;
-            self.account(pick, all)?;
+            self.account(pick, all, &mut locked)?;
             if endless {
                 break;
             }
@@ -72,7 +75,8 @@ impl Grid {
     /// Adds the warps and copies of the grid that can take a step. Warps that would find nothing
     /// new are left out.
     pub(crate) fn actors(&self, device: usize, all: &mut Vec<Actor>) {
-        let waits = |at: &&WarpRef| self.blocks[at.block as usize].idle_epoch[at.warp as usize] == self.epoch;
+        let waits =
+            |at: &&WarpRef| self.blocks[at.block as usize].waits[at.warp as usize].idle_epoch == self.epoch;
         let mut warps: Vec<_> = self.ready.iter().filter(|at| !waits(at)).collect();
         // The order of the queue depends on the schedule.
         warps.sort_unstable_by_key(|at| (at.block, at.warp));
@@ -105,12 +109,14 @@ impl Grid {
             };
         }
         self.ready.retain(|warp| *warp != at);
-        let mut slice = self.run_picked(at, 1)?;
+        let checker = self.checker();
+        let mut locked = Locked::new(checker.as_ref());
+        let mut slice = self.run_picked(at, 1, &mut locked)?;
         if looks && slice.activity == Activity::Progress {
             slice.activity = Activity::Neutral;
         }
         let changed = slice.activity == Activity::Progress;
-        self.account(at, slice)?;
+        self.account(at, slice, &mut locked)?;
         Ok(Step { everything, changed })
     }
 

@@ -45,6 +45,26 @@ fn seeds_replay_and_differ_but_results_agree() {
     assert_eq!(go(&DeviceConfig::default()), go(&DeviceConfig::default()));
 }
 
+/// One warp of 32 computes, and the others wait for it.
+#[test]
+fn warps_that_wait_leave_the_turns_to_those_that_work() {
+    let body = "
+        setp.ge.u32 %p1, %r40, 32; @%p1 bra WAIT;
+        mov.u32 %r3, 0;
+    WORK:
+        add.u32 %r3, %r3, 1; setp.lt.u32 %p2, %r3, 20000; @%p2 bra WORK;
+        st.release.gpu.global.u32 [%rd40], 1; bra END;
+    WAIT:
+        ld.acquire.gpu.global.u32 %r4, [%rd40]; setp.eq.u32 %p3, %r4, 0; @%p3 bra WAIT;
+    END:";
+    for dev in (0..5).map(seeded).chain([DeviceConfig::default()]) {
+        let mut run = Run::new(&kernel("", body), &[0], launch(1, 1024), &dev);
+        run.finish().unwrap();
+        let instructions = run.grid.stats().warp_instructions;
+        assert!(instructions < 90_000, "{instructions} with {dev:?}, and the work takes 60,000");
+    }
+}
+
 #[test]
 fn the_digest_does_not_depend_on_the_size_of_steps() {
     let go = |step: u64| {

@@ -190,10 +190,7 @@ impl GpuCore {
 
     /// Refuses a launch that the device cannot run.
     pub(super) fn check_launch(&self, launch: &Launch) -> Result<()> {
-        // A grid that never runs; one resident block makes it cheap.
-        let config = DeviceConfig { max_blocks_resident: Some(1), ..self.config.clone() };
-        Grid::new(launch.kernel.clone(), self.memory.clone(), &config, launch.config, &launch.params)
-            .map(drop)
+        Grid::check_launch(&launch.kernel, &self.memory, &self.config, &launch.config, &launch.params)
             .map_err(|error| Error::Launch { kernel: launch.name, rule: error.to_string() })
     }
 
