@@ -9,6 +9,11 @@
 //! writers and the readers of each word of shared memory. Collectives stand where all lanes of a
 //! warp arrive.
 //!
+//! The call of a rank with tokens is stored without a fence. What the rank did before is released by
+//! the words of its chunks, all of which a dispatch acquires before it ends. A dispatch that a chunk
+//! does not reach fails. Nothing orders the rank's kernels before then but that its launch stands
+//! behind them in its stream, so that they ended before the call was stored.
+//!
 //! Blocks that receive wait for packets and rows of blocks that send, as for those of other ranks:
 //! a launch of both halves is resident as a whole.
 
@@ -23,7 +28,7 @@ use super::ranks::{Few, Many, Ranks, each_pool};
 use super::team::Team;
 use super::{
     NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, dispatch_shared_bytes,
-    fence_call, finish, have_all_called, id_packets, ids_offset, last_warp, let_next_launch, packet_seen,
+    fence_call, fences_dispatch, finish, have_all_called, id_packets, ids_offset, last_warp, packet_seen,
     publishes_call, store_call, tokens_in_chunk, wait_calls, wait_node_members_ready,
 };
 use crate::layout::{
@@ -56,7 +61,7 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args:
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.common);
-    fence_call(publishes);
+    fence_call(fences_dispatch(&args.common, publishes));
     let opening = Opening::<R>::load::<false>(&args.common, tid() == 0);
     let roles = Roles::together();
     let (lists, moves) = teams(&args.common, roles);
@@ -73,7 +78,7 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args:
         send::<R, MX>(args, &work, moves, &shared, &opened, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
-    let_next_launch(&args.common);
+    griddepcontrol_launch_dependents();
     if args.common.phases & phase::RECEIVE != 0 {
         receive::<R, BATCH>(args, lists, &shared, &opened);
         finish(comm);
@@ -116,7 +121,7 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
     let sends = args.dispatch.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.dispatch.common);
-    fence_call(publishes);
+    fence_call(fences_dispatch(&args.dispatch.common, publishes));
     let opening = Opening::<R>::load::<false>(&args.dispatch.common, tid() == 0);
     let roles = Roles::apart(&args.dispatch.common);
     let (lists, moves) = teams(&args.dispatch.common, roles);
@@ -133,7 +138,7 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
         send::<R, MX>(&args.dispatch, &work, moves, &shared, &opened, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
-    let_next_launch(&args.dispatch.common);
+    griddepcontrol_launch_dependents();
     if args.dispatch.common.phases & phase::RECEIVE != 0 {
         if let Some(blocks) = roles.receivers() {
             receive_by_expert::<R, MOST>(args, roles, blocks, &shared, &opened);
