@@ -9,10 +9,10 @@
 //! writers and the readers of each word of shared memory. Collectives stand where all lanes of a
 //! warp arrive.
 //!
-//! The call of a rank with tokens is stored without a fence. What the rank did before is released by
-//! the words of its chunks, all of which a dispatch acquires before it ends. A dispatch that a chunk
-//! does not reach fails. Nothing orders the rank's kernels before then but that its launch stands
-//! behind them in its stream, so that they ended before the call was stored.
+//! The call of a rank with tokens is stored without a fence. What the rank did before is released
+//! by the words of its chunks, all of which a dispatch acquires before it ends. A dispatch that a
+//! chunk does not reach fails. Then nothing orders the rank's kernels before but that its launch
+//! stands behind them in its stream: they had ended before the call was stored.
 //!
 //! Blocks that receive wait for packets and rows of blocks that send, as for those of other ranks:
 //! a launch of both halves is resident as a whole.

@@ -495,8 +495,8 @@ unsafe fn fence_call(is_needed: bool) {
 }
 
 /// Whether the call of a dispatch needs a fence of its own. A rank with tokens fences in front of
-/// the word of each chunk. Every member waits for all of these before its dispatch ends. So the call
-/// gives the number of tokens alone, a microsecond earlier.
+/// the word of each chunk. Every member waits for all of these before its dispatch ends. So the
+/// call gives the number of tokens alone, a microsecond earlier.
 #[device]
 fn fences_dispatch(args: &LowLatencyArgs, publishes: bool) -> bool {
     publishes & (args.num_tokens == 0)
