@@ -2,10 +2,11 @@
 //! as soon as it has come.
 //!
 //! The place of a row follows from the selections of all tokens, which come ahead of the rows.
-//! Every block counts them for itself, so no block waits for another one, and a grid need not be
-//! resident as a whole. A block has some tokens of each source rank, or parts of their rows. Its own
-//! rank's come first: they are counted ahead of the wait for the other ranks. Where the kernel has
-//! sent them too, their rows are read from the input, while those of other ranks are under way.
+//! Every block that places rows counts them for itself, so none of them waits for another one.
+//! Blocks that send a token place none, where enough others do. A block has some tokens of each
+//! source rank, or parts of their rows. Its own rank's come first: they are counted ahead of the
+//! wait for the other ranks, or while other warps wait. Where the kernel has sent them too, their
+//! rows are read from the input, while those of other ranks are under way.
 //!
 //! The first [`TOKENS`] warps lay segments out and find places. A team's other warps load their first
 //! pieces meanwhile, and wait for the places before they store.
@@ -22,6 +23,7 @@
 //! arrive.
 
 use super::super::segments::sum_upto;
+use super::dispatch::Blocks;
 use super::inside;
 use super::team::Team;
 use crate::layout::{
@@ -54,6 +56,9 @@ pub(super) trait Arrivals {
     unsafe fn count(&self, source: u32) -> u32;
     /// Loads the entries `2 * pair` and `2 * pair + 1` of a token, as far as they have come.
     unsafe fn load(&self, source: u32, index: u32, pair: u32) -> u64;
+    /// The same, before it is known whether there is such a token; `None` where a load then has no
+    /// meaning.
+    unsafe fn load_ahead(&self, source: u32, index: u32, pair: u32) -> Option<u64>;
     /// The local experts of those two entries, of which `seen` was loaded; any larger number where
     /// there is none.
     unsafe fn pair(&self, seen: u64, source: u32, index: u32, pair: u32) -> (u32, u32);
@@ -198,8 +203,7 @@ impl Share {
     /// The share of `count` tokens. Where there are more blocks than tokens, several blocks have
     /// parts of the same row.
     #[device]
-    fn of(count: u32) -> Share {
-        let (block, blocks) = (ctaid(), nctaid());
+    fn of(count: u32, Blocks { number: block, count: blocks }: Blocks) -> Share {
         if count < blocks {
             let tokens = at_least_one(count);
             // The largest number of blocks for a token that is a power of two.
@@ -253,6 +257,8 @@ pub(super) struct Placing<'a, C, const MOST: usize, const BARRIER: u32> {
     pub(super) shape: RowShape,
     /// The warps that place rows, at least [`TOKENS`].
     pub(super) team: Team<BARRIER>,
+    /// The blocks that place rows.
+    pub(super) blocks: Blocks,
     pub(super) scratch: Scratch<MOST>,
     /// The tokens that come.
     pub(super) come: &'a C,
@@ -266,7 +272,7 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
     pub(super) unsafe fn place_rows(&self) -> bool {
         let Placing { args, shape, team, scratch, .. } = *self;
         // SAFETY: a grid has blocks, and a row bytes.
-        core::hint::assert_unchecked(nctaid() >= 1 && shape.bytes >= 1);
+        core::hint::assert_unchecked(self.blocks.count >= 1 && shape.bytes >= 1);
         team.sync();
         if !self.count_selections() {
             return false;
@@ -412,12 +418,12 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         let shift = u32::BITS - (pairs - 1).leading_zeros();
         let pair = team.thread() & ((1 << shift) - 1);
         let (begin, step) = (team.thread() >> shift, team.threads >> shift);
-        let mut upto = 0;
+        let (mut upto, mut ahead) = (0, None);
         rolled!(turn in 0..args.comm.num_ranks => {
             let before = upto;
             let source = self.source(turn);
             let count = come.count(source);
-            let share = Share::of(count);
+            let share = Share::of(count, self.blocks);
             upto += share.end - share.first;
             if team.thread() == 0 {
                 st_shared_u32(scratch.first(source), share.first);
@@ -429,11 +435,16 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
                 no_unroll();
                 // Loads that are in flight together; the first again where there is no such token.
                 let mut seen = [0; PAIRS as usize];
-                unroll!(4, J => {
-                    let at = index + J as u32 * step;
-                    seen[J] = come.load(source, if at < count { at } else { index }, pair);
-                });
-                let end = (index + PAIRS * step).min(count);
+                let mut loaded = PAIRS * step;
+                if let Some(first) = ahead {
+                    (seen[0], loaded, ahead) = (first, step, None);
+                } else {
+                    unroll!(4, J => {
+                        let at = index + J as u32 * step;
+                        seen[J] = come.load(source, if at < count { at } else { index }, pair);
+                    });
+                }
+                let end = (index + loaded).min(count);
                 while index < end {
                     no_unroll();
                     let (low, high) = come.pair(seen[0], source, index, pair);
@@ -450,8 +461,14 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
                     index += unknown(step);
                 }
             }
-            if turn == 0 && !come.wait_for_counts() {
-                return false;
+            ahead = None;
+            if turn == 0 {
+                // On its way while the block waits.
+                let (index, pair) = (begin.min(args.max_tokens - 1), pair.min(pairs - 1));
+                ahead = come.load_ahead(self.source(unknown(1)), index, pair);
+                if !come.wait_for_counts() {
+                    return false;
+                }
             }
         });
         true
@@ -519,7 +536,8 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         let Placing { args, to, team, scratch, .. } = *self;
         let (lane, experts, middle) = (laneid(), args.local_experts, team.warps() / 2);
         let turn = if team.warp() < middle { team.warp() + team.warps() } else { team.warp() } - middle;
-        rolled!(expert in ctaid() + turn * nctaid()..experts, nctaid() * team.warps() => {
+        let Blocks { number: block, count: blocks } = self.blocks;
+        rolled!(expert in block + turn * blocks..experts, blocks * team.warps() => {
             let (start, end) = (ld_shared_u32(scratch.start(expert)), ld_shared_u32(scratch.end(expert)));
             let next = ld_shared_u32(scratch.start(expert + 1));
             if lane == 0 {

@@ -8,6 +8,14 @@
 //! have one block. A barrier, of all warps of a block or of those that receive, stands between the
 //! writers and the readers of each word of shared memory. Collectives stand where all lanes of a
 //! warp arrive.
+//!
+//! The call of a rank with tokens is stored without a fence. What the rank did before is released
+//! by the words of its chunks, all of which a dispatch acquires before it ends. A dispatch that a
+//! chunk does not reach fails. Then nothing orders the rank's kernels before but that its launch
+//! stands behind them in its stream: they had ended before the call was stored.
+//!
+//! Blocks that receive wait for packets and rows of blocks that send, as for those of other ranks:
+//! a launch of both halves is resident as a whole.
 
 use super::super::epoch::{Phase, note_missing_token, share, trace, trace_by};
 use super::super::fp8::{from_bf16, mx_quantised, quantised};
@@ -20,8 +28,8 @@ use super::ranks::{Few, Many, Ranks, each_pool};
 use super::team::Team;
 use super::{
     NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, dispatch_shared_bytes,
-    finish, have_all_called, id_packets, ids_offset, last_warp, let_next_launch, packet_seen, publish_call,
-    publishes_call, tokens_in_chunk, wait_calls, wait_node_members_ready,
+    fence_call, fences_dispatch, finish, have_all_called, id_packets, ids_offset, last_warp, packet_seen,
+    publishes_call, store_call, tokens_in_chunk, wait_calls, wait_node_members_ready,
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
@@ -53,19 +61,24 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args:
     let sends = args.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.common);
-    let opening = Opening::<R>::load::<false>(&args.common, tid() == 0 || publishes);
-    let (lists, moves) = teams(&args.common);
-    let tokens = Tokens::of_block(&args.common);
-    let first = TokenAhead::of(args, moves, tokens.first, sends & moves.has_this_warp() & !tokens.is_empty());
-    if publishes {
-        publish_call::<R, false>(&args.common, &opening);
+    fence_call(fences_dispatch(&args.common, publishes));
+    let opening = Opening::<R>::load::<false>(&args.common, tid() == 0);
+    let roles = Roles::together();
+    let (lists, moves) = teams(&args.common, roles);
+    let work = Work::of_warp(&args.common, roles, lists);
+    let first = TokenAhead::first(args, moves, &work, sends);
+    if tid() == 0 {
+        shared.set_told(opening.told::<false>(&args.common));
     }
     let opened = begin::<R, false>(&args.common, &opening, shared.opened);
+    if publishes {
+        store_call(&args.common, &shared, opened.epoch());
+    }
     if sends {
-        send::<R, MX>(args, lists, moves, &shared, &opened, tokens, first);
+        send::<R, MX>(args, &work, moves, &shared, &opened, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
-    let_next_launch(&args.common);
+    griddepcontrol_launch_dependents();
     if args.common.phases & phase::RECEIVE != 0 {
         receive::<R, BATCH>(args, lists, &shared, &opened);
         finish(comm);
@@ -77,7 +90,7 @@ few_and_many! {
         threads = 512, registers = 128, dependent,
         block = 512, shared = super::low_latency_by_expert_shared_bytes(&args)
     );
-    few(barriers = 19) many(barriers = 20);
+    few(barriers = 21) many(barriers = 20);
     requires(
         ..LowLatencyArgs(args.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch),
@@ -108,26 +121,28 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
     let sends = args.dispatch.common.phases & phase::SEND != 0;
     trace(comm, Phase::Enter);
     let publishes = publishes_call(&args.dispatch.common);
-    let opening = Opening::<R>::load::<false>(&args.dispatch.common, tid() == 0 || publishes);
-    let (lists, moves) = teams(&args.dispatch.common);
-    let tokens = Tokens::of_block(&args.dispatch.common);
-    let first = TokenAhead::of(
-        &args.dispatch,
-        moves,
-        tokens.first,
-        sends & moves.has_this_warp() & !tokens.is_empty(),
-    );
-    if publishes {
-        publish_call::<R, false>(&args.dispatch.common, &opening);
+    fence_call(fences_dispatch(&args.dispatch.common, publishes));
+    let opening = Opening::<R>::load::<false>(&args.dispatch.common, tid() == 0);
+    let roles = Roles::apart(&args.dispatch.common);
+    let (lists, moves) = teams(&args.dispatch.common, roles);
+    let work = Work::of_warp(&args.dispatch.common, roles, lists);
+    let first = TokenAhead::first(&args.dispatch, moves, &work, sends);
+    if tid() == 0 {
+        shared.set_told(opening.told::<false>(&args.dispatch.common));
     }
     let opened = begin::<R, false>(&args.dispatch.common, &opening, shared.opened);
+    if publishes {
+        store_call(&args.dispatch.common, &shared, opened.epoch());
+    }
     if sends {
-        send::<R, MX>(&args.dispatch, lists, moves, &shared, &opened, tokens, first);
+        send::<R, MX>(&args.dispatch, &work, moves, &shared, &opened, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
-    let_next_launch(&args.dispatch.common);
+    griddepcontrol_launch_dependents();
     if args.dispatch.common.phases & phase::RECEIVE != 0 {
-        receive_by_expert::<R, MOST>(args, &shared, &opened);
+        if let Some(blocks) = roles.receivers() {
+            receive_by_expert::<R, MOST>(args, roles, blocks, &shared, &opened);
+        }
         finish(comm);
     }
 }
@@ -139,9 +154,9 @@ const LISTING_WARPS: u32 = 8;
 /// all warps move it, and then all but the last one list rows; otherwise half of them list while
 /// the other half moves rows.
 #[device]
-fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
+fn teams(args: &LowLatencyArgs, roles: Roles) -> (Team<1>, Team<2>) {
     let (all, listing) = (ntid(), LISTING_WARPS * 32);
-    if overlaps(args) {
+    if overlaps(args, roles) {
         (Team { first: 0, threads: listing }, Team { first: listing, threads: all - listing })
     } else {
         (Team { first: 0, threads: last_warp() * 32 }, Team { first: 0, threads: all })
@@ -150,9 +165,10 @@ fn teams(args: &LowLatencyArgs) -> (Team<1>, Team<2>) {
 
 /// Whether a block lists rows while it moves rows.
 #[device]
-fn overlaps(args: &LowLatencyArgs) -> bool {
+fn overlaps(args: &LowLatencyArgs, roles: Roles) -> bool {
     args.phases == phase::SEND | phase::RECEIVE
-        && (has_several(args) || args.num_tokens > FEW_TOKENS)
+        && !roles.are_apart
+        && (roles.have_several(args) || args.num_tokens > FEW_TOKENS / 2)
         && last_warp() >= LISTING_WARPS
 }
 
@@ -166,12 +182,12 @@ struct Tokens {
 
 impl Tokens {
     #[device]
-    fn of_block(args: &LowLatencyArgs) -> Tokens {
+    fn of_block(args: &LowLatencyArgs, roles: Roles) -> Tokens {
         let mut each = 1;
-        if has_several(args) {
-            // SAFETY: a grid has blocks.
-            unsafe { core::hint::assert_unchecked(nctaid() >= 1) };
-            each = args.num_tokens.div_ceil(nctaid());
+        if roles.have_several(args) {
+            // SAFETY: where there are tokens, blocks send them.
+            unsafe { core::hint::assert_unchecked(roles.senders >= 1) };
+            each = args.num_tokens.div_ceil(roles.senders);
         }
         let first = ctaid() * each;
         Tokens { first, end: (first + each).min(args.num_tokens) }
@@ -183,10 +199,104 @@ impl Tokens {
     }
 }
 
-/// Whether blocks send more than one token.
-#[device]
-fn has_several(args: &LowLatencyArgs) -> bool {
-    args.num_tokens > nctaid()
+/// Some of a grid's blocks, which follow each other, and the number of this one among them.
+#[derive(Clone, Copy)]
+pub(super) struct Blocks {
+    pub(super) number: u32,
+    pub(super) count: u32,
+}
+
+impl Blocks {
+    /// All blocks of the grid.
+    #[device]
+    pub(super) fn all() -> Blocks {
+        Blocks { number: ctaid(), count: nctaid() }
+    }
+}
+
+/// Which blocks send rows: the first ones. The others receive, if the two are apart.
+#[derive(Clone, Copy)]
+struct Roles {
+    senders: u32,
+    are_apart: bool,
+}
+
+impl Roles {
+    /// All blocks send and receive.
+    #[device]
+    fn together() -> Roles {
+        Roles { senders: nctaid(), are_apart: false }
+    }
+
+    /// Blocks with a token send it, and the others receive, where those are at least half of all: a
+    /// load waits in its multiprocessor behind the stores of a row.
+    #[device]
+    fn apart(args: &LowLatencyArgs) -> Roles {
+        if args.phases != phase::SEND | phase::RECEIVE || args.num_tokens > nctaid() / 2 {
+            return Roles::together();
+        }
+        Roles { senders: args.num_tokens, are_apart: true }
+    }
+
+    /// Whether blocks send more than one token.
+    #[device]
+    fn have_several(self, args: &LowLatencyArgs) -> bool {
+        args.num_tokens > self.senders
+    }
+
+    /// The blocks that receive, if this is one.
+    #[device]
+    fn receivers(self) -> Option<Blocks> {
+        if !self.are_apart {
+            return Some(Blocks::all());
+        }
+        if ctaid() < self.senders {
+            return None;
+        }
+        Some(Blocks { number: ctaid() - self.senders, count: nctaid() - self.senders })
+    }
+}
+
+/// Tokens whose ids a warp sends ahead of all rows: each `step`th from `first` on.
+#[derive(Clone, Copy)]
+struct Announced {
+    first: u32,
+    end: u32,
+    step: u32,
+}
+
+impl Announced {
+    /// Those of this warp. Blocks that only receive have one each at most: they are no fewer than
+    /// tokens.
+    #[device]
+    fn of_warp(args: &LowLatencyArgs, roles: Roles, lists: Team<1>, tokens: Tokens) -> Announced {
+        let warp = tid() / 32;
+        if roles.are_apart {
+            if let Some(Blocks { number, .. }) = roles.receivers()
+                && warp == 0
+            {
+                return Announced { first: number, end: args.num_tokens, step: args.num_tokens };
+            }
+        } else if overlaps(args, roles) && lists.has_this_warp() {
+            return Announced { first: tokens.first + warp, end: tokens.end, step: LISTING_WARPS };
+        }
+        Announced { first: 0, end: 0, step: 1 }
+    }
+}
+
+/// The tokens that a block sends, and those that a warp of it announces.
+struct Work {
+    roles: Roles,
+    tokens: Tokens,
+    announced: Announced,
+}
+
+impl Work {
+    #[device]
+    fn of_warp(args: &LowLatencyArgs, roles: Roles, lists: Team<1>) -> Work {
+        let tokens = Tokens::of_block(args, roles);
+        Work { roles, tokens, announced: Announced::of_warp(args, roles, lists, tokens) }
+    }
 }
 
 /// A thread's first loads of a token. Loads that are in flight together take the time of one.
@@ -197,6 +307,23 @@ struct TokenAhead {
 }
 
 impl TokenAhead {
+    /// Loads for the first token that the block moves, and the entry of the first one that the warp
+    /// announces. No warp has both.
+    ///
+    /// # Safety
+    /// Inputs are there from the kernel's start.
+    #[device]
+    unsafe fn first(args: &LowLatencyDispatchArgs, moves: Team<2>, work: &Work, sends: bool) -> TokenAhead {
+        let Work { tokens, announced, .. } = *work;
+        let moves_row = sends & moves.has_this_warp() & !tokens.is_empty();
+        let announces = sends & (announced.first < announced.end);
+        let token = if announces { announced.first } else { tokens.first };
+        TokenAhead {
+            entry: TopkEntry::of(args, token, moves_row | announces),
+            pair: Pair::of(args, moves, tokens.first, 0, moves_row),
+        }
+    }
+
     /// Loads for token `token`, if `is_there`.
     ///
     /// # Safety
@@ -289,13 +416,13 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
 #[device]
 unsafe fn send<R: Ranks, const MX: bool>(
     args: &LowLatencyDispatchArgs,
-    lists: Team<1>,
+    work: &Work,
     moves: Team<2>,
     shared: &NodeShared<R>,
     opened: &Opened<R>,
-    tokens: Tokens,
     first: TokenAhead,
 ) {
+    let Work { roles, tokens, announced } = *work;
     let (common, comm) = (&args.common, &args.common.comm);
     let (thread, warp, lane) = (tid(), tid() / 32, laneid());
     let mut takes_part = opened.takes_part();
@@ -310,29 +437,28 @@ unsafe fn send<R: Ranks, const MX: bool>(
     if thread == 0 {
         red_relaxed_gpu_add_u64(common.tables.turns.0, share(ctaid(), nctaid()));
     }
-    let overlaps = overlaps(common);
-    if overlaps && lists.has_this_warp() {
-        // Ids first: all ranks list rows by them while rows are under way.
-        let mut token = tokens.first + warp;
-        while token < tokens.end && takes_part {
-            let entry = TopkEntry::of(args, token, true);
-            let row = comm.rank * common.max_tokens + token;
-            let ranks = send_ids(args, token, row, &entry, true, opened);
-            if lane == 0 {
-                common.tables.token_ranks.array::<R>().st(token, ranks);
-            }
-            token += LISTING_WARPS;
+    // Ids first: all ranks list rows by them while rows are under way.
+    let (mut token, mut ahead) = (announced.first, first);
+    while token < announced.end && takes_part {
+        let row = comm.rank * common.max_tokens + token;
+        let ranks = send_ids(args, token, row, &ahead.entry, true, opened);
+        if lane == 0 {
+            common.tables.token_ranks.array::<R>().st(token, ranks);
         }
+        token += announced.step;
+        ahead.entry = TopkEntry::of(args, token, token < announced.end);
     }
     if !moves.has_this_warp() {
         return;
     }
-    let (mut token, mut ahead, mut unsaid) = (tokens.first, first, 0);
-    let scales = if has_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
+    let announces_first = overlaps(common, roles) | roles.are_apart;
+    let (mut token, mut unsaid) = (tokens.first, 0);
+    let scales =
+        if roles.have_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
     while token < tokens.end && takes_part {
         let row = comm.rank * common.max_tokens + token;
-        let ranks = send_ids(args, token, row, &ahead.entry, !overlaps & (warp == 0), opened);
-        if !overlaps && thread == 0 {
+        let ranks = send_ids(args, token, row, &ahead.entry, !announces_first & (warp == 0), opened);
+        if !announces_first && thread == 0 {
             common.tables.token_ranks.array::<R>().st(token, ranks);
         }
         if let Some(scales) = scales
@@ -581,7 +707,7 @@ unsafe fn receive<R: Ranks, const BATCH: bool>(
     if BATCH {
         batch::list(args, team, shared, epoch);
     } else {
-        list(args, team, shared, epoch);
+        list(args, team, Blocks::all(), shared, epoch);
     }
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
     let chunks = chunks_of(common, common.max_tokens);
@@ -603,9 +729,9 @@ const LISTING_BESIDE: u32 = 4;
 /// The warps that place rows, and those that list them: behind those that move rows meanwhile,
 /// the same.
 #[device]
-fn teams_by_expert(args: &LowLatencyArgs) -> (Team<1>, Team<3>) {
+fn teams_by_expert(moves_rows: bool) -> (Team<1>, Team<3>) {
     let all = last_warp() * 32;
-    let placing = if overlaps(args) { LISTING_WARPS } else { last_warp() - LISTING_BESIDE } * 32;
+    let placing = if moves_rows { LISTING_WARPS } else { last_warp() - LISTING_BESIDE } * 32;
     (Team { first: 0, threads: placing }, Team { first: placing, threads: all - placing })
 }
 
@@ -613,17 +739,29 @@ fn teams_by_expert(args: &LowLatencyArgs) -> (Team<1>, Team<3>) {
 #[device]
 unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
     args: &LowLatencyExpertDispatchArgs,
+    roles: Roles,
+    blocks: Blocks,
     shared: &NodeShared<R>,
     opened: &Opened<R>,
 ) {
     let (dispatched, common) = (&args.dispatch, &args.dispatch.common);
     let (epoch, ranks) = (opened.epoch(), common.comm.num_ranks);
-    let (places, lists) = teams_by_expert(common);
+    let moves_rows = overlaps(common, roles);
+    let (places, lists) = teams_by_expert(moves_rows);
     let both = places.threads + lists.threads;
+    let listing_waits = !R::MANY && !moves_rows;
     if lists.has_this_warp() {
-        barrier_sync_part::<4>(both);
-        if have_all_called(shared, opened) {
-            list(dispatched, lists, shared, epoch);
+        let have_called = if listing_waits {
+            // The other team counts its own tokens meanwhile.
+            let have_called = wait_calls(common, lists, shared, opened);
+            barrier_arrive_part::<4>(both);
+            have_called
+        } else {
+            barrier_sync_part::<4>(both);
+            have_all_called(shared, opened)
+        };
+        if have_called {
+            list(dispatched, lists, blocks, shared, epoch);
         }
     }
     if !places.has_this_warp() {
@@ -634,8 +772,9 @@ unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
     scratch.clear(places);
     let shape = RowShape { bytes: dispatched.row_bytes, scales: dispatched.row_scales() };
     let pool = R::pool(&common.comm, common.comm.rank);
-    let come = Coming { args: dispatched, shared, opened, places, both, pool, epoch };
-    if !(Placing { args: common, to: &args.to, shape, team: places, scratch, come: &come }).place_rows() {
+    let come = Coming { args: dispatched, shared, opened, blocks, places, both, listing_waits, pool, epoch };
+    let placing = Placing { args: common, to: &args.to, shape, team: places, blocks, scratch, come: &come };
+    if !placing.place_rows() {
         say_given_up::<R>(&common.comm, epoch);
     }
 }
@@ -656,10 +795,15 @@ struct Coming<'a, R> {
     args: &'a LowLatencyDispatchArgs,
     shared: &'a NodeShared<R>,
     opened: &'a Opened<R>,
+    /// The blocks that receive.
+    blocks: Blocks,
     /// The team that places rows.
     places: Team<1>,
     /// Threads of that team, and of those that wait at barrier 4 until it knows of all calls.
     both: u32,
+    /// Whether the warps that list rows wait for the calls, while the others count their rank's own
+    /// tokens: among few ranks, where they move no rows meanwhile.
+    listing_waits: bool,
     /// This rank's pool.
     pool: u64,
     epoch: u64,
@@ -685,9 +829,16 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
     #[device]
     unsafe fn wait_for_counts(&self) -> bool {
         let (common, thread) = (&self.args.common, tid());
-        let are_here = wait_calls(common, self.places, self.shared, self.opened);
-        barrier_arrive_part::<4>(self.both);
-        if are_here && ctaid() == 0 && thread < R::ROOM {
+        let are_here = if self.listing_waits {
+            barrier_sync_part::<4>(self.both);
+            trace(&common.comm, Phase::Ready);
+            have_all_called(self.shared, self.opened)
+        } else {
+            let are_here = wait_calls(common, self.places, self.shared, self.opened);
+            barrier_arrive_part::<4>(self.both);
+            are_here
+        };
+        if are_here && self.blocks.number == 0 && thread < R::ROOM {
             st_u32(common.tables.num_tokens.array::<u32>().at(thread), self.shared.tokens.ld(thread));
         }
         are_here
@@ -707,6 +858,11 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
     #[device]
     unsafe fn load(&self, source: u32, index: u32, pair: u32) -> u64 {
         ld_relaxed_sys_u64(self.ids(source, index, pair))
+    }
+
+    #[device]
+    unsafe fn load_ahead(&self, source: u32, index: u32, pair: u32) -> Option<u64> {
+        Some(self.load(source, index, pair))
     }
 
     #[device]
@@ -805,6 +961,7 @@ unsafe fn say_given_up<R: Ranks>(comm: &Comm, epoch: u64) {
 unsafe fn list<R: Ranks, const BARRIER: u32>(
     args: &LowLatencyDispatchArgs,
     team: Team<BARRIER>,
+    blocks: Blocks,
     shared: &NodeShared<R>,
     epoch: u64,
 ) {
@@ -826,15 +983,15 @@ unsafe fn list<R: Ranks, const BARRIER: u32>(
         PeerWait::new(comm, listed.source, epoch, Wait::LowLatencyIds).packet::<false>(packet).unwrap_or(0)
     };
     if total <= FEW_TOKENS {
-        let first = team.warp() * nctaid() + ctaid();
-        stride!(expert in first..common.local_experts, team.threads / 32 * nctaid() => {
+        let first = team.warp() * blocks.count + blocks.number;
+        stride!(expert in first..common.local_experts, team.threads / 32 * blocks.count => {
             let is_there = laneid() < total;
             let listed = if is_there { look(expert, laneid()) } else { Listed::NONE };
             list_few_rows(common, shared, expert, listed, weight);
         });
     } else {
         let words = Words { of_source: shared.of_source.at(0), of_warp: shared.of_warp };
-        stride!(expert in ctaid()..common.local_experts, nctaid() => {
+        stride!(expert in blocks.number..common.local_experts, blocks.count => {
             let look = |number| look(expert, number);
             if R::MANY {
                 list_rows::<MAX_RANKS, BARRIER>(common, team, &words, expert, total, look, weight);

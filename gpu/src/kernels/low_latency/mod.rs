@@ -89,6 +89,8 @@ shared! {
         of_warp: [u32; 32],
         /// The words of [`Opened`].
         opened: [u32; 4],
+        /// The ranks that the call is published to; four words, so that those behind are aligned.
+        told: [u32; 4],
     }
 }
 
@@ -99,6 +101,7 @@ shared! {
         of_source: [u32; MAX_RANKS],
         of_warp: [u32; 32],
         opened: [u32; 4],
+        told: [u32; 4],
         /// Tokens of all ranks in front of each.
         before: [u32; MAX_RANKS],
         /// The high half of each warp's set of ranks.
@@ -113,6 +116,7 @@ struct NodeShared<R> {
     of_source: SharedArray<u32, MAX_RANKS>,
     of_warp: SharedArray<u32, 32>,
     opened: SharedArray<u32, 4>,
+    told: SharedArray<u32, 4>,
     /// Of many ranks only.
     before: SharedArray<u32, MAX_RANKS>,
     ranks_high: SharedArray<u32, 32>,
@@ -180,6 +184,22 @@ impl<R: Ranks> NodeShared<R> {
     unsafe fn ranks(&self) -> R {
         let warp = tid() / 32;
         R::ld_shared(self.of_warp.at(warp), self.ranks_high.at(warp)).of_warp()
+    }
+
+    /// Notes the ranks that the call is published to. Thread 0 calls it, in front of the barrier of
+    /// [`begin`].
+    #[device]
+    unsafe fn set_told(&self, told: R) {
+        told.st_shared(self.told.at(0), self.told.at(1));
+    }
+
+    /// The ranks that the call is published to.
+    ///
+    /// # Safety
+    /// Behind the barrier of [`begin`]; the words are not written again.
+    #[device]
+    unsafe fn told(&self) -> R {
+        R::ld_shared(self.told.at(0), self.told.at(1))
     }
 
     /// Tokens of all ranks.
@@ -301,7 +321,7 @@ struct Opening<R> {
 }
 
 impl<R: Ranks> Opening<R> {
-    /// Loads the words where `is_needed`: in thread 0, and in the warp that publishes the call.
+    /// Loads the words where `is_needed`: in thread 0.
     ///
     /// # Safety
     /// `local`, the place's turns and its tables are live. Other blocks add to the ticket and the
@@ -464,26 +484,34 @@ fn last_warp() -> u32 {
     ntid() / 32 - 1
 }
 
-/// Publishes to every member that this rank has entered the operation, with which call. The warp of
-/// [`publishes_call`] calls it ahead of the block's first barrier, with its own loaded words. So
-/// the fence runs while the loads are in flight.
+/// Orders the call of the operation behind the kernels before. The warp that publishes the call
+/// does so before anything else: the fence takes three times as long as the loads that decide how
+/// the operation begins. Thread 0 loads these meanwhile.
+#[device]
+unsafe fn fence_call(is_needed: bool) {
+    if is_needed {
+        fence_acq_rel_sys();
+    }
+}
+
+/// Whether the call of a dispatch needs a fence of its own. A rank with tokens fences in front of
+/// the word of each chunk. Every member waits for all of these before its dispatch ends. So the
+/// call gives the number of tokens alone, a microsecond earlier.
+#[device]
+fn fences_dispatch(args: &LowLatencyArgs, publishes: bool) -> bool {
+    publishes & (args.num_tokens == 0)
+}
+
+/// Publishes to the ranks of [`NodeShared::told`] that this rank has entered the operation, with
+/// which call. The warp of [`fence_call`] calls it, behind the barrier of [`begin`].
 ///
 /// # Safety
 /// Pools are mapped; the packet has this rank as its only writer. Fence and store release it,
-/// because it also publishes that the kernels before have ended.
+/// because it also publishes that the kernels before have ended. Without the fence the words of
+/// this rank's chunks publish that ([`fences_dispatch`]).
 #[device]
-unsafe fn publish_call<R: Ranks, const COMBINE: bool>(args: &LowLatencyArgs, opening: &Opening<R>) {
-    fence_acq_rel_sys();
-    store_call(args, opening.told::<COMBINE>(args), opening.epoch());
-}
-
-/// Stores the call of the operation at the ranks `told`. One warp calls it, behind a fence.
-///
-/// # Safety
-/// As of [`publish_call`].
-#[device]
-unsafe fn store_call<R: Ranks>(args: &LowLatencyArgs, told: R, epoch: u64) {
-    let (comm, lane) = (&args.comm, laneid());
+unsafe fn store_call<R: Ranks>(args: &LowLatencyArgs, shared: &NodeShared<R>, epoch: u64) {
+    let (comm, lane, told) = (&args.comm, laneid(), shared.told());
     each_rank!(R, lane, rank => {
         if (R::MANY || rank < FEW_RANKS as u32) && told.has(rank) {
             let packet = epoch << 32 | comm.call;
@@ -564,7 +592,7 @@ unsafe fn wait_calls<R: Ranks, const BARRIER: u32>(
     opened: &Opened<R>,
 ) -> bool {
     let (comm, epoch) = (&args.comm, opened.epoch());
-    let thread = tid();
+    let thread = team.thread();
     if thread < R::ROOM {
         let mut tokens = 0;
         if opened.has_member(thread) {
@@ -574,7 +602,7 @@ unsafe fn wait_calls<R: Ranks, const BARRIER: u32>(
     }
     team.sync();
     if R::MANY {
-        if thread / 32 == 0 {
+        if team.warp() == 0 {
             note_tokens_before(shared);
         }
         team.sync();
@@ -810,8 +838,8 @@ unsafe fn wait_piece(mut wait: PeerWait, at: u64, seen: [[u32; 4]; 4]) -> Result
     }
 }
 
-/// Lets the next kernel of the stream launch while this one waits, where it has few tokens. With
-/// more tokens that does not pay: 128 take 0.4 us longer.
+/// Lets the next kernel of the stream launch while this combine waits, where it has few tokens.
+/// With more tokens that does not pay. A dispatch always does so.
 #[device]
 fn let_next_launch(args: &LowLatencyArgs) {
     if in_packets(args, args.num_tokens) {

@@ -33,7 +33,7 @@ few_and_many! {
         threads = 512, registers = 128, dependent,
         block = 512, shared = super::low_latency_by_expert_shared_bytes(&args)
     );
-    few(barriers = 19) many(barriers = 20);
+    few(barriers = 21) many(barriers = 20);
     requires(
         ..LowLatencyArgs(args.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch),

@@ -15,7 +15,9 @@ use super::super::progress::Progress;
 use super::element::Element;
 use super::ranks::{Few, Many, Ranks};
 use super::team::Team;
-use super::{Opening, Piece, add_share, begin, let_next_launch, note_answer, publish_call, publishes_call};
+use super::{
+    Opening, Piece, add_share, begin, fence_call, let_next_launch, note_answer, publishes_call, store_call,
+};
 use crate::layout::{FEW_RANKS, LowLatencyArgs, LowLatencyCombineArgs, Quantise, SCALE_BLOCK, phase};
 use crate::simt::*;
 
@@ -97,13 +99,14 @@ unsafe fn combine<E: Element, R: Ranks, const FP8: bool, const SUMMED: bool>(arg
     trace(comm, Phase::Enter);
     let receives = args.common.phases & phase::RECEIVE != 0;
     let publishes = publishes_call(&args.common);
-    let opening = Opening::<R>::load::<true>(&args.common, tid() == 0 || publishes);
+    fence_call(publishes);
+    let opening = Opening::<R>::load::<true>(&args.common, tid() == 0);
     let first = RowAhead::of::<SUMMED>(args, ctaid(), sends);
     let first_piece = RowAhead::of_piece(args, Piece::first_to_send(), sends);
     let most = if sends { ReturnCounts::of::<R>(args) } else { ReturnCounts { words: 0, packets: 0 } };
     let ranks: R = first_ranks(args, receives);
-    if publishes {
-        publish_call::<R, true>(&args.common, &opening);
+    if tid() == 0 {
+        shared.set_told(opening.told::<true>(&args.common));
     }
     if laneid() == 0 {
         shared.set_ranks(ranks);
@@ -117,6 +120,9 @@ unsafe fn combine<E: Element, R: Ranks, const FP8: bool, const SUMMED: bool>(arg
         }
     }
     let opened = begin::<R, true>(&args.common, &opening, shared.opened);
+    if publishes {
+        store_call(&args.common, &shared, opened.epoch());
+    }
     if sends && opened.takes_part() {
         if ctaid() == 0 && tid() == 0 {
             note_answer(&args.common, &opening);

@@ -15,7 +15,7 @@ use super::super::super::epoch::{Phase, trace};
 use super::super::super::peer_wait::PeerWait;
 use super::super::ranks::{Few, Many, Ranks, each_rank};
 use super::super::{
-    Opened, Opening, PieceOf, add_share, begin, have_all_entered, in_packets, inside, last_warp,
+    Opened, Opening, PieceOf, add_share, begin, fence_call, have_all_entered, in_packets, inside, last_warp,
     let_next_launch, note_answer, store_call,
 };
 use super::add_ranks;
@@ -56,23 +56,17 @@ unsafe fn combine_pieces<R: Ranks, const VECTORS: usize>(args: &LowLatencyCombin
     let shared = R::shared();
     trace(comm, Phase::Enter);
     let publishes = publishes_from_first(common);
-    // A fence of this scope takes three times as long as the loads that decide how the operation
-    // begins. Thread 0 loads them meanwhile.
-    if publishes {
-        fence_acq_rel_sys();
-    }
+    fence_call(publishes);
     let opening = Opening::<R>::load::<true>(common, tid() == 0);
     let (mut number, pieces) =
         (PieceOf::<VECTORS>::first_to_receive(), PieceOf::<VECTORS>::count(args.row_bytes));
     let mut ranks: R = ranks_of(args, PieceOf::<VECTORS>::of(number, args.row_bytes, 1).token);
-    // The words have no other use in this kernel.
     if tid() == 0 {
-        opening.told::<true>(common).st_shared(shared.of_source.at(0), shared.of_source.at(1));
+        shared.set_told(opening.told::<true>(common));
     }
     let opened = begin::<R, true>(common, &opening, shared.opened);
     if publishes {
-        let told = R::ld_shared(shared.of_source.at(0), shared.of_source.at(1));
-        store_call(common, told, opened.epoch());
+        store_call(common, &shared, opened.epoch());
     }
     if common.phases & phase::SEND != 0 && opened.takes_part() && ctaid() == 0 && tid() == 0 {
         note_answer(common, &opening);

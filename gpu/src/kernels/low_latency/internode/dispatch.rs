@@ -12,7 +12,7 @@ use super::super::super::fp8::{from_bf16, mx_quantised, quantised};
 use super::super::super::ids::{ld_id, place, recorded_token};
 use super::super::super::peer_wait::PeerWait;
 use super::super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch, home_of};
-use super::super::dispatch::{Pair, TopkEntry, bytes_of_x};
+use super::super::dispatch::{Blocks, Pair, TopkEntry, bytes_of_x};
 use super::super::list::{Listed, Words};
 use super::super::ranks::Few;
 use super::super::team::Team;
@@ -434,7 +434,7 @@ unsafe fn receive_by_expert(
     }
     let come = Messages { args, shared };
     let (to, shape, team) = (&expert_args.to, come.shape(), Team::block());
-    Placing { args: common, to, shape, team, scratch, come: &come }.place_rows();
+    Placing { args: common, to, shape, team, blocks: Blocks::all(), scratch, come: &come }.place_rows();
     // Kernels behind this one need the lists.
     stride!(expert in ctaid()..common.local_experts, nctaid() => {
         list_rows(args, shared, expert, all);
@@ -473,6 +473,11 @@ impl Arrivals for Messages<'_> {
         // A load of the first one again where there is no second.
         let high = ld_u32(if has_high { entries + 8 } else { entries });
         (if has_high { high } else { u32::MAX } as u64) << 32 | ld_u32(entries) as u64
+    }
+
+    #[device]
+    unsafe fn load_ahead(&self, _: u32, _: u32, _: u32) -> Option<u64> {
+        None
     }
 
     #[device]
