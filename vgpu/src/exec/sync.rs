@@ -7,8 +7,8 @@ use crate::check::hooks::{Hooks, Part, Place};
 use crate::check::record::How;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
-    Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Regs, Rmw, SINK, Scope,
-    Sem, ShflMode, Space, Votes, WarpOp,
+    Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Regs, Rmw, SINK, Scope, Sem,
+    ShflMode, Space, Votes, WarpOp,
 };
 use crate::mbarrier::Mbarrier;
 
@@ -84,7 +84,8 @@ impl<W: Hooks> Exec<'_, W> {
     /// and member mask. By the PTX manual they meet: compilers may copy a collective into both sides
     /// of a branch.
     fn wait_elsewhere(&self, op: &WarpOp, missing: u32, mask: u32) -> bool {
-        let there = self.warp.groups.iter().filter(|g| self.waits_for(g, op, mask)).fold(0, |a, g| a | g.mask);
+        let there =
+            self.warp.groups.iter().filter(|g| self.waits_for(g, op, mask)).fold(0, |a, g| a | g.mask);
         missing & !there == 0
     }
 

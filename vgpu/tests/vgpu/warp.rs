@@ -209,7 +209,10 @@ fn collectives_at_different_places_meet() {
     let ballot_of_high = "setp.gt.u32 %p3, %r1, 29; vote.sync.ballot.b32 %r0, %p3, -1;";
     assert_eq!(split(ballot, ballot_of_high), lanes(|_| 0xc000_0003 + 1000));
     let matched = "and.b32 %r2, %r1, 15; match.any.sync.b32 %r0, %r2, -1;";
-    assert_eq!(split(matched, &format!("nanosleep.u32 1; {matched}")), lanes(|i| (0x1_0001 << (i % 16)) + 1000));
+    assert_eq!(
+        split(matched, &format!("nanosleep.u32 1; {matched}")),
+        lanes(|i| (0x1_0001 << (i % 16)) + 1000)
+    );
 }
 
 #[test]
