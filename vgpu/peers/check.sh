@@ -7,25 +7,28 @@
 #   vgpu/peers/check.sh deepep [WORK] CHECKOUT
 #   vgpu/peers/check.sh deepep-ll [WORK] CHECKOUT
 #   vgpu/peers/check.sh mscclpp [WORK] CHECKOUT
+#   vgpu/peers/check.sh nccl-ep [WORK] CHECKOUT
 #
 # WORK keeps what is downloaded and compiled; without it, it is a folder that goes away. CHECKOUT is a
 # git repository of the project, with or without a work tree.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-usage='usage: check.sh one-sided|tensor-cores [WORK] | check.sh deepep|deepep-ll|mscclpp [WORK] CHECKOUT'
+usage='usage: check.sh one-sided|tensor-cores [WORK]
+       check.sh deepep|deepep-ll|mscclpp|nccl-ep [WORK] CHECKOUT'
 project=${1:?$usage}
 shift
 checkout=
 case $project in
 one-sided | tensor-cores) ;;
-deepep | deepep-ll | mscclpp)
+deepep | deepep-ll | mscclpp | nccl-ep)
     [ $# -gt 0 ] || { echo "$usage" >&2; exit 2; }
     for last; do :; done
     checkout=$last
     [ $# -gt 1 ] || set --
     ;;
 *)
-    echo "no project '$project': there are one-sided, tensor-cores, deepep, deepep-ll and mscclpp" >&2
+    known='one-sided, tensor-cores, deepep, deepep-ll, mscclpp and nccl-ep'
+    echo "no project '$project': there are $known" >&2
     exit 2
     ;;
 esac
@@ -102,6 +105,16 @@ mscclpp)
     source=$work/MSCCLPP
     file=src/ext/collectives/allreduce/kernels.cu script=mscclpp.py
     set -- -DMSCCLPP_USE_CUDA -Iinclude -Isrc/core/include -Isrc/ext/collectives/include
+    ;;
+nccl-ep)
+    mkdir -p "$work/NCCL"
+    git -C "$checkout" archive 5067397c contrib/nccl_ep/device contrib/nccl_ep/include makefiles/version.mk \
+        src/include/nccl_device src/include/nccl_device.h src/nccl.h.in | tar -x -C "$work/NCCL"
+    source=$work/NCCL
+    file=contrib/nccl_ep/peers.cu script=nccl_ep.py
+    # Without the device code of the networks that need headers of their own.
+    set -- -DNCCL_GIN_GDAKI_ENABLE=0 -DNCCL_GIN_GPI_ENABLE=0 -Icontrib/nccl_ep -Icontrib/nccl_ep/include \
+        -Isrc/include -Isrc/include/nccl_device
     ;;
 esac
 

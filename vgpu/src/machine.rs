@@ -11,7 +11,7 @@ use crate::explore::{Actor, Path};
 use crate::fault::{Fault, LaunchError};
 use crate::grid::{Grid, Progress, Residency, Step};
 use crate::kernel::Kernel;
-use crate::memory::{Memory, Region};
+use crate::memory::{Memory, Region, Reservation};
 use crate::memory_error::MemoryError;
 use crate::module::Module;
 use crate::seeds::Rng;
@@ -464,6 +464,19 @@ impl Machine {
         let memory = self.device(device)?.memory.clone();
         let region = memory.import(array.region.export()?, array.region.bytes(), array.region.label())?;
         Ok(Array { memory, region: Arc::new(region), offset: array.offset, len: array.len, of: PhantomData })
+    }
+
+    /// The same at an address in a reservation. The array is all of its allocation.
+    pub(crate) fn map_at<T: Number>(
+        &self,
+        device: usize,
+        array: &Array<T>,
+        place: (&Reservation, u64),
+    ) -> Result<Array<T>, MachineError> {
+        let memory = self.device(device)?.memory.clone();
+        let (fd, bytes, label) = (array.region.export()?, array.region.bytes(), array.region.label());
+        let region = Arc::new(memory.import_at(place, fd, bytes, label)?);
+        Ok(Array { memory, region, offset: 0, len: array.len, of: PhantomData })
     }
 
     /// The `.global` or `.const` variable `name` of a module on a device, as numbers. It holds its

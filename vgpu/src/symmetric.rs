@@ -1,6 +1,7 @@
 //! Memory that all devices of a machine have alike and address mutually.
 
 use crate::machine::{Array, Machine, MachineError, Number};
+use crate::memory::Reservation;
 
 /// An array of each device, mapped on all devices: symmetric memory, as of NVSHMEM and NCCL.
 #[derive(Debug)]
@@ -66,5 +67,53 @@ impl Machine {
             mapped[owner].push(own);
         }
         Ok(Symmetric { mapped })
+    }
+
+    /// The same with the array of owner `n` at `n * stride` bytes behind that of owner 0, on each
+    /// device, as NCCL's windows have it. `stride` is a power of two. It and the bytes of an array
+    /// are multiples of 4096.
+    ///
+    /// # Errors
+    /// An array is longer than `stride` or no whole pages, or those of
+    /// [`symmetric_alloc`](Self::symmetric_alloc).
+    pub fn symmetric_strided<T: Number>(
+        &self,
+        label: &str,
+        len: usize,
+        stride: u64,
+    ) -> Result<Symmetric<T>, MachineError> {
+        let own: Vec<Array<T>> =
+            (0..self.devices()).map(|owner| self.alloc(owner, label, len)).collect::<Result<_, _>>()?;
+        let on_device = |device| {
+            let reservation = Reservation::new(stride * self.devices() as u64, stride)?;
+            let place = |owner: usize| (&reservation, reservation.addr() + stride * owner as u64);
+            own.iter().enumerate().map(|(owner, array)| self.map_at(device, array, place(owner))).collect()
+        };
+        Ok(Symmetric { mapped: (0..self.devices()).map(on_device).collect::<Result<_, MachineError>>()? })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strided_arrays_lie_at_the_stride_and_are_the_same_memory() {
+        let machine = Machine::new(3);
+        let stride = 1 << 32;
+        let heap = machine.symmetric_strided::<u32>("heap", 1024, stride).unwrap();
+        for owner in 0..3 {
+            heap.of(owner).upload(&[owner as u32; 1024]).unwrap();
+        }
+        for device in 0..3 {
+            for owner in 0..3 {
+                let array = &heap.on(device)[owner];
+                assert_eq!(array.addr(), heap.on(device)[0].addr() + stride * owner as u64);
+                assert_eq!(array.download().unwrap(), [owner as u32; 1024]);
+            }
+        }
+        for (len, stride) in [(1025, 1 << 13), (4096, 1 << 13)] {
+            assert!(machine.symmetric_strided::<u32>("heap", len, stride).is_err());
+        }
     }
 }

@@ -10,6 +10,7 @@
 mod deepep;
 mod deepep_ll;
 mod mscclpp;
+mod nccl_ep;
 mod one_sided;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -75,8 +76,10 @@ fn named(fault: &Fault) -> String {
         // The place and the number of instructions depend on the schedule.
         FaultKind::Livelock { .. } => format!("livelock in {}", fault.kernel),
         kind if kind.class() == Class::Bounds => {
-            // Without addresses, which differ.
+            // Without addresses, which differ. So does what is nearest to an address made of garbage.
             let text = kind.to_string();
+            let is_far = |word: &str| word.parse().is_ok_and(|bytes: u64| bytes > 1 << 30);
+            let text = if text.split(' ').any(is_far) { text.split(';').next().unwrap_or("") } else { &text };
             let words = text.split(' ').map(|word| if word.starts_with("0x") { "0x.." } else { word });
             format!("{} at {here}", words.collect::<Vec<_>>().join(" "))
         }
@@ -137,8 +140,10 @@ fn project(name: &str) -> Result<Project, String> {
         "deepep" => Project { run: deepep::run, check: all },
         "deepep-ll" => Project { run: deepep_ll::run, check: all },
         "mscclpp" => Project { run: mscclpp::run, check: all },
+        "nccl-ep" => Project { run: nccl_ep::run, check: all },
         other => {
-            return Err(format!("no project '{other}': there are one-sided, deepep, deepep-ll and mscclpp"));
+            let known = "one-sided, deepep, deepep-ll, mscclpp and nccl-ep";
+            return Err(format!("no project '{other}': there are {known}"));
         }
     })
 }

@@ -7,7 +7,7 @@ use crate::check::hooks::{Hooks, Part, Place};
 use crate::check::record::How;
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
-    Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Rmw, SINK, Scope, Sem,
+    Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Regs, Rmw, SINK, Scope, Sem,
     ShflMode, Space, Votes, WarpOp,
 };
 use crate::mbarrier::Mbarrier;
@@ -38,19 +38,19 @@ impl<W: Hooks> Exec<'_, W> {
                 let kind = FaultKind::AbsentMembers { mask, absent: mask & !needed };
                 return stop(kind, lanes(here).next());
             }
-            if needed & !here == 0
-                || matches!(op, WarpOp::Sync) && self.release_elsewhere(needed & !here, mask)
-            {
+            let elsewhere = needed & !here;
+            if elsewhere == 0 || self.wait_elsewhere(op, elsewhere, mask) {
                 if matches!(op, WarpOp::Sync) {
                     self.warp.converged.meet(here);
                     if W::ON {
                         self.watch.sync_warp(mask & self.warp.live);
                     }
                 } else if W::ON {
-                    self.watch.in_step(here);
+                    self.watch.in_step(needed);
                 }
                 match *op {
                     WarpOp::Product { product } => self.warp_product(product),
+                    _ if elsewhere != 0 => self.execute_with_elsewhere(op, needed, elsewhere, mask),
                     _ => self.execute_warp_op(op, here, mask),
                 }
                 done |= here;
@@ -80,24 +80,49 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// `barrier.warp.sync` may be reached at several places: releases the lanes `missing` if they
-    /// all wait at one.
-    fn release_elsewhere(&mut self, missing: u32, mask: u32) -> bool {
-        let code = &self.kernel.code;
-        let waits = |g: &super::Group| {
-            g.state == GroupState::Lanes { mask }
-                && matches!(code[g.pc as usize].op, Op::Warp { op: WarpOp::Sync, .. })
-        };
-        let there = self.warp.groups.iter().filter(|g| waits(g)).fold(0, |a, g| a | g.mask);
-        if missing & !there != 0 {
-            return false;
-        }
-        for g in self.warp.groups.iter_mut().filter(|g| waits(g)) {
+    /// Whether the lanes `missing` all wait at other places, for instructions of the same qualifiers
+    /// and member mask. By the PTX manual they meet: compilers may copy a collective into both sides
+    /// of a branch.
+    fn wait_elsewhere(&self, op: &WarpOp, missing: u32, mask: u32) -> bool {
+        let there =
+            self.warp.groups.iter().filter(|g| self.waits_for(g, op, mask)).fold(0, |a, g| a | g.mask);
+        missing & !there == 0
+    }
+
+    fn waits_for(&self, g: &super::Group, op: &WarpOp, mask: u32) -> bool {
+        g.state == GroupState::Lanes { mask }
+            && matches!(&self.kernel.code[g.pc as usize].op, Op::Warp { op: other, .. } if op.meets(other))
+    }
+
+    /// Executes a warp-wide instruction for the lanes `all`, of which `elsewhere` wait at other
+    /// places, with other registers. Those lanes go on behind it.
+    fn execute_with_elsewhere(&mut self, op: &WarpOp, all: u32, elsewhere: u32, mask: u32) {
+        let Operands { inputs, outputs } = op.operands();
+        let own: Vec<_> = inputs.iter().chain(&outputs).map(|&r| (r, self.warp.regs.row(r))).collect();
+        let mut released = vec![];
+        for at in 0..self.warp.groups.len() {
+            let g = &self.warp.groups[at];
+            if !self.waits_for(g, op, mask) {
+                continue;
+            }
+            let Op::Warp { op: other, .. } = &self.kernel.code[g.pc as usize].op else { continue };
+            let theirs = other.operands();
+            // All before the first is set: slots of other registers may be the same.
+            let rows: Vec<_> = theirs.inputs.iter().map(|&r| self.warp.regs.row(r)).collect();
+            inputs.iter().zip(&rows).for_each(|(&r, row)| self.warp.regs.set_row(r, g.mask, row));
+            released.push((g.mask, theirs.outputs));
+            let g = &mut self.warp.groups[at];
             g.state = GroupState::Ready;
             g.apart = false;
             g.pc += 1;
         }
-        true
+        self.execute_warp_op(op, all, mask);
+        let results: Vec<_> = outputs.iter().map(|&r| self.warp.regs.row(r)).collect();
+        // The other lanes' registers of this instruction hold something else.
+        own.iter().for_each(|(r, row)| self.warp.regs.set_row(*r, elsewhere, row));
+        for (lanes, outputs) in released {
+            outputs.iter().zip(&results).for_each(|(&r, row)| self.warp.regs.set_row(r, lanes, row));
+        }
     }
 
     fn execute_warp_op(&mut self, op: &WarpOp, here: u32, mask: u32) {
@@ -364,7 +389,7 @@ impl<W: Hooks> Exec<'_, W> {
                 self.watch_mbarrier(op, offset, bits, i, if once { m } else { 1 << i })?;
             }
             let regs = &mut self.warp.regs;
-            let word = |regs: &crate::ir::Regs, slot: u32| regs.r32[slot as usize][i];
+            let word = |regs: &Regs, slot: u32| regs.r32[slot as usize][i];
             let object = Mbarrier::from_bits(bits);
             let next = match *op {
                 MbarOp::Init { count } => Mbarrier::new(word(regs, count)).map(Some),
@@ -599,13 +624,88 @@ impl BlockState {
     }
 }
 
+/// A register of one of the files.
+#[derive(Clone, Copy)]
+enum Register {
+    R32(u32),
+    R64(u32),
+    Pred(u32),
+}
+
+/// The registers that a warp-wide instruction reads and writes.
+struct Operands {
+    inputs: Vec<Register>,
+    outputs: Vec<Register>,
+}
+
+impl WarpOp {
+    /// Whether lanes at two instructions meet: those have the same qualifiers. Products of matrices
+    /// are aligned, so all lanes execute one instruction.
+    fn meets(&self, other: &WarpOp) -> bool {
+        match (self, other) {
+            (WarpOp::Mma { .. } | WarpOp::Product { .. }, _) => false,
+            (WarpOp::Shfl { mode, .. }, WarpOp::Shfl { mode: theirs, .. }) => mode == theirs,
+            (WarpOp::Redux { op, .. }, WarpOp::Redux { op: theirs, .. }) => op == theirs,
+            (WarpOp::MatchAny { wide, .. }, WarpOp::MatchAny { wide: theirs, .. })
+            | (WarpOp::MatchAll { wide, .. }, WarpOp::MatchAll { wide: theirs, .. }) => wide == theirs,
+            _ => std::mem::discriminant(self) == std::mem::discriminant(other),
+        }
+    }
+
+    /// The operands, in the same order for all instructions that meet.
+    fn operands(&self) -> Operands {
+        use Register::{Pred, R32, R64};
+        let value = |a, wide| if wide { R64(a) } else { R32(a) };
+        let (inputs, outputs) = match *self {
+            WarpOp::Sync | WarpOp::Mma { .. } | WarpOp::Product { .. } => (vec![], vec![]),
+            WarpOp::Shfl { d, p, a, lane, clamp, .. } => {
+                (vec![R32(a), R32(lane), R32(clamp)], vec![R32(d), Pred(p)])
+            }
+            WarpOp::VoteAll { d, p } | WarpOp::VoteAny { d, p } | WarpOp::VoteUni { d, p } => {
+                (vec![Pred(p)], vec![Pred(d)])
+            }
+            WarpOp::Ballot { d, p } => (vec![Pred(p)], vec![R32(d)]),
+            WarpOp::MatchAny { d, a, wide } => (vec![value(a, wide)], vec![R32(d)]),
+            WarpOp::MatchAll { d, p, a, wide } => (vec![value(a, wide)], vec![R32(d), Pred(p)]),
+            WarpOp::Redux { d, a, .. } => (vec![R32(a)], vec![R32(d)]),
+            WarpOp::Elect { d, p } => (vec![], vec![R32(d), Pred(p)]),
+        };
+        Operands { inputs, outputs }
+    }
+}
+
+impl Regs {
+    /// A register of all lanes, whatever its width.
+    fn row(&self, register: Register) -> [u64; 32] {
+        match register {
+            Register::R32(r) => self.r32[r as usize].map(u64::from),
+            Register::R64(r) => self.r64[r as usize],
+            Register::Pred(r) => std::array::from_fn(|i| u64::from(self.pred[r as usize] >> i & 1)),
+        }
+    }
+
+    /// Sets a register of the lanes `m`.
+    fn set_row(&mut self, register: Register, m: u32, row: &[u64; 32]) {
+        for i in lanes(m) {
+            match register {
+                Register::R32(r) => self.r32[r as usize][i] = row[i] as u32,
+                Register::R64(r) => self.r64[r as usize][i] = row[i],
+                Register::Pred(r) => {
+                    let old = &mut self.pred[r as usize];
+                    *old = *old & !(1 << i) | (row[i] as u32) << i;
+                }
+            }
+        }
+    }
+}
+
 /// Whether the lanes `m` of a register hold the same.
 fn uniform<T: Copy + PartialEq>(row: &[T; 32], m: u32) -> bool {
     let first = row[m.trailing_zeros() as usize & 31];
     lanes(m).all(|i| row[i] == first)
 }
 
-fn values(regs: &crate::ir::Regs, slot: u32, wide: bool) -> [u64; 32] {
+fn values(regs: &Regs, slot: u32, wide: bool) -> [u64; 32] {
     if wide { regs.r64[slot as usize] } else { regs.r32[slot as usize].map(u64::from) }
 }
 

@@ -186,6 +186,36 @@ fn warp_sync_at_different_places() {
 }
 
 #[test]
+fn collectives_at_different_places_meet() {
+    // As nvcc leaves them: it copies a loop with shuffles for lane 0, which alone stores the sum.
+    let split = |low: &str, high: &str| {
+        by_lane(&format!(
+            "mov.u32 %r5, 1000; setp.lt.u32 %p1, %r1, 16; @%p1 bra LOW;
+            {high} bra END;
+        LOW:
+            {low}
+        END:
+            add.u32 %r0, %r0, %r5;"
+        ))
+    };
+    // The registers are those of the other place in another order.
+    let low = "mov.u32 %r3, 16; add.u32 %r2, %r1, 100; shfl.sync.bfly.b32 %r5|%p2, %r2, %r3, 31, -1; mov.u32 %r0, 0;";
+    let high = "mov.u32 %r2, 16; add.u32 %r3, %r1, 200; shfl.sync.bfly.b32 %r0|%p3, %r3, %r2, 31, -1;";
+    let shuffled = lanes(|i| if i < 16 { 200 + i + 16 } else { 1000 + 100 + i - 16 });
+    assert_eq!(split(low, high), shuffled);
+    let sum = "redux.sync.add.u32 %r0, %r1, -1;";
+    assert_eq!(split(sum, &format!("nanosleep.u32 1; {sum}")), lanes(|_| 1000 + 31 * 16));
+    let ballot = "setp.lt.u32 %p2, %r1, 2; vote.sync.ballot.b32 %r0, %p2, -1;";
+    let ballot_of_high = "setp.gt.u32 %p3, %r1, 29; vote.sync.ballot.b32 %r0, %p3, -1;";
+    assert_eq!(split(ballot, ballot_of_high), lanes(|_| 0xc000_0003 + 1000));
+    let matched = "and.b32 %r2, %r1, 15; match.any.sync.b32 %r0, %r2, -1;";
+    assert_eq!(
+        split(matched, &format!("nanosleep.u32 1; {matched}")),
+        lanes(|i| (0x1_0001 << (i % 16)) + 1000)
+    );
+}
+
+#[test]
 fn member_masks_are_checked() {
     let kind = fault_kind("bar.warp.sync 0x0000ffff;");
     assert!(matches!(kind, FaultKind::BadMemberMask { mask: 0xffff, .. }), "{kind}");
