@@ -28,8 +28,8 @@ use super::ranks::{Few, Many, Ranks, each_pool};
 use super::team::Team;
 use super::{
     NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, dispatch_shared_bytes,
-    fence_call, fences_dispatch, finish, have_all_called, id_packets, ids_offset, last_warp, packet_seen,
-    publishes_call, store_call, tokens_in_chunk, wait_calls, wait_node_members_ready,
+    fence_call, fences_dispatch, finish, have_all_called, id_packets, ids_offset, last_warp, let_next_launch,
+    packet_seen, publishes_call, store_call, tokens_in_chunk, wait_calls, wait_node_members_ready,
 };
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
@@ -138,7 +138,7 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
         send::<R, MX>(&args.dispatch, &work, moves, &shared, &opened, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
-    griddepcontrol_launch_dependents();
+    let_next_launch(&args.dispatch.common);
     if args.dispatch.common.phases & phase::RECEIVE != 0 {
         if let Some(blocks) = roles.receivers() {
             receive_by_expert::<R, MOST>(args, roles, blocks, &shared, &opened);

@@ -838,8 +838,9 @@ unsafe fn wait_piece(mut wait: PeerWait, at: u64, seen: [[u32; 4]; 4]) -> Result
     }
 }
 
-/// Lets the next kernel of the stream launch while this combine waits, where it has few tokens.
-/// With more tokens that does not pay. A dispatch always does so.
+/// Lets the next kernel of the stream launch while this one waits, where it has few tokens. With
+/// more tokens that does not pay behind a combine and behind rows by expert. A dispatch without them
+/// always does so.
 #[device]
 fn let_next_launch(args: &LowLatencyArgs) {
     if in_packets(args, args.num_tokens) {
