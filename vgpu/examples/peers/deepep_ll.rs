@@ -35,11 +35,13 @@ fn expert_of(rank: usize, token: usize, k: usize) -> usize {
     (rank + token * 3 + k * (1 + token % 2)) % EXPERTS
 }
 
-fn value(round: usize, rank: usize, token: usize, at: usize) -> bf16 {
+/// A small whole number for each element.
+pub(crate) fn value(round: usize, rank: usize, token: usize, at: usize) -> bf16 {
     bf16::from_f32(((round * 13 + rank * 31 + token * 17 + at) % 101) as f32)
 }
 
-fn weight(rank: usize, token: usize, k: usize) -> f32 {
+/// A weight whose sums are exact.
+pub(crate) fn weight(rank: usize, token: usize, k: usize) -> f32 {
     (1 + rank * 8 + token * 2 + k) as f32 / 8.0
 }
 

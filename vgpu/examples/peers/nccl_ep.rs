@@ -11,6 +11,7 @@ use std::error::Error;
 use epoxide_vgpu::{Array, GridConfig, Machine, MachineError, Symmetric};
 use half::bf16;
 
+use crate::deepep_ll::{value, weight};
 use crate::{Case, Found, outcome};
 
 const RANKS: usize = 3;
@@ -30,7 +31,7 @@ const WARP_GROUPS: usize = EXPERTS / BLOCKS as usize;
 const WARPS_PER_GROUP: usize = 32 / WARP_GROUPS;
 const THREADS: u32 = (WARP_GROUPS * WARPS_PER_GROUP * 32) as u32;
 const SHARED: u32 = THREADS / 32 * (3 * (32 * 16 * 4 + 16) + HIDDEN as u32 / 32);
-/// What a window has between two ranks.
+/// Bytes between the windows of two ranks.
 const STRIDE: u64 = 1 << 32;
 /// In warp instructions.
 const LONGEST_TURN: u64 = 1 << 13;
@@ -84,15 +85,7 @@ fn experts(rank: usize, token: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..TOP_K).filter_map(move |k| expert_of(rank, token, k).map(|expert| (k, expert)))
 }
 
-fn value(round: usize, rank: usize, token: usize, at: usize) -> bf16 {
-    bf16::from_f32(((round * 13 + rank * 31 + token * 17 + at) % 101) as f32)
-}
-
-fn weight(rank: usize, token: usize, k: usize) -> f32 {
-    (1 + rank * 8 + token * 2 + k) as f32 / 8.0
-}
-
-/// What a rank has after a round.
+/// Outputs of a rank after a round.
 struct Results {
     layout: Layout,
     round: usize,

@@ -15,9 +15,9 @@ pub(super) struct History {
     pub(super) written: bool,
     /// Whether the shadow has the value before the last write.
     pub(super) before: bool,
-    /// The first that has observed the last write by a morally strong read; actor 0 where there is
-    /// none. The write comes before all accesses after the read. The other accesses of its thread
-    /// do not.
+    /// The first lane or row that has observed the last write by a morally strong read; actor 0
+    /// where there is none. The write comes before all accesses after the read. The other accesses
+    /// of its thread do not.
     seen: Seen,
     /// Rarely anything.
     more: Option<Arc<More>>,
@@ -334,7 +334,7 @@ impl History {
         seen.any(|seen| seen.by == who.own || who.after_tick(grids, seen.by, seen.tick))
     }
 
-    /// Those that have observed the last write.
+    /// Lanes and rows that have observed the last write.
     fn seen(&self) -> impl Iterator<Item = Seen> {
         let more = self.more.iter().flat_map(|more| &more.seen);
         std::iter::once(&self.seen).filter(|seen| seen.by != 0).chain(more).copied()

@@ -229,7 +229,7 @@ enum Footprint {
 }
 
 impl Footprint {
-    /// That of 32 addresses, for elements of `size` bytes.
+    /// The footprint of 32 addresses, for elements of `size` bytes.
     fn of(addr: &[u64; 32], size: u64) -> Self {
         let (mut apart, mut scattered) = (0, 0);
         for (lane, at) in (0..).zip(addr) {
@@ -428,17 +428,22 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
+    /// The first part of the lanes `todo` that load, and its place, whose bounds are checked.
+    fn loaded_part(&mut self, a: &Access, addr: &[u64; 32], size: u64, todo: u32) -> Run<(Part, Place)> {
+        let (part, row) = self.part(LOADS, a.space, addr, size, todo);
+        let first = part.lanes.trailing_zeros() as usize;
+        if row.is_none() {
+            self.pointer(LOADS, a.space, addr[first], size, first)?;
+        }
+        Ok((part, self.place(LOADS, a.space, addr[first])))
+    }
+
     /// Watches a load before it happens.
     fn watch_load(&mut self, a: &Access, addr: &[u64; 32], size: u64, how: How, m: u32) -> Run<()> {
         let mut todo = m;
         while todo != 0 {
-            let (part, row) = self.part(LOADS, a.space, addr, size, todo);
+            let (part, place) = self.loaded_part(a, addr, size, todo)?;
             todo &= !part.lanes;
-            let first = part.lanes.trailing_zeros() as usize;
-            if row.is_none() {
-                self.pointer(LOADS, a.space, addr[first], size, first)?;
-            }
-            let place = self.place(LOADS, a.space, addr[first]);
             for (lane, violation) in self.watch.read(place, part, self.pc, how).all {
                 self.blame(place, violation, lane, how, false)?;
             }
@@ -611,13 +616,8 @@ impl<W: Hooks> Exec<'_, W> {
     fn settled_lanes(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32, how: How) -> Run<u32> {
         let (mut todo, mut settled) = (m, 0);
         while todo != 0 {
-            let (part, row) = self.part(LOADS, a.space, addr, size, todo);
+            let (part, place) = self.loaded_part(a, addr, size, todo)?;
             todo &= !part.lanes;
-            let first = part.lanes.trailing_zeros() as usize;
-            if row.is_none() {
-                self.pointer(LOADS, a.space, addr[first], size, first)?;
-            }
-            let place = self.place(LOADS, a.space, addr[first]);
             if self.watch.is_settled(place, part, how) {
                 settled |= part.lanes;
             }

@@ -166,14 +166,14 @@ impl<W: Hooks> Exec<'_, W> {
                 put(regs, d, here, &[v; 32]);
             }
             WarpOp::MatchAny { d, a, wide } => {
-                let v = values(regs, a, wide);
+                let v = regs.row(Register::sized(a, wide));
                 for i in lanes(here) {
                     regs.r32[d as usize][i] =
                         lanes(here).filter(|&k| v[k] == v[i]).fold(0, |acc, k| acc | 1 << k);
                 }
             }
             WarpOp::MatchAll { d, p, a, wide } => {
-                let v = values(regs, a, wide);
+                let v = regs.row(Register::sized(a, wide));
                 let first = here.trailing_zeros() as usize % 32;
                 let all = lanes(here).all(|i| v[i] == v[first]);
                 put(regs, d, here, &[if all { here } else { 0 }; 32]);
@@ -632,6 +632,13 @@ enum Register {
     Pred(u32),
 }
 
+impl Register {
+    /// A register of 64 bits, or of 32.
+    fn sized(slot: u32, wide: bool) -> Self {
+        if wide { Register::R64(slot) } else { Register::R32(slot) }
+    }
+}
+
 /// The registers that a warp-wide instruction reads and writes.
 struct Operands {
     inputs: Vec<Register>,
@@ -654,8 +661,7 @@ impl WarpOp {
 
     /// The operands, in the same order for all instructions that meet.
     fn operands(&self) -> Operands {
-        use Register::{Pred, R32, R64};
-        let value = |a, wide| if wide { R64(a) } else { R32(a) };
+        use Register::{Pred, R32};
         let (inputs, outputs) = match *self {
             WarpOp::Sync | WarpOp::Mma { .. } | WarpOp::Product { .. } => (vec![], vec![]),
             WarpOp::Shfl { d, p, a, lane, clamp, .. } => {
@@ -665,8 +671,8 @@ impl WarpOp {
                 (vec![Pred(p)], vec![Pred(d)])
             }
             WarpOp::Ballot { d, p } => (vec![Pred(p)], vec![R32(d)]),
-            WarpOp::MatchAny { d, a, wide } => (vec![value(a, wide)], vec![R32(d)]),
-            WarpOp::MatchAll { d, p, a, wide } => (vec![value(a, wide)], vec![R32(d), Pred(p)]),
+            WarpOp::MatchAny { d, a, wide } => (vec![Register::sized(a, wide)], vec![R32(d)]),
+            WarpOp::MatchAll { d, p, a, wide } => (vec![Register::sized(a, wide)], vec![R32(d), Pred(p)]),
             WarpOp::Redux { d, a, .. } => (vec![R32(a)], vec![R32(d)]),
             WarpOp::Elect { d, p } => (vec![], vec![R32(d), Pred(p)]),
         };
@@ -703,10 +709,6 @@ impl Regs {
 fn uniform<T: Copy + PartialEq>(row: &[T; 32], m: u32) -> bool {
     let first = row[m.trailing_zeros() as usize & 31];
     lanes(m).all(|i| row[i] == first)
-}
-
-fn values(regs: &Regs, slot: u32, wide: bool) -> [u64; 32] {
-    if wide { regs.r64[slot as usize] } else { regs.r32[slot as usize].map(u64::from) }
 }
 
 /// Source lane of a shuffle, and whether it is in range, by the pseudo code of the PTX manual. `b`
