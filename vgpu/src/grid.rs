@@ -683,6 +683,11 @@ impl Grid {
         Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
     }
 
+    /// Grows with every slice that changes something.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
     fn checker(&self) -> Option<Checker> {
         self.check.as_ref().map(|check| check.checker.clone())
     }

@@ -633,10 +633,12 @@ impl Machine {
             let at = awake[self.rng.below(awake.len() as u64) as usize];
             let turn = 1 + self.rng.below(self.longest_turn);
             match self.devices[at].step(turn)? {
-                Progress::Spinning => self.devices[at].spins = true,
-                Progress::Running | Progress::Done => {
+                Turn::Spun => self.devices[at].spins = true,
+                // Its warps poll, and some have not had their turn.
+                Turn::ChangedNothing => {}
+                Turn::Changed => {
                     (stuck_ns, jump_ns) = (0, FIRST_JUMP_NS);
-                    // Other kernels may wait for a change that it made.
+                    // Other kernels may wait for the change.
                     self.devices.iter_mut().for_each(|device| device.spins = false);
                 }
             }
@@ -709,6 +711,15 @@ impl Machine {
     }
 }
 
+/// The outcome of a device's turn.
+enum Turn {
+    /// Something that others can see, or a warp computed.
+    Changed,
+    ChangedNothing,
+    /// All warps have polled since the last change.
+    Spun,
+}
+
 fn find(module: &Module, kernel: &str) -> Result<Arc<Kernel>, MachineError> {
     module.kernel(kernel).ok_or_else(|| {
         let names: Vec<_> = module.kernels().map(|kernel| kernel.name()).collect();
@@ -733,13 +744,18 @@ impl Device {
         Ok(())
     }
 
-    fn step(&mut self, turn: u64) -> Result<Progress, MachineError> {
-        let Some(grid) = &mut self.running else { return Ok(Progress::Done) };
-        let progress = grid.step(turn)?;
-        if progress == Progress::Done {
-            self.end();
-        }
-        Ok(progress)
+    fn step(&mut self, turn: u64) -> Result<Turn, MachineError> {
+        let Some(grid) = &mut self.running else { return Ok(Turn::Changed) };
+        let before = grid.epoch();
+        Ok(match grid.step(turn)? {
+            Progress::Spinning => Turn::Spun,
+            Progress::Running if grid.epoch() == before => Turn::ChangedNothing,
+            Progress::Running => Turn::Changed,
+            Progress::Done => {
+                self.end();
+                Turn::Changed
+            }
+        })
     }
 
     /// The kernel that runs has ended.
@@ -844,6 +860,19 @@ mod tests {
         machine.launch_with(0, &module, "add", ONE, &[&words]).unwrap();
         machine.run().unwrap();
         assert_eq!(words.download().unwrap(), [1, 0]);
+    }
+
+    #[test]
+    fn grids_that_poll_for_longer_than_a_turn_are_a_hang() {
+        let module = module();
+        let mut machine = Machine::new(4).with_longest_turn(4);
+        let words = machine.upload(0, "words", &[0u32, 0]).unwrap();
+        let maps: Vec<_> = (1..4).map(|at| machine.map(at, &words).unwrap()).collect();
+        for (at, words) in [&words].into_iter().chain(&maps).enumerate() {
+            machine.launch_with(at, &module, "wait", GridConfig::new(32, 64, 0), &[words]).unwrap();
+        }
+        let error = machine.run().unwrap_err().to_string();
+        assert!(error.contains("only wait") && error.contains("device 3"), "{error}");
     }
 
     #[test]

@@ -33,8 +33,6 @@ const THREADS: u32 = (WARP_GROUPS * WARPS_PER_GROUP * 32) as u32;
 const SHARED: u32 = THREADS / 32 * (3 * (32 * 16 * 4 + 16) + HIDDEN as u32 / 32);
 /// Bytes between the windows of two ranks.
 const STRIDE: u64 = 1 << 32;
-/// In warp instructions.
-const LONGEST_TURN: u64 = 1 << 13;
 const TIMEOUT: u64 = 200_000_000_000;
 
 /// `ncclEpLayout_t`.
@@ -100,8 +98,7 @@ struct Results {
 
 /// One run; an error if the kernels cannot be launched at all.
 pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
-    // Long enough for a device to find that all of its warps poll: then a hang ends.
-    let mut machine = case.machine(RANKS).with_longest_turn(LONGEST_TURN);
+    let mut machine = case.machine(RANKS);
     let (mut results, mut buffers) = (vec![], vec![]);
     for layout in [Layout::ExpertMajor, Layout::RankMajor] {
         let bytes = (2 * 128 + 2 * layout.slot_bytes().2).next_multiple_of(4096);
