@@ -55,9 +55,10 @@ pub struct Args {
     graph_replays: u64,
 
     /// Meanwhile threads of each rank's process allocate, free, load modules and copy on its
-    /// device, as other libraries do
-    #[arg(long)]
-    neighbour: bool,
+    /// device, as other libraries do. Each rests for so long between two calls [default: 100, and
+    /// 5000 on the virtual GPU]
+    #[arg(long, value_name = "US", num_args = 0..=1, require_equals = true)]
+    neighbour: Option<Option<u64>>,
 }
 
 impl Args {
@@ -143,7 +144,7 @@ struct Script<'a> {
 impl Script<'_> {
     fn run<B: Acceptance>(mut self, args: &Args) -> Result<()> {
         let (context, publish) = (self.context, self.publish);
-        let neighbour = args.neighbour.then(|| start_neighbour(context));
+        let neighbour = args.neighbour.map(|pause| start_neighbour(context, pause));
 
         self.console.doing("making the buffer");
         let options = B::options(&context.settings);
@@ -248,11 +249,11 @@ fn failure_of(rank: u32, failure: Option<String>) -> Result<()> {
     })
 }
 
-/// Threads that use the rank's device as other libraries do.
-fn start_neighbour(context: &RankContext) -> Neighbour {
+/// Threads that use the rank's device as other libraries do, with rests of `pause` us.
+fn start_neighbour(context: &RankContext, pause: Option<u64>) -> Neighbour {
     // An interpreter has no cycles to spare.
-    let pause = Duration::from_micros(if context.device.info().is_virtual { 5_000 } else { 100 });
-    Neighbour::start(&context.device, pause)
+    let default = if context.device.info().is_virtual { 5_000 } else { 100 };
+    Neighbour::start(&context.device, Duration::from_micros(pause.unwrap_or(default)))
 }
 
 /// Estimate of the time of check mode, and the flags for other sizes.
@@ -397,7 +398,7 @@ mod tests {
             "--nodes 2 --ranks-per-node 2 --tokens 9 --hidden 144 --dtype fp8 --num-sms 6 --random --iterations 3",
             "--nodes 3 --ranks-per-node 1 --tokens 5 --hidden 72 --num-sms 4 --transport shm --queues 2 --graph-replays 4",
             "--nodes 2 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 4 --transport tcp --iterations 3 --neighbour",
-            "--nodes 1 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 2 --iterations 3 --neighbour",
+            "--nodes 1 --ranks-per-node 2 --tokens 7 --hidden 72 --num-sms 2 --iterations 3 --neighbour=900",
         ];
         for line in lines.into_iter().step_by(tier::pick(5, 1)) {
             let (report, outcome) = execute_line(line);
