@@ -42,6 +42,7 @@ const FAULTY: &str = "EPOXIDE_VGPU_FAULTY";
 /// Runs some pairs in a process of its own, where a variable names a file or a folder.
 fn pairs(variable: &str, path: &Path) -> Output {
     one_test("internode::pairs::pairs_without_a_host_wait")
+        .env_remove(PTX)
         .env(variable, path)
         .env(PAIRS_VARIABLE, tier::pick("12", "30"))
         .output()
