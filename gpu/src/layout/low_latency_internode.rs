@@ -56,6 +56,8 @@ pub struct LowLatencyRoute {
     pub words_out: DevicePtr,
     /// Those that puts write, as an offset in the peer's wire memory.
     pub words_to: u64,
+    /// Not 0: `words_in` and what arrives are in host memory.
+    pub is_on_host: u64,
     /// Messages of a dispatch: a [header](DISPATCH_HEADER), then slots.
     pub dispatch: LowLatencyMessage,
     /// Messages of a combine: the rows of the peer's dispatch message, in the order of its slots.
@@ -64,7 +66,7 @@ pub struct LowLatencyRoute {
     pub queue: QueueHandle,
 }
 
-layout_assert!(LowLatencyRoute, size = 104, queue at 88);
+layout_assert!(LowLatencyRoute, size = 112, queue at 96);
 
 /// Bytes of a dispatch message in front of its slots: a u32, the number of slots.
 pub const DISPATCH_HEADER: u32 = SLOT_ALIGN;

@@ -163,7 +163,7 @@ fn the_checker_finds_nothing() {
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let nodes = (seed % 4 == 2).then_some(NodeLinks {
             ranks_per_node: 1,
-            transport: TransportKind::Shm,
+            transport: if seed % 8 < 4 { TransportKind::Tcp } else { TransportKind::Shm },
             queues: 1,
         });
         LowLatencyCase {

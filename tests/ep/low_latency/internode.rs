@@ -37,7 +37,7 @@ fn quantised_either_way() {
     // Every fifth in the default tier: each kind in either direction, by expert and not.
     for ((quantise, quantise_back), combine_rows) in all.step_by(tier::pick(5, 1)) {
         let case = LowLatencyCase::new(routing(&[6, 5, 3], 2, 6, Style::DistinctTopK), 384);
-        let nodes = nodes(1, TransportKind::Shm);
+        let nodes = nodes(1, TransportKind::Tcp);
         LowLatencyCase { nodes, quantise, quantise_back, combine_rows, ..case }.check();
     }
 }
@@ -120,7 +120,7 @@ fn one_put_for_each_peer_and_operation() {
     for (quantise, quantise_back) in
         [(Quantise::Not, Quantise::Fp8), (Quantise::Fp8, Quantise::Not), (Quantise::Mxfp8, Quantise::Not)]
     {
-        let nodes = nodes(2, TransportKind::Shm);
+        let nodes = nodes(2, TransportKind::Tcp);
         let case = LowLatencyCase { nodes, max_tokens, quantise, quantise_back, ..case.clone() };
         case.run(|rank| {
             rank.round_trip(&case)?;

@@ -11,7 +11,8 @@ use epoxide_testing::tier;
 use crate::shapes::routing;
 
 /// Round trips of few short rows, of four ranks of one node and of two.
-/// Within a node, and in the long tier also across nodes that map memory; across nodes that do not.
+/// Within a node, and across nodes in host memory; in the long tier also in device memory and by
+/// puts.
 fn cases(rounds: u32) -> Vec<LowLatencyCase> {
     let case =
         LowLatencyCase { rounds, ..LowLatencyCase::new(routing(&[3, 5, 0, 2], 3, 8, Style::WithHoles), 16) };
@@ -21,7 +22,7 @@ fn cases(rounds: u32) -> Vec<LowLatencyCase> {
     };
     let mut cases = vec![case.clone(), across(TransportKind::Shm)];
     if tier::is_long() {
-        cases.push(across(TransportKind::Direct));
+        cases.extend([TransportKind::Direct, TransportKind::Tcp].map(across));
     }
     cases
 }
@@ -108,7 +109,9 @@ fn the_checker_finds_nothing_in_many_rounds() {
                 gathers: seed % 3 == 2,
                 nodes: (seed % 3 == 1).then_some(NodeLinks {
                     ranks_per_node: 1,
-                    transport: if seed < 4 { TransportKind::Direct } else { TransportKind::Shm },
+                    // Words in device memory, in host memory, and by puts.
+                    transport: [TransportKind::Direct, TransportKind::Shm, TransportKind::Tcp]
+                        [seed as usize / 3],
                     queues: 1,
                 }),
                 // Rows return to all ranks as packets, and to those with tokens into memory behind

@@ -61,7 +61,7 @@ use super::tensor::Owner;
 use crate::driver::{Device, Event, Kernel, Memory, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::{TransportOptions, Writer};
+use crate::transport::TransportOptions;
 
 /// A buffer, but for its mode. `R`: the contents of a place.
 #[derive(Debug)]
@@ -130,9 +130,8 @@ impl<R> Core<R> {
         transport: &TransportOptions,
         bytes: u64,
         peers: &[u32],
-        writer: Writer,
     ) -> Result<Arc<Network>> {
-        let network = Network::open(&self.device, group, transport, bytes, peers, writer)?;
+        let network = Network::open(&self.device, group, transport, bytes, peers)?;
         let network = Arc::new(network);
         self.faults.watch(&network);
         self.network = Some(network.clone());

@@ -33,10 +33,9 @@ impl Network {
         options: &TransportOptions,
         bytes: u64,
         peers: &[u32],
-        writer: Writer,
     ) -> Result<Network> {
         let timeout = group.timeout();
-        let (ways, links) = transport::open(options, device, group, bytes, peers, timeout, writer)?;
+        let (ways, links) = transport::open(options, device, group, bytes, peers, timeout, Writer::Kernels)?;
         Ok(Network { proxies: Mutex::new(Proxies::start(device, links)?), ways, bytes })
     }
 

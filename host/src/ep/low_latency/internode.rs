@@ -13,7 +13,7 @@ use crate::ep::Topology;
 use crate::ep::core::{Core, Pieces, laid_out};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::{TransportOptions, Writer};
+use crate::transport::TransportOptions;
 
 /// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -104,7 +104,7 @@ impl Messages {
         let wire = MessageLayout::new(options, others.len() as u32, true);
         // An operation has one message for each peer, and one queue keeps its words in order.
         let transport = TransportOptions { queues_per_peer: 1, ..options.transport.clone() };
-        let network = core.open_network(group, &transport, wire.pieces.bytes(), &others, Writer::Proxies)?;
+        let network = core.open_network(group, &transport, wire.pieces.bytes(), &others)?;
         let (ways, stream) = (network.ways(), core.stream());
         ways.iter().for_each(|way| way.memory.describe(wire.pieces.sections()));
 
@@ -125,7 +125,9 @@ impl Messages {
                 let (its, own) = (among_others(topology, rank, peer), among_others(topology, peer, rank));
                 let here = (way.memory.ptr(), its);
                 if let Some(memory) = &way.mapped {
-                    return Ok(direct_route(&wire, index, here, (memory.ptr(), own)));
+                    let is_on_host = u64::from(way.is_on_host());
+                    let route = direct_route(&wire, index, here, (memory.ptr(), own));
+                    return Ok(LowLatencyRoute { is_on_host, ..route });
                 }
                 let posted = posted.add(u64::from(peer) * 8);
                 let queue = network.queue(0, peer, posted).ok_or_else(no_way)?;
@@ -236,6 +238,7 @@ fn queued_route(
         words_in: own.add(layout.words(its)),
         words_out: DevicePtr::NULL,
         words_to: layout.words(ours),
+        is_on_host: 1,
         dispatch: message(
             dispatch(at.dispatch_out, its),
             dispatch(at.dispatch_in, its),

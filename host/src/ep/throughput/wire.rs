@@ -14,7 +14,6 @@ use crate::ep::Topology;
 use crate::ep::core::{Core, Offsets, laid_out};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
-use crate::transport::Writer;
 
 /// Regions start at multiples of this many bytes.
 const ALIGN: u64 = 128;
@@ -41,7 +40,7 @@ impl WireTables {
         let (topology, device) = (core.topology(), core.device().clone());
         let node = topology.node(group.rank());
         let peers: Vec<u32> = topology.rail(group.rank()).collect();
-        let network = core.open_network(group, &options.transport, layout.bytes, &peers, Writer::Kernels)?;
+        let network = core.open_network(group, &options.transport, layout.bytes, &peers)?;
         let (ways, stream) = (network.ways(), core.stream());
 
         let queues = options.transport.queues_per_peer;

@@ -1,6 +1,6 @@
 //! Low latency across nodes: each rank sends each one message in a dispatch and one in a combine.
-//! Where the receiver's memory is mapped, within a node or across, the message is written there;
-//! elsewhere it is written where one put takes it from. All ranks are alike, but for that.
+//! Where the receiver's memory is mapped, within a node or across, in device or host memory, the
+//! message is written there; elsewhere it is written where one put takes it from. All ranks are alike, but for that.
 //!
 //! The packet with a rank's call comes behind the rank's message, so that a rank that has acquired
 //! all packets has all rows. Messages of a dispatch have no fixed length. The receiver copies their
@@ -243,7 +243,7 @@ impl Incoming {
             words: route.words_in(),
             copy_of_call: field!(copy, LowLatencyCopies.calls),
             copy_of_ready: field!(copy, LowLatencyCopies.ready),
-            is_on_host: route.field(offset_of!(LowLatencyRoute, words_out)) == 0,
+            is_on_host: route.field(offset_of!(LowLatencyRoute, is_on_host)) != 0,
         }
     }
 
