@@ -8,17 +8,29 @@
 //! ```sh
 //! cargo bench --bench vgpu                             # everything
 //! cargo bench --bench vgpu -- --fast dispatch          # programs with this in their names
+//! cargo bench --bench vgpu -- --check polling          # check mode alone
 //! cargo bench --bench vgpu -- --deepep kernels.ptx     # DeepEP's dispatch as well
 //! ```
 //!
-//! `--fast` leaves out check mode. `--runs N` sets the number of runs without checks; few of them
-//! are enough for a tool that counts instructions. `--deepep` takes the PTX that `vgpu/peers/check.sh deepep`
-//! compiles, of the step `as-shipped`.
+//! `--fast` leaves out check mode, `--check` leaves out everything else. `--runs N` sets the number
+//! of runs; few of them are enough for a tool that counts instructions. `--deepep` takes the PTX
+//! that `vgpu/peers/check.sh deepep` compiles, of the step `as-shipped`.
+//!
+//! Programs of one set-up run in turn, whichever of them are measured. `--perf CONTROL,ACK` has
+//! `perf` take samples while those run that are measured:
+//!
+//! ```sh
+//! mkfifo control ack
+//! perf record -g -e cpu-clock -D -1 --control fifo:control,ack \
+//!     target/release/deps/vgpu-* --check --runs 40 --perf control,ack notify
+//! ```
 
 #[path = "vgpu/deepep.rs"]
 mod deepep;
 #[path = "vgpu/low_latency.rs"]
 mod low_latency;
+#[path = "vgpu/perf.rs"]
+mod perf;
 
 use epoxide_gpu::kernels::{
     self, CombineBf16, Dispatch, DispatchLayout, Entry, JOINED_BYTES, Notify, notify_shared_bytes,
@@ -128,8 +140,9 @@ fn processor_time() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Runs grids in turns until all have ended.
-fn finish(mut grids: Vec<Grid>) -> Result<Run> {
+/// Runs grids of a program in turns until all have ended.
+fn finish(program: &str, mut grids: Vec<Grid>) -> Result<Run> {
+    let _sampled = perf::sampled(program)?;
     let start = processor_time();
     let mut running = true;
     while running {
@@ -165,7 +178,8 @@ fn copy_loop(checked: bool, times: usize) -> Result<Vec<Run>> {
     memory.fill(src.addr(), 0x5a, bytes)?;
     let params = [&dst.addr().to_ne_bytes()[..], &src.addr().to_ne_bytes(), &rounds.to_ne_bytes()].concat();
     let (device, launch) = (DeviceConfig::default(), shape(BLOCKS, THREADS, 0));
-    let run = || finish(vec![Grid::new(kernel.clone(), memory.clone(), &device, launch, &params)?]);
+    let grid = || Grid::new(kernel.clone(), memory.clone(), &device, launch, &params);
+    let run = || finish(COPY_LOOP[0], vec![grid()?]);
     run()?;
     let runs = (0..times).map(|_| run()).collect();
     let mut last = [0; 16];
@@ -322,7 +336,7 @@ impl Exchange {
         self.memory.write(layout.invalid.0, &[0xff; 8])?;
         let shared = (RANKS + EXPERTS + 1) * 4;
         let count = DispatchLayout::call(layout)?;
-        finish(vec![self.grid(count, shape(TOKENS.div_ceil(32), LAYOUT_THREADS, shared))?])?;
+        finish("layout", vec![self.grid(count, shape(TOKENS.div_ceil(32), LAYOUT_THREADS, shared))?])?;
         regions.push(pool);
         Ok(Rank { comm, layout, notify, topk_weights, x, combined, _regions: regions })
     }
@@ -394,15 +408,15 @@ impl Exchange {
     }
 
     /// Runs a kernel on all ranks.
-    fn on_ranks(&self, grid: impl Fn(&Rank) -> Result<Grid>) -> Result<Run> {
-        finish(self.ranks.iter().map(grid).collect::<Result<_>>()?)
+    fn on_ranks(&self, program: &str, grid: impl Fn(&Rank) -> Result<Grid>) -> Result<Run> {
+        finish(program, self.ranks.iter().map(grid).collect::<Result<_>>()?)
     }
 
     /// Sends all rows to their experts, which return them unchanged.
     /// Returns one run each of notify, dispatch and combine.
     fn round_trip(&self) -> Result<[Run; 3]> {
-        let notify = self.on_ranks(|rank| self.notify(rank))?;
-        let dispatch = self.on_ranks(|rank| self.dispatch(rank, false))?;
+        let notify = self.on_ranks(EXCHANGE[0], |rank| self.notify(rank))?;
+        let dispatch = self.on_ranks(EXCHANGE[1], |rank| self.dispatch(rank, false))?;
         for rank in &self.ranks {
             let mut header = PlanHeader::default();
             self.memory.read(rank.notify.header.0, bytemuck::bytes_of_mut(&mut header))?;
@@ -412,7 +426,7 @@ impl Exchange {
             self.memory.read(pool.0 + rank.comm.pool.recv_x, &mut rows)?;
             self.memory.write(pool.0 + rank.comm.pool.combine_x, &rows)?;
         }
-        let combine = self.on_ranks(|rank| self.combine(rank))?;
+        let combine = self.on_ranks(EXCHANGE[2], |rank| self.combine(rank))?;
         for rank in &self.ranks {
             // The sum is the number of ranks that a row of ones was sent to.
             let mut sent = vec![0; (TOKENS * RANKS) as usize];
@@ -434,6 +448,7 @@ impl Exchange {
         // Do not measure what precedes the wait.
         while grid.step(TURN)? != Progress::Spinning {}
         let mut poll = || {
+            let _sampled = perf::sampled(EXCHANGE[3])?;
             let (before, start) = (grid.stats().warp_instructions, processor_time());
             while grid.stats().warp_instructions - before < POLLED {
                 assert_ne!(grid.step(TURN)?, Progress::Done);
@@ -450,7 +465,9 @@ impl Exchange {
 struct Options {
     /// Leave out check mode.
     fast: bool,
-    /// Runs of each program without checks.
+    /// Leave out all but check mode.
+    check: bool,
+    /// Runs of each program.
     runs: Option<usize>,
     /// The PTX of DeepEP's dispatch.
     deepep: Option<String>,
@@ -466,14 +483,15 @@ impl Options {
                 // Cargo passes it.
                 "--bench" => {}
                 "--fast" => options.fast = true,
+                "--check" => options.check = true,
+                "--perf" => perf::open(&words.next().ok_or("--perf needs two pipes: CONTROL,ACK")?)?,
                 "--runs" => options.runs = Some(words.next().ok_or("--runs needs a number")?.parse()?),
                 "--deepep" => {
                     options.deepep = Some(words.next().ok_or("--deepep needs the path of a PTX file")?)
                 }
                 flag if flag.starts_with('-') => {
-                    return Err(
-                        format!("no option {flag}: there are --fast, --runs N and --deepep PTX").into()
-                    );
+                    let known = "--fast, --check, --runs N, --deepep PTX and --perf CONTROL,ACK";
+                    return Err(format!("no option {flag}: there are {known}").into());
                 }
                 name => options.names.push(name.to_owned()),
             }
@@ -512,9 +530,12 @@ fn measure(options: &Options, mode: Mode, times: usize) -> Result<Vec<(&'static 
     }
     if options.has_any(EXCHANGE) {
         let exchange = Exchange::new(checked)?;
-        let kernels = repeat(times, || exchange.round_trip())?;
+        let (kernels, polling) = (options.has_any(&EXCHANGE[..3]), options.has(EXCHANGE[3]));
+        let kernels = repeat(if kernels { times } else { 1 }, || exchange.round_trip())?;
         all.extend(EXCHANGE.iter().copied().zip(kernels));
-        all.push((EXCHANGE[3], exchange.poll(times)?));
+        if polling {
+            all.push((EXCHANGE[3], exchange.poll(times)?));
+        }
     }
     if options.has_any(LOW_LATENCY) {
         let buffers = low_latency::LowLatency::new(checked)?;
@@ -538,22 +559,28 @@ fn rates(runs: &[Run]) -> [f64; 2] {
 
 fn main() -> Result<()> {
     let options = Options::parse()?;
+    perf::measures(options.names.clone());
     println!("{:20} | {:^29} | {:^29} |", "warp-instructions", "without checks", "check mode");
     let columns = format!("{:>11} {:>9} {:>7}", "in a run", "M/s best", "median");
     println!("{:20} | {columns} | {columns} | ratio of medians", "");
-    let fast = measure(&options, Mode::Fast, options.runs.unwrap_or(40).max(1))?;
-    let checked = if options.fast { vec![] } else { measure(&options, Mode::Check, 5)? };
+    let times = |default: usize| options.runs.unwrap_or(default).max(1);
+    let fast = if options.check { vec![] } else { measure(&options, Mode::Fast, times(40))? };
+    let checked = if options.fast { vec![] } else { measure(&options, Mode::Check, times(5))? };
     let side = |runs: &[Run]| {
         let [best, median] = rates(runs);
         format!("{:>11} {best:>9.2} {median:>7.2}", runs[0].warp_instructions)
     };
-    for (i, (name, fast)) in fast.iter().enumerate() {
-        print!("{name:20} | {} |", side(fast));
-        match checked.get(i) {
-            Some((_, checked)) => {
-                println!(" {} | {:.1}", side(checked), rates(fast)[1] / rates(checked)[1]);
+    let runs_of =
+        |all: &[(&str, Vec<Run>)], name| all.iter().find(|all| all.0 == name).map(|all| all.1.clone());
+    for (name, _) in if options.check { &checked } else { &fast } {
+        match (runs_of(&fast, *name), runs_of(&checked, *name)) {
+            (Some(fast), Some(checked)) => {
+                let ratio = rates(&fast)[1] / rates(&checked)[1];
+                println!("{name:20} | {} | {} | {ratio:.1}", side(&fast), side(&checked));
             }
-            None => println!(),
+            (Some(fast), None) => println!("{name:20} | {} |", side(&fast)),
+            (None, Some(checked)) => println!("{name:20} | {:29} | {} |", "", side(&checked)),
+            (None, None) => {}
         }
     }
     Ok(())

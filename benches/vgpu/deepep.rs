@@ -133,7 +133,7 @@ impl DeepEp {
             let (device, launch) = (DeviceConfig::default(), shape(2, THREADS, SHARED));
             Ok(Grid::new(self.kernel.clone(), self.memory.clone(), &device, launch, &rank.params)?)
         });
-        let run = finish(grids.collect::<Result<_>>()?)?;
+        let run = finish(super::DEEPEP[0], grids.collect::<Result<_>>()?)?;
         for rank in &self.ranks {
             let mut rows = vec![bf16::ZERO; rank.rows * 8 * HIDDEN_INT4];
             self.memory.read(rank.recv_x, bytemuck::cast_slice_mut(&mut rows))?;

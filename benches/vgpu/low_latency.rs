@@ -16,7 +16,7 @@ use rand::SeedableRng;
 use rand::seq::index::sample;
 use rand_chacha::ChaCha8Rng;
 
-use super::{BLOCKS, EXPERTS, RANKS, ROW_BYTES, Result, Run, TOPK, finish, memory, shape};
+use super::{BLOCKS, EXPERTS, LOW_LATENCY, RANKS, ROW_BYTES, Result, Run, TOPK, finish, memory, shape};
 
 /// Tokens of a rank. So few that their rows return as packets.
 const TOKENS: u32 = 32;
@@ -104,12 +104,12 @@ impl LowLatency {
             let shared = low_latency_dispatch_shared_bytes(&args);
             self.grid(LowLatencyDispatch::call(args)?, shape(BLOCKS, THREADS, shared))
         });
-        let dispatch = finish(dispatches.collect::<Result<_>>()?)?;
+        let dispatch = finish(LOW_LATENCY[0], dispatches.collect::<Result<_>>()?)?;
         let combines = self.ranks.iter().map(|rank| {
             let call = LowLatencyCombineBf16::call(rank.combine())?;
             self.grid(call, shape(BLOCKS, THREADS, LOW_LATENCY_SHARED_BYTES))
         });
-        let combine = finish(combines.collect::<Result<_>>()?)?;
+        let combine = finish(LOW_LATENCY[1], combines.collect::<Result<_>>()?)?;
         for rank in &self.ranks {
             let mut rows = vec![bf16::ZERO; (TOKENS * ROW_BYTES / 2) as usize];
             self.memory.read(rank.combined.0, bytemuck::cast_slice_mut(&mut rows))?;

@@ -1,0 +1,54 @@
+//! Has `perf` take samples while a measured program runs, and not while others of its set-up do.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::sync::OnceLock;
+
+use super::Result;
+
+/// The pipe of commands to `perf`, and that of its answers.
+static PIPES: OnceLock<[File; 2]> = OnceLock::new();
+/// The programs that are measured, by a part of their names. All of them if empty.
+static NAMES: OnceLock<Vec<String>> = OnceLock::new();
+
+/// Opens the pipes `CONTROL,ACK` of `perf record --control fifo:CONTROL,ACK`.
+pub fn open(names: &str) -> Result<()> {
+    let (control, ack) = names.split_once(',').ok_or("--perf needs two pipes: CONTROL,ACK")?;
+    let pipes = [File::options().write(true).open(control)?, File::open(ack)?];
+    PIPES.set(pipes).map_err(|_| "--perf is given twice")?;
+    Ok(())
+}
+
+/// Says which programs are measured.
+pub fn measures(names: Vec<String>) {
+    NAMES.get_or_init(|| names);
+}
+
+fn command(command: &str) -> Result<()> {
+    let Some([control, ack]) = PIPES.get() else { return Ok(()) };
+    (&*control).write_all(command.as_bytes())?;
+    // It answers "ack", a line feed and a zero byte.
+    (&*ack).read_exact(&mut [0; 5])?;
+    Ok(())
+}
+
+/// Samples are taken until this is dropped.
+pub struct Sampled(());
+
+/// Begins to sample a program, if it is measured and `perf` listens.
+pub fn sampled(program: &str) -> Result<Option<Sampled>> {
+    let measured = |names: &Vec<String>| names.is_empty() || names.iter().any(|part| program.contains(part));
+    if PIPES.get().is_none() || !NAMES.get().is_some_and(measured) {
+        return Ok(None);
+    }
+    command("enable\n")?;
+    Ok(Some(Sampled(())))
+}
+
+impl Drop for Sampled {
+    fn drop(&mut self) {
+        if let Err(error) = command("disable\n") {
+            eprintln!("perf does not answer: {error}");
+        }
+    }
+}
