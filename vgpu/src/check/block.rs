@@ -4,6 +4,7 @@ use super::clock::{self, Key, VectorClock};
 use super::cluster::Visit;
 use super::grids::Grids;
 use super::hash::FastMap;
+use super::hooks::Place;
 use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
 use super::releases::{Fenced, Release, ReleaseMap};
 use super::shadow::Shadow;
@@ -20,6 +21,9 @@ const MOST_ACQUIRED: usize = 16;
 #[derive(Clone, Debug, Default)]
 struct Lane {
     past: CausalPast,
+    /// Tick up to which the causal past includes all lanes of the warp, where `past` may lack them.
+    /// A warp meets far more often than it releases.
+    met: u32,
     /// Results of the lane's last acquires. A polling loop acquires at many turns, and its last
     /// result includes the earlier ones. So the results are joined into `past` only before the lane
     /// releases.
@@ -34,6 +38,20 @@ struct Lane {
 }
 
 impl Lane {
+    /// Whether acquiring `past` from a chain once more changes nothing.
+    fn has_acquired(&self, chain: u64, past: &CausalPast) -> bool {
+        self.acquired.iter().any(|h| h.chain == chain && h.joined && h.past.same(past))
+    }
+
+    /// Whether observing a release once more by a relaxed read of this scope changes nothing.
+    fn has_seen(&self, scope: Scope, release: &Release) -> bool {
+        let same = |old: &Release| {
+            (old.by, old.chain, old.scope) == (release.by, release.chain, release.scope)
+                && old.past.same(&release.past)
+        };
+        self.seen.iter().any(|(by, old)| *by == scope && same(old))
+    }
+
     /// Acquires `past`, the causal past of a chain.
     fn acquire(&mut self, chain: u64, past: &CausalPast) {
         match self.acquired.iter_mut().find(|h| h.chain == chain) {
@@ -63,14 +81,26 @@ impl Lane {
         }
     }
 
-    fn view(&self) -> PastView<'_> {
-        PastView { past: &self.past, acquired: &self.acquired }
+    /// Brings all of its causal past into `past`. `warp` is its warp's key.
+    fn settle(&mut self, warp: Key) {
+        self.join_acquired();
+        if self.met > 0 {
+            self.past.all.raise(warp, self.met);
+            self.met = 0;
+        }
     }
 
-    /// Joins the lane's causal past into `all`.
-    fn add_to(&self, all: &mut CausalPast) {
+    fn view(&self, warp: Key) -> PastView<'_> {
+        PastView { past: &self.past, acquired: &self.acquired, met: (warp, self.met) }
+    }
+
+    /// Joins the lane's causal past into `all`. `warp` is its warp's key.
+    fn add_to(&self, warp: Key, all: &mut CausalPast) {
         all.join(&self.past);
         self.acquired.iter().filter(|h| !h.joined).for_each(|h| all.join(&h.past));
+        if self.met > 0 {
+            all.all.raise(warp, self.met);
+        }
     }
 }
 
@@ -86,6 +116,29 @@ pub(super) fn join_fenced(all: &mut Option<Fenced>, more: &Option<Fenced>) {
     }
 }
 
+/// A strong read of one element that changed nothing, neither in the shadow nor in a causal past:
+/// the same read changes nothing again, as long as all of these are the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Poll {
+    pub(super) pc: u32,
+    pub(super) lanes: u32,
+    pub(super) place: Place,
+    pub(super) size: u64,
+    /// [`Shadow::stamps`] of the element.
+    stamps: [u32; 4],
+    tick: u32,
+    changes: u64,
+}
+
+/// Such reads that a warp remembers, by their instructions and first lanes.
+const POLLS: usize = 16;
+
+impl Poll {
+    fn index(&self) -> usize {
+        (self.pc + self.lanes.trailing_zeros()) as usize % POLLS
+    }
+}
+
 /// The lanes of a warp, in groups with equal causal pasts.
 #[derive(Debug, Default)]
 struct Warp {
@@ -94,6 +147,13 @@ struct Warp {
     tick: u32,
     threads: u32,
     groups: Vec<(u32, Lane)>,
+    /// Increases whenever a causal past of the groups may have changed.
+    changes: u64,
+    /// The barrier that all of it has arrived at last, and `changes` then.
+    arrived: Option<(usize, u64)>,
+    polls: [Option<Poll>; POLLS],
+    /// A lane's own accesses have been published to bulk copies: `fenced` is not all zero.
+    has_fenced: bool,
     /// Tick up to which each lane's own accesses have been published to bulk copies, in shared and
     /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
     /// otherwise.
@@ -155,6 +215,7 @@ pub(crate) struct BlockCheck {
 impl Warp {
     /// Calls `f` for the groups that make up `mask`, splitting those that reach beyond it.
     fn each(&mut self, mask: u32, mut f: impl FnMut(&mut Lane)) {
+        self.changes += 1;
         for at in 0..self.groups.len() {
             let (lanes, lane) = &mut self.groups[at];
             let here = *lanes & mask;
@@ -179,9 +240,10 @@ impl Warp {
     /// Joins the causal pasts and the own accesses of the lanes of `mask`. Moves the tick.
     fn publish(&mut self, mask: u32) -> CausalPast {
         let mut all = CausalPast::default();
+        self.changes += 1;
         for (lanes, lane) in &mut self.groups {
             if *lanes & mask != 0 {
-                lane.join_acquired();
+                lane.settle(self.key);
                 all.join(&lane.past);
             }
         }
@@ -200,8 +262,9 @@ impl Warp {
         self.tick += 1;
     }
 
-    /// Joins the causal pasts of the lanes of `mask` into `all`. The lanes keep the results of
-    /// their acquires apart: a barrier gives all of them `all` instead.
+    /// Joins the causal pasts of the lanes of `mask` into `all`, own accesses excepted where it is
+    /// all of the warp. The lanes keep the results of their acquires apart: a barrier gives all of
+    /// them `all` instead.
     fn gather(&self, mask: u32, all: &mut CausalPast) {
         // Groups of lanes mostly differ in their last acquires alone.
         let mut last: Option<&CausalPast> = None;
@@ -213,11 +276,17 @@ impl Warp {
             for acquired in lane.acquired.iter().filter(|h| !h.joined) {
                 all.join(&acquired.past);
             }
+            if lane.met > 0 && mask & self.threads != self.threads {
+                all.all.raise(self.key, lane.met);
+            }
         }
     }
 
     /// Adds the accesses that the lanes of `mask` have published themselves to `published`.
     fn add_fenced(&self, mask: u32, published: &mut [VectorClock; 2]) {
+        if !self.has_fenced {
+            return;
+        }
         let equal = published[SHARED].same(&published[GLOBAL]) && self.fenced[SHARED] == self.fenced[GLOBAL];
         if equal {
             // Both stay one allocation, which is changed in place if nothing else has it.
@@ -259,6 +328,17 @@ impl Warp {
 
     /// Makes one group of the lanes of `mask`, with this causal past, which includes those of all.
     fn merge(&mut self, mask: u32, past: &CausalPast) {
+        self.changes += 1;
+        if let [(lanes, lane)] = self.groups.as_mut_slice()
+            && *lanes == mask
+            && lane.fence.is_none()
+            && lane.seen.is_empty()
+        {
+            lane.past.clone_from(past);
+            (lane.met, lane.ahead) = (0, None);
+            lane.acquired.iter_mut().for_each(|h| h.joined = true);
+            return;
+        }
         // Lanes with fences or relaxed reads of their own stay in their groups.
         if self
             .groups
@@ -267,6 +347,7 @@ impl Warp {
         {
             self.each(mask, |lane| {
                 lane.past = past.clone();
+                lane.met = 0;
                 lane.acquired.iter_mut().for_each(|h| h.joined = true);
             });
             return;
@@ -288,15 +369,21 @@ impl Warp {
 
 impl BlockCheck {
     pub(crate) fn new(grid: u32, block: u64, threads: u32, start: &CausalPast, has_fences: bool) -> Self {
+        let mut begin = start.clone();
+        begin.keep_apart(clock::warp(grid, block, 0));
         let warps = (0..threads.div_ceil(32)).map(|w| {
             let count = (threads - w * 32).min(32);
             let mask = if count == 32 { FULL } else { (1 << count) - 1 };
-            let lane = Lane { past: start.clone(), ..Lane::default() };
+            let lane = Lane { past: begin.clone(), ..Lane::default() };
             Warp {
                 key: clock::warp(grid, block, w),
                 tick: 1,
                 threads: mask,
                 groups: vec![(mask, lane)],
+                changes: 0,
+                arrived: None,
+                polls: [None; POLLS],
+                has_fenced: false,
                 fenced: [[0; 32]; 2],
                 init_fences: None,
                 in_step: None,
@@ -325,38 +412,60 @@ impl BlockCheck {
         self.warps[warp as usize].tick
     }
 
+    /// A read as it would be remembered, if it changes nothing.
+    pub(super) fn poll(
+        &self,
+        warp: u32,
+        pc: u32,
+        (place, lanes, size): (Place, u32, u64),
+        stamps: [u32; 4],
+    ) -> Poll {
+        let Warp { tick, changes, .. } = self.warps[warp as usize];
+        Poll { pc, lanes, place, size, stamps, tick, changes }
+    }
+
+    /// Whether this read changed nothing before.
+    pub(super) fn remembers(&self, warp: u32, poll: &Poll) -> bool {
+        self.warps[warp as usize].polls[poll.index()].as_ref() == Some(poll)
+    }
+
+    /// Remembers that a read changes nothing.
+    pub(super) fn remember(&mut self, warp: u32, poll: Poll) {
+        self.warps[warp as usize].polls[poll.index()] = Some(poll);
+    }
+
     /// The shadow of shared memory, and the causal past of the lanes of `mask`. None where they
     /// have different ones.
     pub(crate) fn shared_and_view(&mut self, warp: u32, mask: u32) -> Option<(&mut Shadow, PastView<'_>)> {
         let lane = mask.trailing_zeros() as usize % 32;
-        let (lanes, lane) =
-            self.warps[warp as usize].groups.iter().find(|(lanes, _)| lanes >> lane & 1 != 0)?;
-        (mask & !lanes == 0).then_some((&mut self.shared, lane.view()))
+        let warp = &self.warps[warp as usize];
+        let (lanes, lane) = warp.groups.iter().find(|(lanes, _)| lanes >> lane & 1 != 0)?;
+        (mask & !lanes == 0).then_some((&mut self.shared, lane.view(warp.key)))
     }
 
     /// The causal past of a lane, without its own accesses.
     pub(crate) fn past(&self, warp: u32, lane: usize) -> CausalPast {
         let mut past = CausalPast::default();
-        if let Some(lane) = self.warps[warp as usize].lane(lane) {
-            lane.add_to(&mut past);
+        let warp = &self.warps[warp as usize];
+        if let Some(lane) = warp.lane(lane) {
+            lane.add_to(warp.key, &mut past);
         }
         past
     }
 
     /// Joins a lane's acquires before it releases.
     pub(crate) fn join_acquired(&mut self, warp: u32, lane: usize) {
-        let groups = &mut self.warps[warp as usize].groups;
-        groups
-            .iter_mut()
-            .filter(|(lanes, _)| lanes >> lane & 1 != 0)
-            .for_each(|(_, lane)| lane.join_acquired());
+        let Warp { key, groups, changes, .. } = &mut self.warps[warp as usize];
+        *changes += 1;
+        let of_lane = groups.iter_mut().filter(|(lanes, _)| lanes >> lane & 1 != 0);
+        of_lane.for_each(|(_, lane)| lane.settle(*key));
     }
 
     /// The release pattern of a release by `lane`.
     pub(crate) fn release(&mut self, warp: u32, lane: usize, scope: Scope) -> Release {
         let warp = &mut self.warps[warp as usize];
         let by = clock::lane(warp.key, lane);
-        Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane) }
+        Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane).in_tree() }
     }
 
     /// The release pattern of a relaxed store by `lane` behind a fence. `assumed`: fences ahead of
@@ -424,7 +533,14 @@ impl BlockCheck {
         let warp = &mut self.warps[warp as usize];
         let reader = clock::lane(warp.key, mask.trailing_zeros() as usize % 32);
         let fitting = || found.iter().filter(|r| grids.mutual(r.scope, r.by, scope, reader));
-        if fitting().next().is_none() {
+        // A warp that polls mostly observes the same again.
+        let again = |(lanes, lane): &(u32, Lane)| {
+            let same = |r: &Release| {
+                if acquire { lane.has_acquired(r.chain, &r.past) } else { lane.has_seen(scope, r) }
+            };
+            lanes & mask == 0 || lanes & !mask == 0 && fitting().all(same)
+        };
+        if fitting().next().is_none() || warp.groups.iter().all(again) {
             return;
         }
         warp.each(mask, |lane| {
@@ -473,10 +589,12 @@ impl BlockCheck {
                 w.tick += 1;
             }
             Fence::Async { shared, global } => {
+                w.has_fenced = true;
+                let key = w.key;
                 for (space, on) in [(SHARED, shared), (GLOBAL, global)] {
                     if on {
                         w.each(mask, |lane| {
-                            lane.join_acquired();
+                            lane.settle(key);
                             lane.past.published[space] = lane.past.all.clone();
                         });
                         lanes(mask).for_each(|l| w.fenced[space][l] = w.tick);
@@ -505,7 +623,7 @@ impl BlockCheck {
                             }
                         }
                     });
-                    let past = w.publish(1 << l);
+                    let past = w.publish(1 << l).in_tree();
                     if sequential {
                         let place = (scope, clock::block_of(own));
                         let all = fences.entry(place).or_insert_with(|| Release {
@@ -527,15 +645,20 @@ impl BlockCheck {
     pub(crate) fn sync_warp(&mut self, warp: u32, mask: u32) {
         let warp = &mut self.warps[warp as usize];
         let fenced = if self.has_fences { warp.fences_of(mask) } else { None };
-        if mask == warp.threads && matches!(warp.groups.as_slice(), [(lanes, _)] if *lanes == mask) {
+        if mask == warp.threads
+            && let [(lanes, lane)] = warp.groups.as_mut_slice()
+            && *lanes == mask
+        {
             // The causal pasts are equal already, except for the lanes' own accesses: no copies.
-            let (lanes, mut lane) = warp.groups.swap_remove(0);
             lane.join_acquired();
-            lane.past.all.raise(warp.key, warp.tick);
-            warp.add_fenced(mask, &mut lane.past.published);
-            lane.ahead = fenced;
-            warp.groups.push((lanes, lane));
+            (lane.met, lane.ahead) = (warp.tick, fenced);
+            if warp.has_fenced {
+                let mut published = std::mem::take(&mut lane.past.published);
+                warp.add_fenced(mask, &mut published);
+                warp.groups[0].1.past.published = published;
+            }
             warp.tick += 1;
+            warp.changes += 1;
             return;
         }
         let mut past = CausalPast::default();
@@ -549,41 +672,60 @@ impl BlockCheck {
     pub(crate) fn arrive(&mut self, warp: u32, mask: u32, barrier: usize) {
         let w = &mut self.warps[warp as usize];
         let gathering = &mut self.gathering[barrier];
-        if mask & w.threads == w.threads {
-            gathering.whole.push((warp, w.tick));
-        }
         if self.has_fences {
             join_fenced(&mut gathering.fenced, &w.fences_of(mask));
         }
         // Raised behind the joins: mostly in place then, without a copy for each warp.
         w.gather(mask, &mut gathering.past);
-        w.publish_own(mask, &mut gathering.past);
+        if mask & w.threads == w.threads {
+            // Its own accesses come in when the barrier completes.
+            gathering.whole.push((warp, w.tick));
+            w.add_fenced(mask, &mut gathering.past.published);
+            w.tick += 1;
+            w.arrived = Some((barrier, w.changes));
+        } else {
+            w.publish_own(mask, &mut gathering.past);
+        }
+    }
+
+    /// A warp has arrived at a barrier in another way.
+    pub(super) fn forget_arrival(&mut self, warp: u32) {
+        self.warps[warp as usize].arrived = None;
     }
 
     /// A block barrier completes.
     pub(crate) fn complete(&mut self, barrier: usize) {
         let Gathering { mut past, fenced, mut whole } = std::mem::take(&mut self.gathering[barrier]);
         whole.sort_unstable();
-        whole.dedup_by_key(|w| w.0);
-        if whole.len() == self.warps.len() {
+        let mut first = whole.clone();
+        first.dedup_by_key(|w| w.0);
+        if first.len() == self.warps.len() {
             // One entry replaces those of all warps.
             self.passed += 1;
-            let ticks = whole.into_iter().map(|w| w.1).collect();
+            let ticks = first.into_iter().map(|w| w.1).collect();
             past.all.pass_barrier(self.warps[0].key, self.passed, ticks);
         }
+        whole.into_iter().for_each(|(warp, tick)| past.all.raise(self.warps[warp as usize].key, tick));
         self.opened[barrier] = past;
         self.opened_fenced[barrier] = fenced;
     }
 
     /// Lanes go on behind a block barrier.
     pub(crate) fn pass(&mut self, warp: u32, mask: u32, barrier: usize) {
+        if mask == 0 {
+            return;
+        }
         let past = self.opened[barrier].clone();
         // The gathered causal past includes the lane's own accesses.
         let warp = &mut self.warps[warp as usize];
         let covers_all = mask & warp.threads == warp.threads;
-        if covers_all {
+        if covers_all && warp.arrived.take() == Some((barrier, warp.changes)) {
+            warp.merge(mask, &past);
+        } else if covers_all {
             let mut all = past;
             warp.gather(mask, &mut all);
+            let met = warp.groups.iter().map(|(_, lane)| lane.met).max();
+            met.filter(|met| *met > 0).into_iter().for_each(|met| all.all.raise(warp.key, met));
             warp.merge(mask, &all);
         } else {
             warp.each(mask, |lane| lane.past.join(&past));
@@ -730,7 +872,9 @@ impl BlockCheck {
     /// Joined causal pasts of all lanes at the end of the block.
     pub(crate) fn end(&self) -> CausalPast {
         let mut all = CausalPast::default();
-        self.warps.iter().flat_map(|w| &w.groups).for_each(|(_, lane)| lane.add_to(&mut all));
-        all
+        for warp in &self.warps {
+            warp.groups.iter().for_each(|(_, lane)| lane.add_to(warp.key, &mut all));
+        }
+        all.in_tree()
     }
 }

@@ -10,7 +10,9 @@
 //!
 //! Clocks are compared and joined at every barrier and every acquire, and are mostly equal. So a
 //! clock is a tree whose parts are shared, by grid and by block. Equal parts are the same
-//! allocation, and a join looks only into parts that differ.
+//! allocation, and a join looks only into parts that differ. The clocks of the lanes of a block keep
+//! what they know of their own block beside the tree, because barriers and mbarriers change that
+//! alone ([`VectorClock::keep_apart`]).
 
 use std::cell::RefCell;
 use std::cmp::Ordering;
@@ -88,6 +90,11 @@ pub(crate) fn products(warp: Key) -> Key {
 /// phase.
 pub(crate) fn mbarrier(warp: Key, index: usize) -> Key {
     block_of(warp) << 16 | MBARRIER | index as Key
+}
+
+/// Whether an actor is the warp `warp` or one of its lanes.
+pub(crate) fn is_of_warp(key: Key, warp: Key) -> bool {
+    key & !WITHIN_WARP == warp && key & WITHIN_WARP < STORE_READS
 }
 
 pub(crate) fn grid_of(key: Key) -> u32 {
@@ -176,18 +183,31 @@ struct GridPart {
     blocks: Vec<(u32, Arc<BlockPart>)>,
 }
 
+/// Ticks of timelines, sorted by key. `None` where there are none.
+type Timelines = Option<Arc<Vec<(Key, u32)>>>;
+
 /// Root of a causal past.
 #[derive(Clone, Debug, Default)]
 struct Root {
-    /// Sorted by key.
-    timelines: Vec<(Key, u32)>,
+    timelines: Timelines,
     /// The grids by number, sorted, without grids whose end is in the past.
     grids: Vec<(u32, Arc<GridPart>)>,
 }
 
+/// The causal past within one block that is kept beside the tree. The tree may have more of it.
+#[derive(Clone, Debug)]
+struct Own {
+    /// As [`block_of`] gives it.
+    block: Key,
+    part: Arc<BlockPart>,
+}
+
 /// The last tick of each actor that is included.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct VectorClock(Option<Arc<Root>>);
+pub(crate) struct VectorClock {
+    root: Option<Arc<Root>>,
+    own: Option<Own>,
+}
 
 /// How many lanes of a warp are included in a clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -352,9 +372,41 @@ impl Part for GridPart {
 }
 
 impl Root {
-    fn ended(&self, part: &GridPart) -> bool {
-        tick_of(&self.timelines, part.end.0) >= part.end.1
+    fn timelines(&self) -> &[(Key, u32)] {
+        self.timelines.as_ref().map_or(&[], |all| all)
     }
+
+    fn ended(&self, part: &GridPart) -> bool {
+        tick_of(self.timelines(), part.end.0) >= part.end.1
+    }
+}
+
+/// Whether both are the same allocation, or nothing.
+fn same<T>(a: &Option<Arc<T>>, b: &Option<Arc<T>>) -> bool {
+    match (a, b) {
+        (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+        (a, b) => a.is_none() && b.is_none(),
+    }
+}
+
+/// The join of the timelines of two clocks. It is one of the two if that has all of the other, so
+/// that clocks share it.
+fn join_timelines(a: &Root, b: &Root) -> Timelines {
+    if same(&a.timelines, &b.timelines) {
+        return a.timelines.clone();
+    }
+    let (a_all, b_all) = (a.timelines(), b.timelines());
+    let (mut left, mut right) = (true, true);
+    for (x, y) in zip_sorted(a_all, b_all) {
+        let (x, y) = (x.map_or(0, |e| e.1), y.map_or(0, |e| e.1));
+        (left, right) = (left && x >= y, right && y >= x);
+    }
+    if left || right {
+        return if left { a.timelines.clone() } else { b.timelines.clone() };
+    }
+    let mut timelines = Vec::with_capacity(a_all.len().max(b_all.len()));
+    timelines.extend(zip_sorted(a_all, b_all).filter_map(|(x, y)| x.max(y)));
+    Some(Arc::new(timelines))
 }
 
 /// Joins that were made lately, by the addresses of both parts, which are kept so that these stay
@@ -380,12 +432,9 @@ fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> Arc<GridPart> {
 }
 
 fn join_roots(a: &Arc<Root>, b: &Arc<Root>) -> Arc<Root> {
+    let timelines = join_timelines(a, b);
     // Whether one of the two has it all.
-    let (mut left, mut right) = (true, true);
-    for (x, y) in zip_sorted(&a.timelines, &b.timelines) {
-        let (x, y) = (x.map_or(0, |e| e.1), y.map_or(0, |e| e.1));
-        (left, right) = (left && x >= y, right && y >= x);
-    }
+    let (mut left, mut right) = (same(&timelines, &a.timelines), same(&timelines, &b.timelines));
     let mut grids = Vec::with_capacity(a.grids.len().max(b.grids.len()));
     for pair in zip_sorted(&a.grids, &b.grids) {
         match pair {
@@ -408,38 +457,69 @@ fn join_roots(a: &Arc<Root>, b: &Arc<Root>) -> Arc<Root> {
     if left || right {
         return if left { a.clone() } else { b.clone() };
     }
-    let mut timelines = Vec::with_capacity(a.timelines.len().max(b.timelines.len()));
-    timelines.extend(zip_sorted(&a.timelines, &b.timelines).filter_map(|(x, y)| x.max(y)));
     Arc::new(Root { timelines, grids })
+}
+
+/// The part of a tree for the block of `key`.
+fn part_of_tree(root: &mut Arc<Root>, key: Key) -> &mut Arc<BlockPart> {
+    // A grid that did not begin in this world never ends in it.
+    let fresh = || Arc::new(GridPart { end: (0, u32::MAX), blocks: vec![] });
+    let grid = find_or(&mut Arc::make_mut(root).grids, grid_of(key), fresh);
+    find_or(&mut Arc::make_mut(grid).blocks, block_number(key), Default::default)
 }
 
 impl VectorClock {
     fn root(&self) -> &Root {
-        static EMPTY: Root = Root { timelines: vec![], grids: vec![] };
-        self.0.as_deref().unwrap_or(&EMPTY)
+        static EMPTY: Root = Root { timelines: None, grids: vec![] };
+        self.root.as_deref().unwrap_or(&EMPTY)
     }
 
     fn root_mut(&mut self) -> &mut Root {
-        Arc::make_mut(self.0.get_or_insert_default())
+        Arc::make_mut(self.root.get_or_insert_default())
     }
 
-    /// The part for the block of `key`.
+    /// What is kept of the block of `key` beside the tree.
+    #[inline]
+    fn own(&self, key: Key) -> Option<&BlockPart> {
+        self.own.as_ref().filter(|own| own.block == block_of(key)).map(|own| &*own.part)
+    }
+
+    /// The part of the tree for the block of `key`.
+    #[inline]
     fn part(&self, key: Key) -> Option<&BlockPart> {
         let grid = find(&self.root().grids, grid_of(key))?;
         Some(find(&grid.blocks, block_number(key))?)
     }
 
+    /// The part for the block of `key`, to add to.
     fn part_mut(&mut self, key: Key) -> &mut BlockPart {
-        // A grid that did not begin in this world never ends in it.
-        let fresh = || Arc::new(GridPart { end: (0, u32::MAX), blocks: vec![] });
-        let grid = find_or(&mut self.root_mut().grids, grid_of(key), fresh);
-        let blocks = &mut Arc::make_mut(grid).blocks;
-        Arc::make_mut(find_or(blocks, block_number(key), Default::default))
+        match &mut self.own {
+            Some(own) if own.block == block_of(key) => Arc::make_mut(&mut own.part),
+            _ => Arc::make_mut(part_of_tree(self.root.get_or_insert_default(), key)),
+        }
+    }
+
+    /// From here on, what is learned of the block of `key` is kept beside the tree: the clock is
+    /// that of its lanes.
+    pub(crate) fn keep_apart(&mut self, key: Key) {
+        self.own = Some(Own { block: block_of(key), part: Arc::default() });
+    }
+
+    /// The same clock with all of it in the tree, for those that do not belong to its block.
+    pub(crate) fn in_tree(&self) -> VectorClock {
+        let mut root = self.root.clone();
+        if let Some(Own { block, part }) = &self.own
+            && (part.barrier.is_some() || !part.entries.is_empty())
+        {
+            let of_tree = part_of_tree(root.get_or_insert_default(), block << 16);
+            *of_tree = join(of_tree, part);
+        }
+        Self { root, own: None }
     }
 
     /// The last tick of a timeline that is included.
     pub(crate) fn timeline(&self, key: Key) -> u32 {
-        tick_of(&self.root().timelines, key)
+        tick_of(self.root().timelines(), key)
     }
 
     /// Whether tick `tick` of `key` is included, by an entry of its own, of its warp or of its
@@ -449,13 +529,19 @@ impl VectorClock {
         if is_timeline(key) {
             return self.timeline(key) >= tick;
         }
-        self.part(key).is_some_and(|part| part.includes(key as Within, tick))
+        let includes = |part: &BlockPart| part.includes(key as Within, tick);
+        self.own(key).is_some_and(includes) || self.part(key).is_some_and(includes)
     }
 
     /// How many lanes of the warp `key` are included up to tick `tick`. The end of their grid is
     /// the caller's to look for.
     pub(crate) fn passed(&self, key: Key, tick: u32) -> Passed {
-        self.part(key).map_or(Passed::None, |part| part.passed_by(key as Within, tick))
+        let passed =
+            |part: Option<&BlockPart>| part.map_or(Passed::None, |part| part.passed_by(key as Within, tick));
+        match passed(self.own(key)) {
+            Passed::All => Passed::All,
+            fewer => fewer.max(passed(self.part(key))),
+        }
     }
 
     /// Learns `key` up to `tick`.
@@ -465,7 +551,7 @@ impl VectorClock {
         }
         if is_timeline(key) {
             let root = self.root_mut();
-            *find_or(&mut root.timelines, key, || 0) = tick;
+            *find_or(Arc::make_mut(root.timelines.get_or_insert_default()), key, || 0) = tick;
             root.grids.retain(|(_, part)| part.end.0 != key || part.end.1 > tick);
             return;
         }
@@ -485,15 +571,35 @@ impl VectorClock {
 
     /// Whether both are the same for certain.
     pub(crate) fn same(&self, other: &VectorClock) -> bool {
-        match (&self.0, &other.0) {
-            (Some(a), Some(b)) => Arc::ptr_eq(a, b),
+        let parts = match (&self.own, &other.own) {
+            (Some(a), Some(b)) => a.block == b.block && Arc::ptr_eq(&a.part, &b.part),
             (a, b) => a.is_none() && b.is_none(),
-        }
+        };
+        parts && same(&self.root, &other.root)
+    }
+
+    /// Whether the trees are the same for certain.
+    pub(crate) fn same_tree(&self, other: &VectorClock) -> bool {
+        same(&self.root, &other.root)
     }
 
     /// Joins `other` into this clock.
     pub(crate) fn join(&mut self, other: &VectorClock) {
-        match (&mut self.0, &other.0) {
+        match (&mut self.own, &other.own) {
+            (_, None) => self.join_tree(&other.root),
+            (Some(mine), Some(theirs)) if mine.block == theirs.block => {
+                if !Arc::ptr_eq(&mine.part, &theirs.part) {
+                    mine.part = join(&mine.part, &theirs.part);
+                }
+                self.join_tree(&other.root);
+            }
+            (None, Some(_)) if self.root.is_none() => self.clone_from(other),
+            _ => self.join_tree(&other.in_tree().root),
+        }
+    }
+
+    fn join_tree(&mut self, other: &Option<Arc<Root>>) {
+        match (&mut self.root, other) {
             (_, None) => {}
             (Some(mine), Some(theirs)) => {
                 if !Arc::ptr_eq(mine, theirs) {
@@ -509,7 +615,7 @@ impl VectorClock {
     fn len(&self) -> usize {
         let blocks = self.root().grids.iter().flat_map(|(_, grid)| &grid.blocks);
         let entries = blocks.map(|(_, b)| b.entries.len() + usize::from(b.barrier.is_some()));
-        self.root().timelines.len() + entries.sum::<usize>()
+        self.root().timelines().len() + entries.sum::<usize>()
     }
 }
 
@@ -550,6 +656,12 @@ mod tests {
         let mut r = Rng::new(5);
         for _ in 0..500 {
             let mut clocks = [VectorClock::default(), VectorClock::default()];
+            // Some are clocks of lanes of one of the two blocks.
+            for clock in &mut clocks {
+                if let block @ 0..2 = r.below(3) {
+                    clock.keep_apart(warp(1, block, 0));
+                }
+            }
             let mut maps = [std::collections::BTreeMap::new(), std::collections::BTreeMap::new()];
             for _ in 0..40 {
                 let (which, w) = (r.below(2) as usize, warp(1, r.below(2), r.below(2) as u32));
@@ -574,6 +686,7 @@ mod tests {
                 let key = lane(warp(1, block, w), l);
                 let want = maps.iter().any(|m| m.get(&key).is_some_and(|&t| t >= tick));
                 assert_eq!(a.includes(key, tick), want);
+                assert_eq!(a.in_tree().includes(key, tick), want);
             }
         }
     }

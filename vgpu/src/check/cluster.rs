@@ -109,6 +109,7 @@ impl BlockCheck {
     /// A relaxed arrival at the barrier of the cluster: it releases what the lanes did before their
     /// fences.
     pub(super) fn arrive_relaxed(&mut self, warp: u32, mask: u32) {
+        self.forget_arrival(warp);
         let (fenced, inits) = self.fenced_by(warp, mask);
         let past = self.gathered(CLUSTER_BARRIER as usize);
         past.join(&fenced);

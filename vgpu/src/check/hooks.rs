@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::block::{BlockCheck, join_fenced};
+use super::block::{BlockCheck, Poll, join_fenced};
 use super::clock::{self, Key};
 use super::cluster::Peers;
 use super::grids::Grids;
@@ -289,6 +289,24 @@ impl CheckHooks<'_> {
         Some(found)
     }
 
+    /// A strong read of one element as its warp remembers it. None where it may draw, or is watched
+    /// for other purposes.
+    fn poll(&self, place: Place, part: Part, pc: u32, how: How) -> Option<Poll> {
+        if how.strong.is_none() || part.row || self.weak_memory() || self.world.path.is_some() {
+            return None;
+        }
+        let stamps = match place {
+            Place::Global { shadow, offset } => {
+                self.world.shadows.get(shadow as usize)?.stamps(offset, part.size)?
+            }
+            Place::Shared { offset } if !self.peers.is_remote(offset) => {
+                self.block.shared.stamps(offset_of(offset), part.size)?
+            }
+            _ => return None,
+        };
+        Some(self.block.poll(self.warp, pc, (place, part.lanes, part.size), stamps))
+    }
+
     /// Tells an exploration what the step at hand accesses.
     fn touch(&self, place: Place, bytes: u64, write: bool) {
         let Some(path) = &self.world.path else { return };
@@ -382,6 +400,10 @@ impl Hooks for CheckHooks<'_> {
         if self.world.loads.are_counted() {
             part.each(place).for_each(|(lane, place)| self.world.loads.add(self.own(lane), place, 1));
         }
+        let poll = self.poll(place, part, pc, how);
+        if poll.is_some_and(|poll| self.block.remembers(self.warp, &poll)) {
+            return Violations::default();
+        }
         let found = self.read_at_once(place, part, pc, how).unwrap_or_else(|| {
             let mut all = Violations::default();
             for (lane, place) in part.each(place) {
@@ -390,6 +412,11 @@ impl Hooks for CheckHooks<'_> {
             }
             all
         });
+        if let Some(poll) = poll.filter(|_| found.all.is_empty())
+            && self.poll(place, part, pc, how) == Some(poll)
+        {
+            self.block.remember(self.warp, poll);
+        }
         if self.world.config.races { found } else { Violations::default() }
     }
 

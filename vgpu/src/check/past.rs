@@ -1,7 +1,7 @@
 //! Causal past: vector clocks of everything that a lane, stream or host thread has synchronised
 //! with.
 
-use super::clock::{Key, Passed, VectorClock};
+use super::clock::{self, Key, Passed, VectorClock};
 use super::grids::Grids;
 
 /// The causal past of a stream, an event or a host thread.
@@ -53,6 +53,26 @@ impl CausalPast {
         }
     }
 
+    /// From here on, it is the causal past of lanes of the block of `key`; see
+    /// [`VectorClock::keep_apart`].
+    pub(crate) fn keep_apart(&mut self, key: Key) {
+        let [shared, global] = &mut self.published;
+        [&mut self.all, shared].into_iter().for_each(|clock| clock.keep_apart(key));
+        if shared.same_tree(global) {
+            global.clone_from(shared);
+        } else {
+            global.keep_apart(key);
+        }
+    }
+
+    /// The same for others than the lanes of a block.
+    pub(crate) fn in_tree(&self) -> CausalPast {
+        let [shared, global] = &self.published;
+        let first = shared.in_tree();
+        let second = if shared.same(global) { first.clone() } else { global.in_tree() };
+        CausalPast { all: self.all.in_tree(), published: [first, second] }
+    }
+
     /// Whether both are the same for certain.
     pub(crate) fn same(&self, other: &CausalPast) -> bool {
         self.all.same(&other.all) && self.published.iter().zip(&other.published).all(|(a, b)| a.same(b))
@@ -84,11 +104,19 @@ pub(crate) struct Acquired {
 pub(crate) struct PastView<'a> {
     pub(super) past: &'a CausalPast,
     pub(super) acquired: &'a [Acquired],
+    /// The lane's warp, and the tick up to which it includes all lanes of that.
+    pub(super) met: (Key, u32),
 }
 
 impl<'a> PastView<'a> {
     pub(crate) fn all(past: &'a CausalPast) -> Self {
-        Self { past, acquired: &[] }
+        Self { past, acquired: &[], met: (0, 0) }
+    }
+
+    /// Whether it includes tick `tick` of a lane or warp because all of its own warp has met.
+    #[inline]
+    fn has_met(&self, key: Key, tick: u32) -> bool {
+        tick <= self.met.1 && clock::is_of_warp(key, self.met.0)
     }
 
     /// Whether it includes tick `tick` of the timeline `key`.
@@ -99,12 +127,18 @@ impl<'a> PastView<'a> {
 
     /// Whether it includes tick `tick` of `key`.
     pub(crate) fn includes(&self, grids: &Grids, key: Key, tick: u32) -> bool {
+        if self.has_met(key, tick) {
+            return true;
+        }
         let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);
         std::iter::once(self.past).chain(acquired).any(|past| grids.includes_tick(&past.all, key, tick))
     }
 
     /// How many lanes of the warp `key` it includes up to tick `tick`.
     pub(crate) fn passed(&self, grids: &Grids, key: Key, tick: u32) -> Passed {
+        if self.has_met(key, tick) {
+            return Passed::All;
+        }
         let acquired = self.acquired.iter().filter(|h| !h.joined).map(|h| &h.past);
         let all = std::iter::once(self.past).chain(acquired);
         all.map(|past| grids.passed(&past.all, key, tick)).max().unwrap_or(Passed::None)

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use super::grids::Grids;
 use super::record::{Accessor, Kind, NOBODY, Violation, Violations};
-use super::word::{Fine, Histories, History, Id, Noted, UNTOUCHED};
+use super::word::{Fine, Histories, History, Id, Noted, Stamp, UNTOUCHED};
 
 /// Bytes of memory of which a page is the shadow. Pages are allocated when first accessed.
 const PAGE: u64 = 4096;
@@ -57,12 +57,20 @@ impl Run<'_> {
 
     /// Calls `f` with the history of each word or byte, which becomes its own, and where it begins.
     fn each(&mut self, histories: &mut Histories, mut f: impl FnMut(&mut History, u64)) {
-        let mut last = None;
+        let mut last: Option<Id> = None;
         for (i, id) in (0..).zip(self.ids.iter_mut()) {
             let at = self.at + i * self.each;
             if let Some(history) = histories.alone(*id, 1) {
                 history.narrow(at);
                 f(history, at);
+                match last {
+                    Some(last) if *histories.get(last) == *histories.get(*id) => {
+                        histories.take(last, 1);
+                        histories.release(*id, 1);
+                        *id = last;
+                    }
+                    _ => last = Some(*id),
+                }
                 continue;
             }
             let mut history = histories.get(*id).clone();
@@ -209,6 +217,19 @@ impl Shadow {
         }
     }
 
+    /// The stamps of the histories of the words of an element of up to 16 bytes. None where a word
+    /// is split, or the memory is not watched.
+    pub(crate) fn stamps(&self, at: u64, bytes: u64) -> Option<[Stamp; 4]> {
+        let page = self.pages.get((at / PAGE) as usize)?.as_ref()?;
+        let first = (at % PAGE) as usize / 4;
+        let words = page.words.get(first..first + (at % 4 + bytes).div_ceil(4) as usize)?;
+        let mut stamps = [0; 4];
+        for (stamp, id) in stamps.iter_mut().zip(words) {
+            *stamp = if self.hidden || *id == SPLIT { return None } else { self.histories.stamp(*id)? };
+        }
+        Some(stamps)
+    }
+
     /// Notes a read of `bytes` bytes at `at`. Returns the violations.
     pub(crate) fn read(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Violations {
         let mut violations = Violations::default();
@@ -225,6 +246,7 @@ impl Shadow {
             let old = run.id();
             match histories.get(old).read_all(grids, &who, &mut fine) {
                 Some(Noted::Nothing) => {}
+                Some(Noted::Reader) if histories.get(old).has_reader(&who.record) => {}
                 Some(_) if changed.0 == old => run.set(histories, changed.1),
                 Some(noted) => {
                     if let Some(history) = histories.alone(old, run.len()) {
@@ -431,6 +453,9 @@ impl Shadow {
                 return;
             }
             let Some(seen) = history.seen_by_all(grids, &who) else {
+                if run.len() == 1 && history.has_noted(&who, run.at) {
+                    return;
+                }
                 return run.each(histories, |history, at| {
                     who.at(at, Kind::Read).for_each(|(_, who)| history.note_seen(grids, &who));
                 });

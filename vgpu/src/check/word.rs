@@ -179,6 +179,13 @@ impl History {
         }
     }
 
+    /// Whether this read is one of the readers already.
+    pub(super) fn has_reader(&self, me: &Record) -> bool {
+        let readers = self.readers();
+        let first = readers.partition_point(|r| r.actor < me.actor);
+        readers[first..].iter().take_while(|r| r.actor == me.actor).any(|r| r == me)
+    }
+
     /// Applies what [`History::read_all`] has returned.
     pub(super) fn apply(&mut self, grids: &Grids, who: &Accessor, noted: Noted) {
         match noted {
@@ -300,6 +307,12 @@ impl History {
         }
     }
 
+    /// Whether [`History::note_seen`] has nothing to do for a lone lane in the one word or byte at
+    /// `at`, because the lane has noted it before.
+    pub(super) fn has_noted(&self, who: &Accessor, at: u64) -> bool {
+        !who.record.is_wide() && self.seen().any(|seen| seen.at(at).by == who.own)
+    }
+
     /// Applies what [`History::seen_by_all`] has returned.
     pub(super) fn set_seen(&mut self, seen: Seen) {
         self.seen = seen;
@@ -358,38 +371,71 @@ pub(super) type Id = u32;
 /// The history of untouched words.
 pub(super) const UNTOUCHED: Id = 0;
 
-/// Histories, and how many words and bytes have each.
+/// A history, and how many words and bytes have it.
+#[derive(Debug)]
+struct Entry {
+    history: History,
+    uses: u32,
+    stamp: Stamp,
+}
+
+/// Stands for the contents of a history: other contents have another stamp.
+pub(super) type Stamp = u32;
+
+/// The stamp of all histories once there are no more numbers. It says nothing.
+const NO_STAMP: Stamp = Stamp::MAX;
+
+/// All histories of a piece of memory.
 #[derive(Debug)]
 pub(super) struct Histories {
-    all: Vec<(History, u32)>,
+    all: Vec<Entry>,
     free: Vec<Id>,
+    /// The last stamp.
+    stamps: Stamp,
 }
 
 impl Histories {
     /// Histories of memory that is all untouched. `written`: it counts as written.
     pub(super) fn new(written: bool) -> Self {
-        Self { all: vec![(History::untouched(written), 0)], free: vec![] }
+        let history = History::untouched(written);
+        Self { all: vec![Entry { history, uses: 0, stamp: 0 }], free: vec![], stamps: 0 }
     }
 
     pub(super) fn get(&self, id: Id) -> &History {
-        &self.all[id as usize].0
+        &self.all[id as usize].history
     }
 
-    /// The history, if just these `uses` words or bytes have it.
+    /// The stamp of a history.
+    pub(super) fn stamp(&self, id: Id) -> Option<Stamp> {
+        Some(self.all[id as usize].stamp).filter(|stamp| *stamp != NO_STAMP)
+    }
+
+    fn next_stamp(&mut self) -> Stamp {
+        self.stamps = self.stamps.saturating_add(1);
+        self.stamps
+    }
+
+    /// The history, if just these `uses` words or bytes have it, to change it.
     pub(super) fn alone(&mut self, id: Id, uses: u32) -> Option<&mut History> {
-        let (history, all) = &mut self.all[id as usize];
-        (*all == uses && id != UNTOUCHED).then_some(history)
+        if self.all[id as usize].uses != uses || id == UNTOUCHED {
+            return None;
+        }
+        let stamp = self.next_stamp();
+        let entry = &mut self.all[id as usize];
+        entry.stamp = stamp;
+        Some(&mut entry.history)
     }
 
     /// Adds a history that no word has yet.
     pub(super) fn add(&mut self, history: History) -> Id {
+        let entry = Entry { history, uses: 0, stamp: self.next_stamp() };
         match self.free.pop() {
             Some(id) => {
-                self.all[id as usize] = (history, 0);
+                self.all[id as usize] = entry;
                 id
             }
             None => {
-                self.all.push((history, 0));
+                self.all.push(entry);
                 (self.all.len() - 1) as Id
             }
         }
@@ -398,7 +444,7 @@ impl Histories {
     /// More words or bytes have this history.
     pub(super) fn take(&mut self, id: Id, more: u32) {
         if id != UNTOUCHED {
-            self.all[id as usize].1 += more;
+            self.all[id as usize].uses += more;
         }
     }
 
@@ -407,7 +453,7 @@ impl Histories {
         if id == UNTOUCHED {
             return;
         }
-        let (history, uses) = &mut self.all[id as usize];
+        let Entry { history, uses, .. } = &mut self.all[id as usize];
         *uses -= fewer;
         if *uses == 0 {
             history.more = None;
