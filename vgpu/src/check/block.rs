@@ -28,10 +28,9 @@ struct Lane {
     /// result includes the earlier ones. So the results are joined into `past` only before the lane
     /// releases.
     acquired: Vec<Acquired>,
-    /// Causal past at the last fence. A strong store after the fence publishes it.
-    fence: Option<Fenced>,
     /// Causal pasts at the fences of all lanes that met this one at a barrier afterwards, joined,
-    /// and the narrowest of their scopes. The model lets no store of this lane publish them.
+    /// and the narrowest of their scopes. The model lets no store of this lane publish them. They
+    /// do not count for [`Warp::fenced_since`].
     ahead: Option<Fenced>,
     /// Releases that relaxed reads have observed. A fence after the reads acquires them.
     seen: Vec<(Scope, Release)>,
@@ -79,6 +78,10 @@ impl Lane {
             self.past.join(&acquired.past);
             acquired.joined = true;
         }
+    }
+
+    fn has_joined_all(&self) -> bool {
+        self.acquired.iter().all(|h| h.joined)
     }
 
     /// Brings all of its causal past into `past`. `warp` is its warp's key.
@@ -158,6 +161,11 @@ struct Warp {
     /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
     /// otherwise.
     fenced: [[u32; 32]; 2],
+    /// By lane, the causal past at its last fence, outside of the groups for the same reason. A
+    /// strong store after the fence publishes it. `None` before the first.
+    fences: Option<Box<[Option<Fenced>; 32]>>,
+    /// Lanes that have fenced since [`Lane::ahead`] was set.
+    fenced_since: u32,
     /// Tick of each lane's last `fence.mbarrier_init`. `None` before the first.
     init_fences: Option<Box<[u32; 32]>>,
     /// For reports, by lane: up to which tick of each other lane it has gone on in step, which
@@ -233,6 +241,20 @@ impl Warp {
         }
     }
 
+    /// The lanes of a mask whose causal past is that of its first lane, and this lane's state.
+    fn alike(&self, mask: u32) -> Option<(u32, &Lane)> {
+        let first = mask.trailing_zeros() % 32;
+        let (lanes, lane) = self.groups.iter().find(|(lanes, _)| lanes >> first & 1 != 0)?;
+        let mut alike = lanes & mask;
+        if alike != mask && lane.has_joined_all() {
+            let same =
+                |other: &Lane| other.has_joined_all() && other.met == lane.met && other.past.same(&lane.past);
+            let more = self.groups.iter().filter(|(lanes, other)| lanes & mask != 0 && same(other));
+            alike = more.fold(alike, |alike, (lanes, _)| alike | lanes & mask);
+        }
+        Some((alike, lane))
+    }
+
     fn lane(&self, lane: usize) -> Option<&Lane> {
         self.groups.iter().find(|(mask, _)| mask >> lane & 1 != 0).map(|(_, lane)| lane)
     }
@@ -294,13 +316,14 @@ impl Warp {
         }
         let spaces = if equal { 1 } else { 2 };
         for (published, fenced) in published.iter_mut().zip(&self.fenced).take(spaces) {
-            let common = lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0);
-            if mask & self.threads == self.threads && common > 0 {
+            let all = mask & self.threads == self.threads;
+            let common = if all { lanes(self.threads).map(|l| fenced[l]).min().unwrap_or(0) } else { 0 };
+            if common > 0 {
                 // Lanes that went through a fence together make one entry.
                 published.raise(self.key, common);
             }
             lanes(mask)
-                .filter(|&l| fenced[l] > 0)
+                .filter(|&l| fenced[l] > common)
                 .for_each(|l| published.raise(clock::lane(self.key, l), fenced[l]));
         }
         if equal {
@@ -312,17 +335,31 @@ impl Warp {
     /// barriers that they have passed.
     fn fences_of(&self, mask: u32) -> Option<Fenced> {
         let mut all = None;
-        for (_, lane) in self.groups.iter().filter(|(lanes, _)| lanes & mask != 0) {
-            join_fenced(&mut all, &lane.fence);
+        if let Some(fences) = &self.fences {
+            lanes(mask).for_each(|lane| join_fenced(&mut all, &fences[lane]));
+        }
+        for (_, lane) in self.groups.iter().filter(|(lanes, _)| lanes & mask & !self.fenced_since != 0) {
             join_fenced(&mut all, &lane.ahead);
         }
         all
+    }
+
+    /// The causal past of a lane at its last fence.
+    fn fence(&self, lane: usize) -> Option<&Fenced> {
+        self.fences.as_ref()?[lane].as_ref()
+    }
+
+    /// [`Lane::ahead`] of a lane.
+    fn ahead(&self, lane: usize) -> Option<&Fenced> {
+        let counts = self.fenced_since >> lane & 1 == 0;
+        self.lane(lane).filter(|_| counts)?.ahead.as_ref()
     }
 
     /// The lanes of `mask` are behind a barrier, ahead of which these fences stood.
     fn fences_stood_ahead(&mut self, mask: u32, fences: &Option<Fenced>) {
         if fences.is_some() {
             self.each(mask, |lane| lane.ahead.clone_from(fences));
+            self.fenced_since &= !mask;
         }
     }
 
@@ -331,7 +368,6 @@ impl Warp {
         self.changes += 1;
         if let [(lanes, lane)] = self.groups.as_mut_slice()
             && *lanes == mask
-            && lane.fence.is_none()
             && lane.seen.is_empty()
         {
             lane.past.clone_from(past);
@@ -339,12 +375,8 @@ impl Warp {
             lane.acquired.iter_mut().for_each(|h| h.joined = true);
             return;
         }
-        // Lanes with fences or relaxed reads of their own stay in their groups.
-        if self
-            .groups
-            .iter()
-            .any(|(lanes, lane)| lanes & mask != 0 && (lane.fence.is_some() || !lane.seen.is_empty()))
-        {
+        // Lanes with relaxed reads of their own stay in their groups.
+        if self.groups.iter().any(|(lanes, lane)| lanes & mask != 0 && !lane.seen.is_empty()) {
             self.each(mask, |lane| {
                 lane.past = past.clone();
                 lane.met = 0;
@@ -385,6 +417,8 @@ impl BlockCheck {
                 polls: [None; POLLS],
                 has_fenced: false,
                 fenced: [[0; 32]; 2],
+                fences: None,
+                fenced_since: 0,
                 init_fences: None,
                 in_step: None,
             }
@@ -437,10 +471,14 @@ impl BlockCheck {
     /// The shadow of shared memory, and the causal past of the lanes of `mask`. None where they
     /// have different ones.
     pub(crate) fn shared_and_view(&mut self, warp: u32, mask: u32) -> Option<(&mut Shadow, PastView<'_>)> {
-        let lane = mask.trailing_zeros() as usize % 32;
         let warp = &self.warps[warp as usize];
-        let (lanes, lane) = warp.groups.iter().find(|(lanes, _)| lanes >> lane & 1 != 0)?;
-        (mask & !lanes == 0).then_some((&mut self.shared, lane.view(warp.key)))
+        let (alike, lane) = warp.alike(mask)?;
+        (mask == alike).then_some((&mut self.shared, lane.view(warp.key)))
+    }
+
+    /// The lanes of a mask whose causal past is that of its first lane.
+    pub(crate) fn alike(&self, warp: u32, mask: u32) -> u32 {
+        self.warps[warp as usize].alike(mask).map_or(mask & mask.wrapping_neg(), |(alike, _)| alike)
     }
 
     /// The causal past of a lane, without its own accesses.
@@ -475,12 +513,11 @@ impl BlockCheck {
     pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope, assumed: bool) -> Option<Release> {
         let warp = &self.warps[warp as usize];
         let by = clock::lane(warp.key, lane);
-        let Lane { fence, ahead, .. } = warp.lane(lane)?;
-        let mut fence = fence.clone();
+        let (mut fence, ahead) = (warp.fence(lane).cloned(), warp.ahead(lane));
         // A wide fence of its own is not narrowed by those of others.
-        let narrower = |(own, _): &Fenced| ahead.as_ref().is_some_and(|a| a.0 < *own);
+        let narrower = |(own, _): &Fenced| ahead.is_some_and(|a| a.0 < *own);
         if assumed && !fence.as_ref().is_some_and(narrower) {
-            join_fenced(&mut fence, ahead);
+            join_fenced(&mut fence, &ahead.cloned());
         }
         let (fence, past) = fence?;
         Some(Release { scope: scope.min(fence), by, shared: false, chain: 0, past })
@@ -488,7 +525,7 @@ impl BlockCheck {
 
     /// Accesses before fences that stood ahead of a barrier, as seen from `lane` behind it.
     pub(crate) fn fenced_ahead(&self, warp: u32, lane: usize) -> Option<Fenced> {
-        self.warps[warp as usize].lane(lane)?.ahead.clone()
+        self.warps[warp as usize].ahead(lane).cloned()
     }
 
     /// The lanes of `mask` have run in step up to here.
@@ -615,7 +652,10 @@ impl BlockCheck {
                                 .map(|f| f.past.clone()),
                         );
                     }
-                    w.each(1 << l, |lane| {
+                    // A fence that acquires nothing leaves the lane in its group.
+                    let acquires =
+                        !acquired.is_empty() || w.lane(l).is_some_and(|lane| !lane.seen.is_empty());
+                    w.each(if acquires { 1 << l } else { 0 }, |lane| {
                         acquired.iter().for_each(|k| lane.past.join(k));
                         for (read, r) in std::mem::take(&mut lane.seen) {
                             if grids.mutual(r.scope, r.by, scope.min(read), own) {
@@ -635,7 +675,8 @@ impl BlockCheck {
                         });
                         all.past.join(&past);
                     }
-                    w.each(1 << l, |lane| (lane.fence, lane.ahead) = (Some((scope, past.clone())), None));
+                    w.fences.get_or_insert_default()[l] = Some((scope, past));
+                    w.fenced_since |= 1 << l;
                 }
             }
         }
@@ -652,6 +693,7 @@ impl BlockCheck {
             // The causal pasts are equal already, except for the lanes' own accesses: no copies.
             lane.join_acquired();
             (lane.met, lane.ahead) = (warp.tick, fenced);
+            warp.fenced_since = 0;
             if warp.has_fenced {
                 let mut published = std::mem::take(&mut lane.past.published);
                 warp.add_fenced(mask, &mut published);
@@ -749,8 +791,7 @@ impl BlockCheck {
         if !order.relaxed {
             return warp.publish(1 << lane);
         }
-        let fence = warp.lane(lane).and_then(|lane| lane.fence.as_ref());
-        fence.map_or_else(CausalPast::default, |(_, past)| past.clone())
+        warp.fence(lane).map_or_else(CausalPast::default, |(_, past)| past.clone())
     }
 
     /// A lane arrives at an mbarrier and releases this to its block.
@@ -814,8 +855,7 @@ impl BlockCheck {
     pub(super) fn fenced_by(&self, warp: u32, mask: u32) -> (CausalPast, Vec<(Key, u32)>) {
         let warp = &self.warps[warp as usize];
         let mut fenced = CausalPast::default();
-        let of_mask = warp.groups.iter().filter(|(lanes, _)| lanes & mask != 0);
-        let fences = of_mask.filter_map(|(_, lane)| lane.fence.as_ref());
+        let fences = lanes(mask).filter_map(|lane| warp.fence(lane));
         fences.filter(|(scope, _)| *scope >= Scope::Cluster).for_each(|(_, past)| fenced.join(past));
         let ticks = warp.init_fences.iter().flat_map(|fences| fences.iter().enumerate());
         let inits = ticks.filter(|(l, tick)| mask >> l & 1 != 0 && **tick > 0);
@@ -876,5 +916,170 @@ impl BlockCheck {
             warp.groups.iter().for_each(|(_, lane)| lane.add_to(warp.key, &mut all));
         }
         all.in_tree()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::check::record::{Accessor, How, Record};
+    use crate::ir::Sem;
+
+    /// A block of two warps, in a kernel with fences that lend their order.
+    fn block() -> BlockCheck {
+        BlockCheck::new(1, 0, 64, &CausalPast::default(), true)
+    }
+
+    fn lane(warp: u32, lane: usize) -> Key {
+        clock::lane(clock::warp(1, 0, warp), lane)
+    }
+
+    /// The last tick of a lane of one warp that a lane of another includes.
+    fn known(block: &mut BlockCheck, warp: u32, by: usize, of: Key) -> u32 {
+        let past = block.past(warp, by).all;
+        let (_, view) = block.shared_and_view(warp, 1 << by).unwrap();
+        let last =
+            (0..50).take_while(|tick| *tick == 0 || view.includes(&Grids::default(), of, *tick)).last();
+        let in_past = (0..50).take_while(|tick| *tick == 0 || past.includes(of, *tick)).last();
+        assert_eq!(last, in_past, "the view of a lane and its past for reports");
+        last.unwrap_or(0)
+    }
+
+    fn outside(tick: u32) -> CausalPast {
+        let mut past = CausalPast::default();
+        past.raise(clock::lane(clock::warp(1, 7, 0), 0), tick);
+        past
+    }
+
+    #[test]
+    fn a_warp_that_meets_includes_its_lanes_up_to_there_and_releases_that() {
+        let mut b = block();
+        b.sync_warp(0, FULL);
+        let met = b.tick(0) - 1;
+        assert_eq!(known(&mut b, 0, 3, lane(0, 5)), met);
+        assert_eq!(known(&mut b, 0, 3, lane(1, 5)), 0);
+        let release = b.release(0, 3, Scope::Gpu);
+        assert!(
+            release.past.all.includes(lane(0, 5), met) && !release.past.all.includes(lane(0, 5), met + 1)
+        );
+        assert!(release.past.all.includes(lane(0, 3), met + 1), "its own accesses behind the meeting");
+        // Half of the warp meets again: the others learn nothing.
+        b.sync_warp(0, 0xffff);
+        let again = b.tick(0) - 1;
+        assert_eq!(known(&mut b, 0, 3, lane(0, 5)), again);
+        assert_eq!(known(&mut b, 0, 20, lane(0, 5)), met);
+        assert_eq!(known(&mut b, 0, 3, lane(0, 20)), met);
+        assert!(b.end().all.includes(lane(0, 5), again));
+    }
+
+    #[test]
+    fn behind_a_barrier_warps_include_each_other_up_to_their_arrival() {
+        let mut b = block();
+        b.sync_warp(0, FULL);
+        let arrived = [0, 1].map(|warp| {
+            b.arrive(warp, FULL, 0);
+            b.tick(warp) - 1
+        });
+        b.complete(0);
+        (0..2).for_each(|warp| b.pass(warp, FULL, 0));
+        for (by, of) in [(0, 1), (1, 0), (0, 0)] {
+            assert_eq!(known(&mut b, by, 9, lane(of, 4)), arrived[of as usize]);
+        }
+        // One of two warps passes a barrier of its own.
+        b.arrive(1, FULL, 2);
+        let later = b.tick(1) - 1;
+        b.complete(2);
+        b.pass(1, FULL, 2);
+        assert_eq!(known(&mut b, 1, 9, lane(1, 4)), later);
+        assert_eq!(known(&mut b, 0, 9, lane(1, 4)), arrived[1]);
+    }
+
+    #[test]
+    fn a_warp_keeps_what_it_acquires_between_its_arrival_and_its_passing() {
+        let mut b = block();
+        let other = clock::lane(clock::warp(1, 7, 0), 0);
+        b.acquire(0, FULL, &outside(3));
+        (0..2).for_each(|warp| b.arrive(warp, FULL, 1));
+        b.acquire(0, 1 << 4, &outside(8));
+        b.complete(1);
+        (0..2).for_each(|warp| b.pass(warp, FULL, 1));
+        assert_eq!(known(&mut b, 0, 4, other), 8);
+        assert_eq!(known(&mut b, 1, 4, other), 3);
+    }
+
+    #[test]
+    fn a_fence_lends_its_order_to_stores_of_its_own_lane_alone() {
+        let (mut b, grids, mut fences) = (block(), Grids::default(), FastMap::default());
+        b.fence(&grids, &mut fences, 0, 1 << 2, Fence::AcqRel(Scope::Gpu));
+        let fenced = b.tick(0) - 1;
+        let released = |b: &mut BlockCheck, lane| b.fenced(0, lane, Scope::Gpu, false);
+        assert!(released(&mut b, 3).is_none());
+        let release = released(&mut b, 2).unwrap();
+        assert!(release.past.all.includes(lane(0, 2), fenced) && !release.past.all.includes(lane(0, 3), 1));
+        assert_eq!(b.alike(0, FULL), FULL, "the lanes' causal pasts are still the same");
+        // Behind a meeting the fence stands ahead of all lanes, until they fence themselves.
+        assert!(b.fenced_ahead(0, 3).is_none());
+        b.sync_warp(0, FULL);
+        assert!(b.fenced_ahead(0, 3).is_some() && b.fenced_ahead(0, 4).is_some());
+        b.fence(&grids, &mut fences, 0, 1 << 3, Fence::AcqRel(Scope::Gpu));
+        assert!(b.fenced_ahead(0, 3).is_none() && b.fenced_ahead(0, 4).is_some());
+        assert!(released(&mut b, 3).is_some_and(|release| release.past.all.includes(lane(0, 9), fenced)));
+    }
+
+    #[test]
+    fn lanes_are_alike_while_they_include_the_same() {
+        let mut b = block();
+        assert_eq!(b.alike(0, FULL), FULL);
+        b.acquire(0, 0xf0, &outside(3));
+        assert_eq!((b.alike(0, FULL), b.alike(0, 0xff0)), (!0xf0, 0xf0));
+        b.sync_warp(0, FULL);
+        assert_eq!(b.alike(0, FULL), FULL);
+        b.waited(0, 6, 1, true);
+        assert_eq!((b.alike(0, FULL), b.alike(0, 1 << 6)), (!(1 << 6), 1 << 6));
+    }
+
+    /// A read is not judged again only where it would find the same.
+    #[test]
+    fn a_poll_is_remembered_until_the_word_or_the_causal_past_changes() {
+        let (mut b, grids) = (block(), Grids::default());
+        let place = Place::Shared { offset: 16 };
+        let poll = |b: &BlockCheck| b.poll(0, 5, (place, 2, 8), b.shared.stamps(16, 8).unwrap());
+        let how = How::generic(Sem::Relaxed, Scope::Cta, 8, false);
+        let access = |b: &mut BlockCheck, by: Key, tick, bytes, write: bool| {
+            let past = CausalPast::default();
+            let (actor, lanes) =
+                if write { (by, 0) } else { (by & !clock::WITHIN_WARP, 1 << ((by & 127) - 1)) };
+            let record = Record { lanes, ..Record::of(actor, tick, 5, how) };
+            let who = Accessor { record, own: by, published: None, view: PastView::all(&past) };
+            if write {
+                b.shared.write(&grids, 16, bytes, &who, |_| false, super::super::shadow::NOT_KEPT);
+            } else {
+                b.shared.read(&grids, 16, bytes, &who);
+                b.shared.saw(&grids, 16, bytes, &who);
+            }
+        };
+        access(&mut b, lane(1, 0), 1, 8, true);
+        access(&mut b, lane(0, 1), 1, 8, false);
+        let mut last = poll(&b);
+        b.remember(0, last);
+        access(&mut b, lane(0, 1), 1, 8, false);
+        assert!(b.remembers(0, &poll(&b)), "the same read changes nothing");
+        let changes: [&dyn Fn(&mut BlockCheck); 8] = [
+            &|b| access(b, lane(1, 0), 1, 8, true),
+            &|b| access(b, lane(1, 0), 1, 4, true),
+            &|b| access(b, lane(1, 4), 1, 8, false),
+            &|b| access(b, lane(0, 2), 1, 8, false),
+            &|b| b.shared.renew(20, 4),
+            &|b| b.acquire(0, FULL, &outside(3)),
+            &|b| b.sync_warp(0, FULL),
+            &|b| drop(b.release(0, 1, Scope::Gpu)),
+        ];
+        for (i, change) in changes.iter().enumerate() {
+            change(&mut b);
+            assert!(!b.remembers(0, &poll(&b)), "change {i}");
+            last = poll(&b);
+            b.remember(0, last);
+            assert!(b.remembers(0, &poll(&b)));
+        }
     }
 }

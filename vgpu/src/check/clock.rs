@@ -544,6 +544,11 @@ impl VectorClock {
         }
     }
 
+    /// Whether it is the clock of lanes ([`VectorClock::keep_apart`]) of the grid of `key`.
+    pub(crate) fn is_of_grid(&self, key: Key) -> bool {
+        self.own.as_ref().is_some_and(|own| own.block >> 20 == Key::from(grid_of(key)))
+    }
+
     /// Learns `key` up to `tick`.
     pub(crate) fn raise(&mut self, key: Key, tick: u32) {
         if self.includes(key, tick) {

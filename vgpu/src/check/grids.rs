@@ -29,16 +29,22 @@ impl Grids {
 
     /// Whether `clock` includes tick `tick` of `key`.
     pub(crate) fn includes_tick(&self, clock: &VectorClock, key: Key, tick: u32) -> bool {
-        clock.includes(key, tick) || self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
+        clock.includes(key, tick) || self.has_ended(clock, key)
     }
 
     /// How many lanes of the warp `key` are included in `clock` up to tick `tick`.
     pub(crate) fn passed(&self, clock: &VectorClock, key: Key, tick: u32) -> Passed {
         match clock.passed(key, tick) {
             Passed::All => Passed::All,
-            _ if self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick) => Passed::All,
+            _ if self.has_ended(clock, key) => Passed::All,
             fewer => fewer,
         }
+    }
+
+    /// Whether `clock` includes all of the grid of `key`.
+    fn has_ended(&self, clock: &VectorClock, key: Key) -> bool {
+        // The end of a grid is in the past of none of its lanes.
+        !clock.is_of_grid(key) && self.facts(key).is_some_and(|g| clock.timeline(g.timeline) >= g.tick)
     }
 
     /// Whether the scope of an access by `of` includes `other`.

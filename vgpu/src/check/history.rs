@@ -81,6 +81,94 @@ pub(crate) struct Sight {
     at: u64,
 }
 
+/// The last strong reads of a block, each instruction and place once.
+#[derive(Debug)]
+struct Sights {
+    /// Up to [`MOST_SIGHTS`], in no order.
+    all: Vec<Linked>,
+    /// Numbers of the latest and of the oldest, or [`NONE`].
+    latest: u8,
+    oldest: u8,
+    /// Where a read is looked for first, by its instruction and lane.
+    hints: [u8; HINTS],
+}
+
+/// A read, and the numbers of the reads before and behind it in time, or [`NONE`].
+#[derive(Clone, Copy, Debug)]
+struct Linked {
+    sight: Sight,
+    older: u8,
+    later: u8,
+}
+
+const HINTS: usize = 16;
+/// The number of no read.
+const NONE: u8 = u8::MAX;
+
+impl Default for Sights {
+    fn default() -> Self {
+        Self { all: vec![], latest: NONE, oldest: NONE, hints: [NONE; HINTS] }
+    }
+}
+
+impl Sights {
+    /// Notes a read, which becomes the latest. The oldest gives way if there is no room.
+    fn add(&mut self, sight: Sight) {
+        let same = |kept: &Linked| kept.sight.pc == sight.pc && kept.sight.place == sight.place;
+        let hint = (u64::from(sight.pc).wrapping_add(sight.by) % HINTS as u64) as usize;
+        let hinted = usize::from(self.hints[hint]);
+        let found = match self.all.get(hinted) {
+            Some(kept) if same(kept) => Some(hinted),
+            _ => self.all.iter().position(same),
+        };
+        let at = match found {
+            Some(at) => at as u8,
+            None if self.all.len() == MOST_SIGHTS => self.oldest,
+            None => {
+                self.all.push(Linked { sight, older: NONE, later: NONE });
+                self.hints[hint] = (self.all.len() - 1) as u8;
+                return self.append(self.hints[hint]);
+            }
+        };
+        self.hints[hint] = at;
+        self.all[usize::from(at)].sight = sight;
+        if at != self.latest {
+            self.remove(at);
+            self.append(at);
+        }
+    }
+
+    /// Takes a read that is not the latest out of the order.
+    fn remove(&mut self, at: u8) {
+        let Linked { older, later, .. } = self.all[usize::from(at)];
+        self.all[usize::from(later)].older = older;
+        match self.all.get_mut(usize::from(older)) {
+            Some(older) => older.later = later,
+            None => self.oldest = later,
+        }
+    }
+
+    /// Makes a read the latest.
+    fn append(&mut self, at: u8) {
+        let before = std::mem::replace(&mut self.latest, at);
+        match self.all.get_mut(usize::from(before)) {
+            Some(before) => before.later = at,
+            None => self.oldest = at,
+        }
+        let new = &mut self.all[usize::from(at)];
+        (new.older, new.later) = (before, NONE);
+    }
+
+    fn latest_first(&self) -> impl Iterator<Item = &Sight> {
+        let mut at = self.latest;
+        std::iter::from_fn(move || {
+            let Linked { sight, older, .. } = self.all.get(usize::from(at))?;
+            at = *older;
+            Some(sight)
+        })
+    }
+}
+
 /// A thread's last wait for its bulk stores, or for its copies by `cp.async`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wait {
@@ -102,9 +190,9 @@ pub(crate) struct History {
     /// Counts strong writes.
     now: u64,
     /// The last reads of each block, by block. Empty for the block of `current`.
-    sights: BTreeMap<Key, VecDeque<Sight>>,
+    sights: BTreeMap<Key, Sights>,
     /// The block that has read last, and its reads: a block mostly reads many times in turn.
-    current: Option<(Key, VecDeque<Sight>)>,
+    current: Option<(Key, Sights)>,
     /// The last wait of each lane, by lane, and for its copies, by their actor.
     waits: BTreeMap<Key, Wait>,
 }
@@ -125,7 +213,7 @@ impl History {
     }
 
     /// The last reads of a block that reads, to add to.
-    fn sights_of_reader(&mut self, block: Key) -> &mut VecDeque<Sight> {
+    fn sights_of_reader(&mut self, block: Key) -> &mut Sights {
         if let Some((last, sights)) = self.current.take_if(|(last, _)| *last != block) {
             self.sights.insert(last, sights);
         }
@@ -137,31 +225,18 @@ impl History {
                 self.sights.pop_first();
             }
         }
-        &mut self.current.get_or_insert_with(|| (block, VecDeque::new())).1
+        &mut self.current.get_or_insert_with(|| (block, Sights::default())).1
     }
 
-    /// The last reads of a block, latest last.
-    fn sights_of(&self, block: Key) -> Option<&VecDeque<Sight>> {
+    /// The last reads of a block.
+    fn sights_of(&self, block: Key) -> Option<&Sights> {
         let current = self.current.as_ref().filter(|(last, _)| *last == block);
         current.map(|(_, sights)| sights).or_else(|| self.sights.get(&block))
     }
 
     pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), place: Place) {
         let new = Sight { by, pc, sem, scope, place, at: self.now };
-        let sights = self.sights_of_reader(clock::block_of(by));
-        match sights.iter().rposition(|s| s.pc == pc && s.place == place) {
-            Some(last) if last + 1 == sights.len() => sights[last] = new,
-            Some(old) => {
-                sights.remove(old);
-                sights.push_back(new);
-            }
-            None => {
-                if sights.len() == MOST_SIGHTS {
-                    sights.pop_front();
-                }
-                sights.push_back(new);
-            }
-        }
+        self.sights_of_reader(clock::block_of(by)).add(new);
     }
 
     pub(crate) fn waited(&mut self, by: Key, wait: Wait) {
@@ -183,7 +258,7 @@ impl History {
         before: u64,
         writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> impl Iterator<Item = Step> {
-        let sights = self.sights_of(block).into_iter().flatten().rev();
+        let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
         sights.filter(move |read| read.at <= before).flat_map(move |&read| {
             let mut seen = vec![];
             for &write in writes(block, read.place).into_iter().flat_map(Writes::latest_first) {
@@ -315,6 +390,27 @@ mod tests {
         let latest = (3..MOST_WRITES as u32 + 3).rev();
         assert_eq!(pcs, latest.collect::<Vec<_>>());
         assert_eq!(flag.last().map(|write| write.at), Some(2 * (MOST_WRITES as u64 + 3)));
+    }
+
+    /// Against a list in the order of time.
+    #[test]
+    fn the_latest_reads_are_kept_each_instruction_and_place_once() {
+        let mut r = crate::seeds::Rng::new(3);
+        let (mut sights, mut list) = (Sights::default(), VecDeque::new());
+        for at in 0..4000 {
+            // Now few places, now more than are kept.
+            let most = if at / 200 % 2 == 0 { 8 } else { 48 };
+            let (pc, place) = (r.below(3) as u32, global(8 * r.below(most)));
+            let by = clock::lane(clock::warp(1, 0, 0), r.below(32) as usize);
+            sights.add(Sight { by, pc, sem: Sem::Acquire, scope: Scope::Gpu, place, at });
+            list.retain(|(of, there, _)| (*of, *there) != (pc, place));
+            list.push_back((pc, place, at));
+            if list.len() > MOST_SIGHTS {
+                list.pop_front();
+            }
+            let kept = sights.latest_first().map(|sight| (sight.pc, sight.place, sight.at));
+            assert!(kept.eq(list.iter().rev().copied()));
+        }
     }
 
     #[test]

@@ -73,6 +73,20 @@ impl Part {
         if self.row { self.size * u64::from(self.lanes.count_ones()) } else { self.size }
     }
 
+    /// The lanes before the first that is not among `lanes`, or the lanes among them where all
+    /// access the same element; and the others, with their place.
+    fn split(self, lanes: u32, place: Place) -> (Self, Option<(Self, Place)>) {
+        let mut here = self.lanes & lanes;
+        if self.row {
+            let first = self.first();
+            here &= ((1u64 << first << (lanes >> first).trailing_ones()) - 1) as u32;
+        }
+        let rest = self.lanes & !here;
+        let part = |lanes: u32| Self { lanes, row: self.row && !lanes.is_power_of_two(), ..self };
+        let step = if self.row { self.size * u64::from(here.count_ones()) } else { 0 };
+        (part(here), (rest != 0).then(|| (part(rest), place.behind(step))))
+    }
+
     /// Each lane by itself, and its place.
     fn each(self, place: Place) -> impl Iterator<Item = (usize, Place)> {
         let step = if self.row { self.size } else { 0 };
@@ -182,6 +196,8 @@ pub(crate) trait Hooks {
     }
     /// The lanes of a mask have read the last write of a location, or the one before.
     fn observe(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope, _older: bool) {}
+    /// The lanes of a mask have read the last write of a location as before: [`Violations::repeats`].
+    fn observe_again(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope) {}
     /// A lane has written a location.
     fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
     fn fence(&mut self, _mask: u32, _: Fence) {}
@@ -307,6 +323,39 @@ impl CheckHooks<'_> {
         Some(self.block.poll(self.warp, pc, (place, part.lanes, part.size), stamps))
     }
 
+    /// [`Hooks::write_row`] by lanes whose causal pasts are the same.
+    fn write_at_once(
+        &mut self,
+        place: Place,
+        part: Part,
+        pc: u32,
+        how: How,
+        values: &dyn Fn(usize, usize) -> [u32; 2],
+    ) -> (u32, Vec<(usize, ViolationAt)>) {
+        let (first, own, weak_memory) = (part.first(), self.block.key(self.warp), self.weak_memory());
+        let (Place::Global { offset, .. } | Place::Shared { offset }) = place else { return (0, vec![]) };
+        let record = self.wide_record(part, offset, pc, how);
+        self.touch(place, part.bytes(), true);
+        self.visit(place, part.lanes, pc, how, true);
+        self.world.accesses += u64::from(part.lanes.count_ones());
+        if self.world.stores.are_counted() {
+            part.each(place)
+                .for_each(|(lane, place)| self.world.stores.add(self.own(lane), place, part.size));
+        }
+        let Some((shadow, grids, at, view)) = self.look(place, part.lanes) else { return (0, vec![]) };
+        let who = Accessor { record, own, published: None, view };
+        let values = |word: u64| {
+            values(first + ((word - at) / part.size) as usize, ((word - at) % part.size) as usize)
+        };
+        let unchanged = |word| {
+            let [now, new] = values(word);
+            now == new
+        };
+        let before = weak_memory.then_some(|word| values(word)[0]);
+        let (strong, found) = shadow.write(grids, at, part.bytes(), &who, unchanged, before);
+        (strong, if self.world.config.races { found.all } else { vec![] })
+    }
+
     /// Tells an exploration what the step at hand accesses.
     fn touch(&self, place: Place, bytes: u64, write: bool) {
         let Some(path) = &self.world.path else { return };
@@ -402,13 +451,16 @@ impl Hooks for CheckHooks<'_> {
         }
         let poll = self.poll(place, part, pc, how);
         if poll.is_some_and(|poll| self.block.remembers(self.warp, &poll)) {
-            return Violations::default();
+            return Violations::of_repeat();
         }
         let found = self.read_at_once(place, part, pc, how).unwrap_or_else(|| {
-            let mut all = Violations::default();
-            for (lane, place) in part.each(place) {
-                let found = self.read_at_once(place, Part::of(lane, part.size), pc, how);
-                found.and_then(|found| found.first()).into_iter().for_each(|found| all.note(lane, found));
+            let (mut all, mut rest) = (Violations::default(), Some((part, place)));
+            while let Some((part, place)) = rest {
+                let (alike, others) = part.split(self.block.alike(self.warp, part.lanes), place);
+                let found = self.read_at_once(place, alike, pc, how).unwrap_or_default().all;
+                let alone = alike.lanes.is_power_of_two().then(|| alike.first());
+                found.into_iter().for_each(|(lane, found)| all.note(alone.unwrap_or(lane), found));
+                rest = others;
             }
             all
         });
@@ -519,32 +571,17 @@ impl Hooks for CheckHooks<'_> {
         how: How,
         values: impl Fn(usize, usize) -> [u32; 2],
     ) -> (u32, Vec<(usize, ViolationAt)>) {
-        let (first, own, weak_memory) = (part.first(), self.block.key(self.warp), self.weak_memory());
-        let (Place::Global { offset, .. } | Place::Shared { offset }) = place else { return (0, vec![]) };
-        let record = self.wide_record(part, offset, pc, how);
-        self.touch(place, part.bytes(), true);
-        self.visit(place, part.lanes, pc, how, true);
-        if let Some((shadow, grids, at, view)) = self.look(place, part.lanes) {
-            let who = Accessor { record, own, published: None, view };
-            let values = |word: u64| {
-                values(first + ((word - at) / part.size) as usize, ((word - at) % part.size) as usize)
-            };
-            let unchanged = |word| {
-                let [now, new] = values(word);
-                now == new
-            };
-            let before = weak_memory.then_some(|word| values(word)[0]);
-            let (strong, found) = shadow.write(grids, at, part.bytes(), &who, unchanged, before);
-            self.world.accesses += u64::from(part.lanes.count_ones());
-            if self.world.stores.are_counted() {
-                part.each(place)
-                    .for_each(|(lane, place)| self.world.stores.add(self.own(lane), place, part.size));
+        let (mut strong, mut all, mut todo) = (0, vec![], Some((part, place)));
+        while let Some((part, place)) = todo {
+            let (alike, others) = part.split(self.block.alike(self.warp, part.lanes), place);
+            todo = others;
+            if !alike.lanes.is_power_of_two() {
+                let (was_strong, found) = self.write_at_once(place, alike, pc, how, &values);
+                strong |= was_strong;
+                all.extend(found);
+                continue;
             }
-            return (strong, if self.world.config.races { found.all } else { vec![] });
-        }
-        let (mut strong, mut all) = (0, vec![]);
-        for (lane, place) in part.each(place) {
-            let words = part.size as usize / 4;
+            let (lane, words) = (alike.first(), part.size as usize / 4);
             let mut value = [[0u8; 16]; 2];
             for word in 0..words {
                 for (to, from) in value.iter_mut().zip(values(lane, 4 * word)) {
@@ -559,12 +596,16 @@ impl Hooks for CheckHooks<'_> {
         (strong, all)
     }
 
+    fn observe_again(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope) {
+        let lane = mask.trailing_zeros() as usize % 32;
+        self.world.history.read((self.own(lane), pc), (sem, scope), place);
+    }
+
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
         if sem == Sem::Weak || place == Place::Private {
             return;
         }
-        let lane = mask.trailing_zeros() as usize % 32;
-        self.world.history.read((self.own(lane), pc), (sem, scope), place);
+        self.observe_again(place, mask, pc, sem, scope);
         let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {
@@ -914,5 +955,41 @@ impl Hooks for CheckHooks<'_> {
         let fault = report::collected(&self.world.grids, kind, own, pc, recent);
         self.world.reports.add(pair, fault);
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_is_split_into_lanes_that_are_alike_and_the_others() {
+        let place = Place::Shared { offset: 64 };
+        let row = Part { lanes: 0xff0, size: 8, row: true };
+        let split = |part: Part, alike| {
+            let (here, rest) = part.split(alike, place);
+            let each = |part: Part, place| part.each(place).collect::<Vec<_>>();
+            let rest = rest.map_or(vec![], |(part, place)| each(part, place));
+            (here, each(here, place).into_iter().chain(rest).collect::<Vec<_>>())
+        };
+        for (alike, here, is_row) in [
+            (u32::MAX, 0xff0, true),
+            (0xff0, 0xff0, true),
+            (!0x100, 0x0f0, true),
+            (0x810, 0x010, false),
+            (0xff0 & !0x20, 0x010, false),
+        ] {
+            let (part, each) = split(row, alike);
+            assert_eq!((part.lanes, part.row), (here, is_row), "{alike:#x}");
+            // All lanes, each at its place.
+            assert_eq!(each, row.each(place).collect::<Vec<_>>(), "{alike:#x}");
+        }
+        let same = Part { lanes: 0xff0, size: 4, row: false };
+        let (part, each) = split(same, 0xf10);
+        assert_eq!((part.lanes, part.row), (0xf10, false));
+        assert_eq!(each.len(), 8);
+        assert!(each.iter().all(|(_, at)| *at == place));
+        let last = Part { lanes: 1 << 31 | 1 << 30, size: 16, row: true };
+        assert_eq!(split(last, u32::MAX).0.lanes, 3 << 30);
     }
 }

@@ -279,9 +279,19 @@ pub(crate) struct Violations {
     /// Not all of the last writes that a read has found come before it in every way: a strong read
     /// may have observed one.
     pub(super) may_observe: bool,
+    /// The same read has changed nothing before, nor has [`Hooks::observe`] behind it, and neither
+    /// would now.
+    ///
+    /// [`Hooks::observe`]: super::hooks::Hooks::observe
+    pub(crate) repeats: bool,
 }
 
 impl Violations {
+    /// Those of a read that repeats another.
+    pub(super) fn of_repeat() -> Self {
+        Self { repeats: true, ..Self::default() }
+    }
+
     pub(super) fn note(&mut self, lane: usize, found: ViolationAt) {
         if self.lanes >> lane & 1 == 0 {
             self.lanes |= 1 << lane;

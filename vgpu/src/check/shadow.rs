@@ -224,6 +224,9 @@ impl Shadow {
         let first = (at % PAGE) as usize / 4;
         let words = page.words.get(first..first + (at % 4 + bytes).div_ceil(4) as usize)?;
         let mut stamps = [0; 4];
+        if words.len() > stamps.len() {
+            return None;
+        }
         for (stamp, id) in stamps.iter_mut().zip(words) {
             *stamp = if self.hidden || *id == SPLIT { return None } else { self.histories.stamp(*id)? };
         }
@@ -449,10 +452,8 @@ impl Shadow {
             who.record.bytes = run.mask;
             let old = run.id();
             let history = histories.get(old);
-            if history.needs_no_note(grids, &who) {
-                return;
-            }
-            let Some(seen) = history.seen_by_all(grids, &who) else {
+            let Some(order) = history.order_to_note(grids, &who) else { return };
+            let Some(seen) = history.seen_by_all(grids, &who, order) else {
                 if run.len() == 1 && history.has_noted(&who, run.at) {
                     return;
                 }

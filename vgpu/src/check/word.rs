@@ -1,5 +1,6 @@
 //! The history of a word: its last write and the reads since. Words with equal histories share one.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::clock::{self, Key};
@@ -62,10 +63,19 @@ struct Readers {
 }
 
 impl Readers {
+    /// The readers of an actor, or the place where they would be.
+    fn of(&self, actor: Key) -> Range<usize> {
+        // Warps mostly come in order. Long lists are seldom in the cache.
+        if self.all.last().is_none_or(|last| last.actor < actor) {
+            return self.all.len()..self.all.len();
+        }
+        let first = self.all.partition_point(|r| r.actor < actor);
+        first..first + self.all[first..].iter().take_while(|r| r.actor == actor).count()
+    }
+
     fn add(&mut self, grids: &Grids, who: &Accessor) {
         let me = who.record;
-        let first = self.all.partition_point(|r| r.actor < me.actor);
-        let last = first + self.all[first..].iter().take_while(|r| r.actor == me.actor).count();
+        let Range { start: first, end: last } = self.of(me.actor);
         // Later reads of a lane stand for its earlier ones.
         let replaced = |r: &Record| {
             if me.is_row() { r.row == me.row } else { !r.is_row() && r.lanes & !me.lanes == 0 }
@@ -100,11 +110,13 @@ pub(super) struct Fine {
     pub(super) read: Record,
     /// Some are not ordered, and need not be.
     pub(super) unordered: bool,
+    /// For a write to whole words: the readers besides `read`.
+    more: Option<Arc<More>>,
 }
 
 impl Default for Fine {
     fn default() -> Self {
-        Self { write: NOBODY, read: NOBODY, unordered: false }
+        Self { write: NOBODY, read: NOBODY, unordered: false, more: None }
     }
 }
 
@@ -181,9 +193,8 @@ impl History {
 
     /// Whether this read is one of the readers already.
     pub(super) fn has_reader(&self, me: &Record) -> bool {
-        let readers = self.readers();
-        let first = readers.partition_point(|r| r.actor < me.actor);
-        readers[first..].iter().take_while(|r| r.actor == me.actor).any(|r| r == me)
+        let Some(more) = &self.more else { return false };
+        more.readers.all[more.readers.of(me.actor)].contains(me)
     }
 
     /// Applies what [`History::read_all`] has returned.
@@ -236,8 +247,16 @@ impl History {
             fine.read = self.read;
         }
         let Some(more) = &self.more else { return true };
-        more.readers.all.iter().all(free)
-            && more.read_only.iter().all(|r| who.after_kernel_of(grids, r.actor))
+        // Neighbours mostly have equal lists, and each may be long.
+        if who.record.bytes == 15 && fine.more.as_ref() == Some(more) {
+            return true;
+        }
+        let free = more.readers.all.iter().all(free)
+            && more.read_only.iter().all(|r| who.after_kernel_of(grids, r.actor));
+        if free && who.record.bytes == 15 {
+            fine.more = Some(more.clone());
+        }
+        free
     }
 
     /// The violation of a write by a lone actor to the word that this is the history of.
@@ -293,10 +312,11 @@ impl History {
 
     /// The note that a lane, or each lane of a row, has seen the last write of all of a range with
     /// this history. `None` where [`History::note_seen`] must decide for each word and lane.
-    pub(super) fn seen_by_all(&self, grids: &Grids, who: &Accessor) -> Option<Seen> {
+    /// `order`: that of the access behind the last write.
+    pub(super) fn seen_by_all(&self, grids: &Grids, who: &Accessor, order: Order) -> Option<Seen> {
         let record = &who.record;
         let seen = Seen { by: who.own, tick: record.tick, row: record.row };
-        if (record.is_wide() && !record.is_row()) || who.order(grids, &self.write) != Order::Unordered {
+        if (record.is_wide() && !record.is_row()) || order != Order::Unordered {
             return None;
         }
         let noted = self.seen.by == seen.by && self.seen.row == seen.row;
@@ -329,10 +349,14 @@ impl History {
         last.actor != 0 && !who.after(grids, last.actor, last) && who.morally_strong(grids, last)
     }
 
-    /// Whether [`History::note_seen`] has nothing to do in all of a range with this history.
-    pub(super) fn needs_no_note(&self, grids: &Grids, who: &Accessor) -> bool {
+    /// The order of an access behind the last write, in all of a range with this history. `None`
+    /// where [`History::note_seen`] has nothing to do.
+    pub(super) fn order_to_note(&self, grids: &Grids, who: &Accessor) -> Option<Order> {
         let last = &self.write;
-        last.actor == 0 || last.how.strong.is_none() || who.order(grids, last) == Order::After
+        if last.actor == 0 || last.how.strong.is_none() {
+            return None;
+        }
+        Some(who.order(grids, last)).filter(|order| *order != Order::After)
     }
 
     /// Whether an access of a lone actor comes after a strong read of the last write, so after that

@@ -438,25 +438,33 @@ impl<W: Hooks> Exec<'_, W> {
         Ok((part, self.place(LOADS, a.space, addr[first])))
     }
 
-    /// Watches a load before it happens.
-    fn watch_load(&mut self, a: &Access, addr: &[u64; 32], size: u64, how: How, m: u32) -> Run<()> {
-        let mut todo = m;
+    /// Watches a load before it happens. Returns the lanes whose reads repeat others
+    /// ([`Violations::repeats`]).
+    ///
+    /// [`Violations::repeats`]: crate::check::record::Violations::repeats
+    fn watch_load(&mut self, a: &Access, addr: &[u64; 32], size: u64, how: How, m: u32) -> Run<u32> {
+        let (mut todo, mut repeats) = (m, 0);
         while todo != 0 {
             let (part, place) = self.loaded_part(a, addr, size, todo)?;
             todo &= !part.lanes;
-            for (lane, violation) in self.watch.read(place, part, self.pc, how).all {
+            let found = self.watch.read(place, part, self.pc, how);
+            if found.repeats {
+                repeats |= part.lanes;
+            }
+            for (lane, violation) in found.all {
                 self.blame(place, violation, lane, how, false)?;
             }
         }
-        Ok(())
+        Ok(repeats)
     }
 
     #[inline(always)]
     pub(super) fn load(&mut self, a: &Access, m: u32) -> Run<Flow> {
         let size = u64::from(a.bytes) * u64::from(a.n);
+        let mut repeats = 0;
         if W::ON {
             let how = How { read_only: a.read_only, ..How::generic(a.sem, a.scope, a.unit(), false) };
-            self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
+            repeats = self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
         }
         let together = m == FULL && a.sem == Sem::Weak && !self.watch.weak_memory();
         if together && self.load_together(a, self.footprint(&a.addr, size), size)? {
@@ -469,7 +477,7 @@ impl<W: Hooks> Exec<'_, W> {
             self.pc += 1;
             return Ok(Flow::Next);
         }
-        let (first, seen) = self.take_values(a, &addr, m)?;
+        let (first, seen) = self.take_values(a, &addr, m, repeats)?;
         let spins = match first {
             Some((at, value)) if a.sem != Sem::Weak => {
                 self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
@@ -535,15 +543,21 @@ impl<W: Hooks> Exec<'_, W> {
         if !stays {
             let due: Vec<_> = self.warp.late.extract_if(.., |l| l.lanes & running != 0).collect();
             for LateLoad { access, addr, lanes } in due {
-                self.take_values(&access, &addr, lanes)?;
+                self.take_values(&access, &addr, lanes, 0)?;
             }
         }
         Ok(())
     }
 
     /// Brings the values of a load into its registers, lane by lane. Returns the first lane's value
-    /// and address, and a digest of all values.
-    fn take_values(&mut self, a: &Access, addr: &[u64; 32], m: u32) -> Run<(Option<(u64, u64)>, u64)> {
+    /// and address, and a digest of all values. `repeats`: as [`Exec::watch_load`] returned it.
+    fn take_values(
+        &mut self,
+        a: &Access,
+        addr: &[u64; 32],
+        m: u32,
+        repeats: u32,
+    ) -> Run<(Option<(u64, u64)>, u64)> {
         let size = u64::from(a.bytes) * u64::from(a.n);
         let how = How::generic(a.sem, a.scope, a.unit(), false);
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
@@ -606,8 +620,8 @@ impl<W: Hooks> Exec<'_, W> {
             }
         }
         if W::ON && a.sem != Sem::Weak {
-            self.watch_observation(a, addr, fresh, false);
-            self.watch_observation(a, addr, m & !fresh, true);
+            self.watch_observation(a, addr, fresh, false, repeats);
+            self.watch_observation(a, addr, m & !fresh, true, 0);
         }
         Ok((first, seen))
     }
@@ -626,7 +640,7 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     /// Lanes have read the last writes of locations, or those before.
-    fn watch_observation(&mut self, a: &Access, addr: &[u64; 32], m: u32, older: bool) {
+    fn watch_observation(&mut self, a: &Access, addr: &[u64; 32], m: u32, older: bool, repeats: u32) {
         let mut todo = m;
         while todo != 0 {
             let first = todo.trailing_zeros() as usize;
@@ -635,7 +649,11 @@ impl<W: Hooks> Exec<'_, W> {
             // The region used last may be another lane's.
             if self.pointer(LOADS, a.space, addr[first], 1, first).is_ok() {
                 let place = self.place(LOADS, a.space, addr[first]);
-                self.watch.observe(place, same, self.pc, a.sem, a.scope, older);
+                if same & !repeats == 0 {
+                    self.watch.observe_again(place, same, self.pc, a.sem, a.scope);
+                } else {
+                    self.watch.observe(place, same, self.pc, a.sem, a.scope, older);
+                }
             }
         }
     }
