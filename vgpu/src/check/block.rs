@@ -243,6 +243,10 @@ impl Warp {
 
     /// The lanes of a mask whose causal past is that of its first lane, and this lane's state.
     fn alike(&self, mask: u32) -> Option<(u32, &Lane)> {
+        // Mostly all of the warp is one group.
+        if let [(lanes, lane)] = self.groups.as_slice() {
+            return Some((lanes & mask, lane)).filter(|(alike, _)| *alike != 0);
+        }
         let first = mask.trailing_zeros() % 32;
         let (lanes, lane) = self.groups.iter().find(|(lanes, _)| lanes >> first & 1 != 0)?;
         let mut alike = lanes & mask;

@@ -330,7 +330,7 @@ impl CheckHooks<'_> {
         part: Part,
         pc: u32,
         how: How,
-        values: &dyn Fn(usize, usize) -> [u32; 2],
+        values: impl Fn(usize, usize) -> [u32; 2],
     ) -> (u32, Vec<(usize, ViolationAt)>) {
         let (first, own, weak_memory) = (part.first(), self.block.key(self.warp), self.weak_memory());
         let (Place::Global { offset, .. } | Place::Shared { offset }) = place else { return (0, vec![]) };
@@ -571,6 +571,9 @@ impl Hooks for CheckHooks<'_> {
         how: How,
         values: impl Fn(usize, usize) -> [u32; 2],
     ) -> (u32, Vec<(usize, ViolationAt)>) {
+        if self.block.alike(self.warp, part.lanes) == part.lanes && !part.lanes.is_power_of_two() {
+            return self.write_at_once(place, part, pc, how, values);
+        }
         let (mut strong, mut all, mut todo) = (0, vec![], Some((part, place)));
         while let Some((part, place)) = todo {
             let (alike, others) = part.split(self.block.alike(self.warp, part.lanes), place);
