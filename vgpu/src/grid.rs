@@ -20,7 +20,7 @@ use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, S
 use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
-use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Special};
+use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
@@ -1194,8 +1194,8 @@ fn dynamic_shared_offset(kernel: &Kernel) -> u32 {
 
 fn poisoned_registers([n32, n64, np]: [u32; 3], poison: u64) -> Regs {
     Regs {
-        r32: vec![[poison as u32; 32]; n32 as usize],
-        r64: vec![[poison; 32]; n64 as usize],
+        r32: Rows::filled(poison as u32, n32),
+        r64: Rows::filled(poison, n64),
         pred: vec![poison as u32; np as usize],
     }
 }

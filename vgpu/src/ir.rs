@@ -6,6 +6,7 @@
 //! full warp is a loop the compiler vectorises. Immediates and read-only special registers are
 //! slots as well, filled when the warp starts: an operand is always just a slot number.
 
+use crate::compiled::native::Native;
 use crate::exec::mma::Mma;
 use crate::exec::products::WarpProduct;
 use crate::exec::wgmma::Product;
@@ -39,11 +40,57 @@ pub(crate) enum File {
     Pred,
 }
 
+/// A register of all lanes. It begins at a cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Row<T>([T; 32]);
+
+/// A file of registers, as a slice of the lanes of each.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Rows<T>(Vec<Row<T>>);
+
+impl<T: Copy + Default> Rows<T> {
+    /// So many registers that hold `value` everywhere.
+    pub(crate) fn filled(value: T, n: u32) -> Self {
+        Rows(vec![Row([value; 32]); n as usize])
+    }
+
+    /// Makes room for so many registers.
+    fn resize(&mut self, n: u32) {
+        // Written in place, unlike copies of a value.
+        self.0.resize_with(n as usize, || Row([T::default(); 32]));
+    }
+}
+
+impl<T> Rows<T> {
+    /// A row has the length of its lanes, so the rows are an array of those.
+    const WHOLE: () = assert!(size_of::<Row<T>>() == 32 * size_of::<T>());
+}
+
+impl<T> std::ops::Deref for Rows<T> {
+    type Target = [[T; 32]];
+    #[inline(always)]
+    fn deref(&self) -> &[[T; 32]] {
+        let () = Self::WHOLE;
+        // SAFETY: a row is an array of 32 lanes at its start, and nothing behind it.
+        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len()) }
+    }
+}
+
+impl<T> std::ops::DerefMut for Rows<T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [[T; 32]] {
+        let () = Self::WHOLE;
+        // SAFETY: see `deref`.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len()) }
+    }
+}
+
 /// The registers of one warp.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Regs {
-    pub(crate) r32: Vec<[u32; 32]>,
-    pub(crate) r64: Vec<[u64; 32]>,
+    pub(crate) r32: Rows<u32>,
+    pub(crate) r64: Rows<u64>,
     /// One bit per lane.
     pub(crate) pred: Vec<u32>,
 }
@@ -51,9 +98,8 @@ pub(crate) struct Regs {
 impl Regs {
     /// Makes room for so many slots of each file.
     pub(crate) fn resize(&mut self, [n32, n64, np]: [u32; 3]) {
-        // Written in place, unlike copies of a value.
-        self.r32.resize_with(n32 as usize, || [0; 32]);
-        self.r64.resize_with(n64 as usize, || [0; 32]);
+        self.r32.resize(n32);
+        self.r64.resize(n64);
         self.pred.resize(np as usize, 0);
     }
 
@@ -598,6 +644,8 @@ pub(crate) enum Op {
     Alu {
         f: AluFn,
         s: [u32; 6],
+        /// What `f` does, for compiled code.
+        native: Native,
     },
     Bra {
         target: u32,

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use crate::compiled::Compiled;
+use crate::exec::lanes::Sig;
 use crate::exec::wgmma::RegisterCheck;
 use crate::fault::{LaunchError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Operands, Origin};
@@ -46,6 +48,9 @@ pub struct Kernel {
     pub(crate) explicit_cluster: bool,
     pub(crate) max_cluster: Option<u32>,
     pub(crate) code: Vec<Inst>,
+    /// Types of the slots of each arithmetic instruction; empty for others.
+    pub(crate) sigs: Vec<Vec<Sig>>,
+    pub(crate) compiled: Compiled,
     pub(crate) origins: Vec<Origin>,
     /// Jump tables of `brx.idx`.
     pub(crate) tables: Vec<Vec<u32>>,

@@ -59,6 +59,7 @@
 //! ```
 
 mod check;
+mod compiled;
 mod coverage;
 mod device;
 mod exec;

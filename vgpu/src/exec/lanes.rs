@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use half::{bf16, f16};
 
 use super::simd::top_bits;
+use crate::compiled::native::Native;
 use crate::ir::{AluFn, FULL, File, Regs};
 
 /// A scalar type that fits a register.
@@ -186,6 +187,15 @@ pub(crate) const fn arg<T: Lane>() -> Sig {
 pub(crate) struct Spec {
     pub(crate) f: AluFn,
     pub(crate) sig: &'static [Sig],
+    /// What it does, where compiled code has instructions for it.
+    pub(crate) native: Native,
+}
+
+impl Spec {
+    /// The same, with what it does.
+    pub(crate) fn as_native(self, native: Native) -> Spec {
+        Spec { native, ..self }
+    }
 }
 
 /// Makes a value of a zero-sized closure type out of nothing, so that closures become plain
@@ -256,7 +266,7 @@ impl<A: Lane, D: Lane, F: Fn(A) -> D + Copy> Apply for Op1<A, D, F> {
 
 /// `d = f(a)`
 pub(crate) fn op1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
-    Spec { f: fastest::<Op1<A, D, F>>(), sig: const { &[def::<D>(), arg::<A>()] } }
+    Spec { f: fastest::<Op1<A, D, F>>(), sig: const { &[def::<D>(), arg::<A>()] }, native: Native::Function }
 }
 
 struct Op2<A, B, D, F>(PhantomData<(A, B, D, F)>);
@@ -279,12 +289,12 @@ impl<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy> Apply for Op2<A, B, D, 
 /// [`op1`] for an instruction that kernels seldom have, or that the host has no vectors for: lane by
 /// lane always, which is a fifth of the code.
 pub(crate) fn rare1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
-    Spec { f: Op1::<A, D, F>::apply, sig: const { &[def::<D>(), arg::<A>()] } }
+    Spec { f: Op1::<A, D, F>::apply, sig: const { &[def::<D>(), arg::<A>()] }, native: Native::Function }
 }
 
 /// `d = f(a, b)`
 pub(crate) fn op2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
-    Spec { f: fastest::<Op2<A, B, D, F>>(), sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] } }
+    Spec { f: fastest::<Op2<A, B, D, F>>(), sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] }, native: Native::Function }
 }
 
 struct Op3<A, B, C, D, F>(PhantomData<(A, B, C, D, F)>);
@@ -308,19 +318,19 @@ impl<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy> Apply for O
 
 /// [`op2`] as [`rare1`] is [`op1`].
 pub(crate) fn rare2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
-    Spec { f: Op2::<A, B, D, F>::apply, sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] } }
+    Spec { f: Op2::<A, B, D, F>::apply, sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] }, native: Native::Function }
 }
 
 /// `d = f(a, b, c)`
 pub(crate) fn op3<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(_: F) -> Spec {
     let sig = const { &[def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()] };
-    Spec { f: fastest::<Op3<A, B, C, D, F>>(), sig }
+    Spec { f: fastest::<Op3<A, B, C, D, F>>(), sig, native: Native::Function }
 }
 
 /// [`op3`] as [`rare1`] is [`op1`].
 pub(crate) fn rare3<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy>(_: F) -> Spec {
     let sig = const { &[def::<D>(), arg::<A>(), arg::<B>(), arg::<C>()] };
-    Spec { f: Op3::<A, B, C, D, F>::apply, sig }
+    Spec { f: Op3::<A, B, C, D, F>::apply, sig, native: Native::Function }
 }
 
 /// `d = f(a, b, c, e)`, lane by lane as well.
@@ -339,6 +349,7 @@ pub(crate) fn op4<A: Lane, B: Lane, C: Lane, E: Lane, D: Lane, F: Fn(A, B, C, E)
     Spec {
         f: run::<A, B, C, E, D, F>,
         sig: const { &[def::<D>(), arg::<A>(), arg::<B>(), arg::<C>(), arg::<E>()] },
+        native: Native::Function,
     }
 }
 
@@ -355,6 +366,7 @@ pub(crate) fn op_carry<T: Lane, F: Fn(T, T, bool) -> (T, bool) + Copy>(_: F) -> 
     Spec {
         f: run::<T, F>,
         sig: const { &[def::<T>(), arg::<T>(), arg::<T>(), arg::<bool>(), def::<bool>()] },
+        native: Native::Function,
     }
 }
 
@@ -406,7 +418,7 @@ fn put_setp(r: &mut Regs, s: &[u32; 6], m: u32, t: u32) {
 /// `p|q = f(a, b) combined with c`. Slots: p, q, a, b, c, [`Combine`].
 pub(crate) fn op_setp<T: Lane, F: Fn(T, T) -> bool + Copy>(_: F) -> Spec {
     let sig = const { &[def::<bool>(), def::<bool>(), arg::<T>(), arg::<T>(), arg::<bool>()] };
-    Spec { f: fastest::<Setp<T, F>>(), sig }
+    Spec { f: fastest::<Setp<T, F>>(), sig, native: Native::Function }
 }
 
 /// Bitwise operation on whole predicate registers: `d = f(a, b)`.
@@ -417,5 +429,5 @@ pub(crate) fn op_pred<F: Fn(u32, u32) -> u32 + Copy>(_: F) -> Spec {
         let d = &mut r.pred[s[0] as usize];
         *d = *d & !m | v & m;
     }
-    Spec { f: run::<F>, sig: const { &[def::<bool>(), arg::<bool>(), arg::<bool>()] } }
+    Spec { f: run::<F>, sig: const { &[def::<bool>(), arg::<bool>(), arg::<bool>()] }, native: Native::Function }
 }

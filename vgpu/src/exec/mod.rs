@@ -125,6 +125,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
             () if self.looked_again && all_spin => Activity::Idle,
             () => Activity::Neutral,
         };
+        if !COVER {
+            self.kernel.compiled.note(self.kernel, self.executed);
+        }
         Ok(Slice { status, executed: self.executed, activity })
     }
 
@@ -133,6 +136,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
     /// if there is none.
     #[inline(always)]
     fn straight_run(&mut self, budget: u64) -> bool {
+        if self.compiled_run(budget) {
+            return true;
+        }
         let code = &self.kernel.code[self.pc as usize..];
         let mut run = u64::from(code[0].straight).min(budget - self.executed);
         // Late loads come in before the instruction that uses them.
@@ -144,7 +150,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             self.warp.since_switch += run as u32 - 1;
         }
         for inst in &code[..run as usize] {
-            let Op::Alu { f, s } = &inst.op else { unreachable!("a straight run is arithmetic") };
+            let Op::Alu { f, s, .. } = &inst.op else { unreachable!("a straight run is arithmetic") };
             let m = self.guarded(inst);
             if m != 0 {
                 // SAFETY: the constructor of `f` saw that this processor has the instructions that
@@ -154,6 +160,34 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
         self.executed += run;
         self.pc += run as u32;
+        true
+    }
+
+    /// Runs compiled code from the present instruction on: arithmetic, and branches by all lanes.
+    /// With several groups it is arithmetic alone, as far as [`Exec::straight_run`] may go. False if
+    /// nothing was executed.
+    #[inline(always)]
+    fn compiled_run(&mut self, budget: u64) -> bool {
+        let Some(code) = self.kernel.compiled.code(self.mask) else { return false };
+        // Late loads come in before the instruction that uses them.
+        if W::ON && !self.warp.late.is_empty() {
+            return false;
+        }
+        let mut budget = budget - self.executed;
+        let alone = self.warp.groups.is_empty();
+        if !alone {
+            let straight = self.kernel.code[self.pc as usize].straight;
+            budget = budget.min(straight.min(self.until_others()).into());
+        }
+        // SAFETY: the registers are those of a warp of this kernel, and the code is the one for
+        // these lanes.
+        let ran = unsafe { code.run(self.pc, &mut self.warp.regs, self.mask, budget) };
+        let Some((pc, executed @ 1..)) = ran else { return false };
+        if !alone {
+            self.warp.since_switch += executed as u32 - 1;
+        }
+        self.executed += executed;
+        self.pc = pc;
         true
     }
 
@@ -203,7 +237,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         match &inst.op {
             // SAFETY: the constructor of `f` saw that this processor has the instructions that it
             // uses.
-            Op::Alu { f, s } => unsafe { f(&mut self.warp.regs, s, m) },
+            Op::Alu { f, s, .. } => unsafe { f(&mut self.warp.regs, s, m) },
             Op::Bra { target } => return Ok(self.branch(m, *target)),
             Op::BrxIdx { index, table } => {
                 return self.indexed_branch(m, *index, &kernel.tables[*table as usize]);

@@ -357,12 +357,12 @@ pub(super) fn allocate(
 }
 
 /// Slots that are alive at the start of each basic block.
-struct Liveness {
+pub(super) struct Liveness {
     into: Vec<Set>,
 }
 
 impl Liveness {
-    fn new(flow: &Flow, touches: &[Vec<Touch>], total: usize) -> Self {
+    pub(super) fn new(flow: &Flow, touches: &[Vec<Touch>], total: usize) -> Self {
         let mut live = Liveness { into: vec![Set::new(total); flow.blocks.len()] };
         let mut before = vec![vec![]; flow.blocks.len()];
         for (b, successors) in flow.successors.iter().enumerate() {
@@ -391,7 +391,7 @@ impl Liveness {
     }
 
     /// Sets `set` to the slots that are alive at the end of a block.
-    fn out(&self, flow: &Flow, b: usize, set: &mut Set) {
+    pub(super) fn out(&self, flow: &Flow, b: usize, set: &mut Set) {
         set.clear();
         for &next in &flow.successors[b] {
             set.absorb(&self.into[next]);

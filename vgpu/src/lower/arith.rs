@@ -5,6 +5,7 @@ use half::{bf16, f16};
 use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
 use super::{compare, half_float, integer};
+use crate::compiled::native::{Binary, Float, Logic, Native, Shift, Unary, Width};
 use crate::exec::lanes::{Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4, rare1, rare2, rare3};
 use crate::float::{self, Directed, Half, Round, SCALE, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
@@ -105,6 +106,32 @@ f32_forms! {
     f32_rare3(a: f32, b: f32, c: f32) = rare3 or rare3;
 }
 
+/// The width of a type's registers, as compiled code has operations for them.
+fn width(ty: Ty) -> Option<Width> {
+    match ty.bits() {
+        32 => Some(Width::W32),
+        64 => Some(Width::W64),
+        _ => None,
+    }
+}
+
+fn binary(ty: Ty, op: Binary) -> Native {
+    width(ty).map_or(Native::Function, |width| Native::Binary(op, width))
+}
+
+fn unary(ty: Ty, op: Unary) -> Native {
+    width(ty).map_or(Native::Function, |width| Native::Unary(op, width))
+}
+
+fn shift_of(ty: Ty, op: Shift) -> Native {
+    width(ty).map_or(Native::Function, |width| Native::Shift(op, width))
+}
+
+/// The operation of f32 without modifiers.
+fn plain(g: Flags, spec: Spec, native: Native) -> Spec {
+    if g.flush_or_saturate() { spec } else { spec.as_native(native) }
+}
+
 /// Applies a function to both halves of a packed pair.
 #[inline(always)]
 fn pairwise<H: Half>(a: u32, b: u32, c: u32, f: impl Fn(H, H, H) -> H) -> u32 {
@@ -176,8 +203,14 @@ pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
             let ty = m.ty()?;
             match ty.bits() {
                 16 => Some(op3(|a: u16, b: u16, c: bool| if c { a } else { b })),
-                32 => Some(op3(|a: u32, b: u32, c: bool| if c { a } else { b })),
-                64 => Some(op3(|a: u64, b: u64, c: bool| if c { a } else { b })),
+                32 => Some(
+                    op3(|a: u32, b: u32, c: bool| if c { a } else { b })
+                        .as_native(Native::Select(Width::W32)),
+                ),
+                64 => Some(
+                    op3(|a: u64, b: u64, c: bool| if c { a } else { b })
+                        .as_native(Native::Select(Width::W64)),
+                ),
                 _ => None,
             }
         }
@@ -226,9 +259,9 @@ fn add_sub(m: &mut Mods) -> Result<Option<Spec>, String> {
     let ty = m.ty()?;
     Ok(match ty {
         Ty::F32 if sub => {
-            Some(by_round!(g.round, f32_2(g, |a, b| a - b), R => f32_rare2(g, |a, b| a.add(-b, R))))
+            Some(by_round!(g.round, plain(g, f32_2(g, |a, b| a - b), Native::Float(Float::Sub)), R => f32_rare2(g, |a, b| a.add(-b, R))))
         }
-        Ty::F32 => Some(by_round!(g.round, f32_2(g, |a, b| a + b), R => f32_rare2(g, |a, b| a.add(b, R)))),
+        Ty::F32 => Some(by_round!(g.round, plain(g, f32_2(g, |a, b| a + b), Native::Float(Float::Add)), R => f32_rare2(g, |a, b| a.add(b, R)))),
         Ty::F64 if g.flush_or_saturate() => None,
         Ty::F64 if sub => {
             Some(by_round!(g.round, rare2(|a: f64, b: f64| a - b), R => rare2(|a: f64, b: f64| a.add(-b, R))))
@@ -240,9 +273,9 @@ fn add_sub(m: &mut Mods) -> Result<Option<Spec>, String> {
         Ty::S32 if g.sat => Some(op2(|a: i32, b: i32| a.saturating_add(b))),
         _ if g.any() => None,
         Ty::U16x2 | Ty::S16x2 if !sub => Some(op2(|a: u32, b: u32| halves(a, b, u16::wrapping_add))),
-        _ if sub => integers!(ty, T => op2(|a: T, b: T| a.wrapping_sub(b)))
+        _ if sub => integers!(ty, T => op2(|a: T, b: T| a.wrapping_sub(b)).as_native(binary(ty, Binary::Sub)))
             .or_else(|| half_2!(ty, H => float::sub_half::<H>)),
-        _ => integers!(ty, T => op2(|a: T, b: T| a.wrapping_add(b)))
+        _ => integers!(ty, T => op2(|a: T, b: T| a.wrapping_add(b)).as_native(binary(ty, Binary::Add)))
             .or_else(|| half_2!(ty, H => float::add_half::<H>)),
     })
 }
@@ -323,7 +356,7 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
                 f32_2(g, |a, b| float::flush_tiny(a * b, || a * SCALE * b)),
                 R => f32_rare2(g, |a, b| float::flush_tiny(a.mul(b, R), || (a * SCALE).mul(b, R))))),
             Ty::F32 => {
-                Some(by_round!(g.round, f32_2(g, |a, b| a * b), R => f32_rare2(g, |a, b| a.mul(b, R))))
+                Some(by_round!(g.round, plain(g, f32_2(g, |a, b| a * b), Native::Float(Float::Mul)), R => f32_rare2(g, |a, b| a.mul(b, R))))
             }
             Ty::F64 if g.flush_or_saturate() => None,
             Ty::F64 => Some(
@@ -357,8 +390,11 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
         });
     }
     Ok(match (part, add) {
-        (Part::Low, false) => integers!(ty, T => op2(|a: T, b: T| a.wrapping_mul(b))),
-        (Part::Low, true) => integers!(ty, T => op3(|a: T, b: T, c: T| a.wrapping_mul(b).wrapping_add(c))),
+        (Part::Low, false) => {
+            integers!(ty, T => op2(|a: T, b: T| a.wrapping_mul(b)).as_native(binary(ty, Binary::Mul)))
+        }
+        (Part::Low, true) => integers!(ty, T => op3(|a: T, b: T, c: T| a.wrapping_mul(b).wrapping_add(c))
+            .as_native(width(ty).map_or(Native::Function, Native::MultiplyAdd))),
         (Part::High, false) => {
             integers!(ty, T => op2(|a: T, b: T| ((i128::from(a) * i128::from(b)) >> T::BITS) as T))
                 .filter(|_| ty != Ty::U64)
@@ -377,15 +413,27 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
         (Part::Wide, false) => match ty {
             Ty::U16 => Some(op2(|a: u16, b: u16| u32::from(a) * u32::from(b))),
             Ty::S16 => Some(op2(|a: i16, b: i16| i32::from(a) * i32::from(b))),
-            Ty::U32 => Some(op2(|a: u32, b: u32| u64::from(a) * u64::from(b))),
-            Ty::S32 => Some(op2(|a: i32, b: i32| i64::from(a) * i64::from(b))),
+            Ty::U32 => Some(
+                op2(|a: u32, b: u32| u64::from(a) * u64::from(b))
+                    .as_native(Native::MultiplyWide { signed: false }),
+            ),
+            Ty::S32 => Some(
+                op2(|a: i32, b: i32| i64::from(a) * i64::from(b))
+                    .as_native(Native::MultiplyWide { signed: true }),
+            ),
             _ => None,
         },
         (Part::Wide, true) => match ty {
             Ty::U16 => Some(op3(|a: u16, b: u16, c: u32| (u32::from(a) * u32::from(b)).wrapping_add(c))),
             Ty::S16 => Some(op3(|a: i16, b: i16, c: i32| (i32::from(a) * i32::from(b)).wrapping_add(c))),
-            Ty::U32 => Some(op3(|a: u32, b: u32, c: u64| (u64::from(a) * u64::from(b)).wrapping_add(c))),
-            Ty::S32 => Some(op3(|a: i32, b: i32, c: i64| (i64::from(a) * i64::from(b)).wrapping_add(c))),
+            Ty::U32 => Some(
+                op3(|a: u32, b: u32, c: u64| (u64::from(a) * u64::from(b)).wrapping_add(c))
+                    .as_native(Native::MultiplyAddWide { signed: false }),
+            ),
+            Ty::S32 => Some(
+                op3(|a: i32, b: i32, c: i64| (i64::from(a) * i64::from(b)).wrapping_add(c))
+                    .as_native(Native::MultiplyAddWide { signed: true }),
+            ),
             _ => None,
         },
     })
@@ -398,7 +446,7 @@ fn fma(ty: Ty, g: Flags) -> Option<Spec> {
             f32_3(g, |a, b, c| float::flush_tiny(a.mul_add(b, c), || (a * SCALE).mul_add(b, c * SCALE))),
             R => f32_rare3(g, |a, b, c| float::flush_tiny(a.fma(b, c, R), || (a * SCALE).fma(b, c * SCALE, R))))),
         Ty::F32 => {
-            Some(by_round!(g.round, f32_3(g, f32::mul_add), R => f32_rare3(g, |a, b, c| a.fma(b, c, R))))
+            Some(by_round!(g.round, plain(g, f32_3(g, f32::mul_add), Native::FusedMultiplyAdd), R => f32_rare3(g, |a, b, c| a.fma(b, c, R))))
         }
         _ if g.flush_or_saturate() => None,
         _ => Some(by_round!(
@@ -458,7 +506,7 @@ fn abs_neg(m: &mut Mods) -> Result<Option<Spec>, String> {
         (false, Ty::F16 | Ty::Bf16) => Some(op1(|a: u16| a & 0x7fff)),
         (true, Ty::F16x2 | Ty::Bf16x2) => Some(op1(|a: u32| a ^ 0x8000_8000)),
         (false, Ty::F16x2 | Ty::Bf16x2) => Some(op1(|a: u32| a & 0x7fff_7fff)),
-        (true, _) => signed!(ty, T => op1(|a: T| a.wrapping_neg())),
+        (true, _) => signed!(ty, T => op1(|a: T| a.wrapping_neg()).as_native(unary(ty, Unary::Negate))),
         (false, _) => signed!(ty, T => op1(|a: T| a.wrapping_abs())),
     })
 }
@@ -501,8 +549,14 @@ fn min_max(m: &mut Mods) -> Result<Option<Spec>, String> {
             Some(op2(|a: u32, b: u32| halves(a, b, |x, y| (x as i16).min(y as i16) as u16)))
         }
         (true, Ty::S16x2) => Some(op2(|a: u32, b: u32| halves(a, b, |x, y| (x as i16).max(y as i16) as u16))),
-        (false, _) => integers!(ty, T => op2(|a: T, b: T| a.min(b))),
-        (true, _) => integers!(ty, T => op2(|a: T, b: T| a.max(b))),
+        (false, _) => integers!(ty, T => op2(|a: T, b: T| a.min(b)).as_native(binary(
+            ty,
+            if ty.is_signed() { Binary::MinSigned } else { Binary::MinUnsigned },
+        ))),
+        (true, _) => integers!(ty, T => op2(|a: T, b: T| a.max(b)).as_native(binary(
+            ty,
+            if ty.is_signed() { Binary::MaxSigned } else { Binary::MaxUnsigned },
+        ))),
     })
 }
 
@@ -510,18 +564,18 @@ fn logic(m: &mut Mods) -> Result<Option<Spec>, String> {
     let ty = m.ty()?;
     if ty == Ty::Pred {
         return Ok(match m.base {
-            "and" => Some(op_pred(|a, b| a & b)),
-            "or" => Some(op_pred(|a, b| a | b)),
-            "xor" => Some(op_pred(|a, b| a ^ b)),
-            "not" => Some(op1(|a: bool| !a)),
+            "and" => Some(op_pred(|a, b| a & b).as_native(Native::Logic(Logic::And))),
+            "or" => Some(op_pred(|a, b| a | b).as_native(Native::Logic(Logic::Or))),
+            "xor" => Some(op_pred(|a, b| a ^ b).as_native(Native::Logic(Logic::Xor))),
+            "not" => Some(op1(|a: bool| !a).as_native(Native::Logic(Logic::Not))),
             _ => None,
         });
     }
     Ok(match m.base {
-        "and" => bits!(ty, T => op2(|a: T, b: T| a & b)),
-        "or" => bits!(ty, T => op2(|a: T, b: T| a | b)),
-        "xor" => bits!(ty, T => op2(|a: T, b: T| a ^ b)),
-        "not" => bits!(ty, T => op1(|a: T| !a)),
+        "and" => bits!(ty, T => op2(|a: T, b: T| a & b).as_native(binary(ty, Binary::And))),
+        "or" => bits!(ty, T => op2(|a: T, b: T| a | b).as_native(binary(ty, Binary::Or))),
+        "xor" => bits!(ty, T => op2(|a: T, b: T| a ^ b).as_native(binary(ty, Binary::Xor))),
+        "not" => bits!(ty, T => op1(|a: T| !a).as_native(unary(ty, Unary::Not))),
         _ => bits!(ty, T => op1(|a: T| T::from(a == 0))),
     })
 }
@@ -547,12 +601,13 @@ fn shift(m: &mut Mods) -> Result<Option<Spec>, String> {
     }
     let ty = m.ty()?;
     Ok(if m.base == "shl" {
-        bits!(ty, T => op2(|a: T, n: u32| a.checked_shl(n).unwrap_or(0)))
+        bits!(ty, T => op2(|a: T, n: u32| a.checked_shl(n).unwrap_or(0)).as_native(shift_of(ty, Shift::Left)))
     } else {
         // Counts beyond the width act like the width: all sign bits, or zero.
-        signed!(ty, T => op2(|a: T, n: u32| a >> n.min(T::BITS - 1))).or_else(|| {
+        signed!(ty, T => op2(|a: T, n: u32| a >> n.min(T::BITS - 1)).as_native(shift_of(ty, Shift::RightSigned)))
+            .or_else(|| {
             with_type!(ty, [B16 = u16, U16 = u16, B32 = u32, U32 = u32, B64 = u64, U64 = u64],
-                T => op2(|a: T, n: u32| a.checked_shr(n).unwrap_or(0)))
+                T => op2(|a: T, n: u32| a.checked_shr(n).unwrap_or(0)).as_native(shift_of(ty, Shift::Right)))
         })
     })
 }
@@ -636,9 +691,13 @@ fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
         ("bfi", Ty::B64) => Some(op4(|a: u64, b: u64, p: u32, n: u32| insert(a, b, 64, p, n))),
         ("brev", Ty::B32) => Some(op1(|a: u32| a.reverse_bits())),
         ("brev", Ty::B64) => Some(op1(|a: u64| a.reverse_bits())),
-        ("clz", Ty::B32) => Some(op1(|a: u32| a.leading_zeros())),
+        ("clz", Ty::B32) => {
+            Some(op1(|a: u32| a.leading_zeros()).as_native(Native::Unary(Unary::LeadingZeros, Width::W32)))
+        }
         ("clz", Ty::B64) => Some(op1(|a: u64| a.leading_zeros())),
-        ("popc", Ty::B32) => Some(op1(|a: u32| a.count_ones())),
+        ("popc", Ty::B32) => {
+            Some(op1(|a: u32| a.count_ones()).as_native(Native::Unary(Unary::CountOnes, Width::W32)))
+        }
         ("popc", Ty::B64) => Some(op1(|a: u64| a.count_ones())),
         ("bfind", Ty::U32) if shift_amount => {
             Some(rare1(|a: u32| shift_to_top(find(a.into(), 32, false), 31)))

@@ -4,6 +4,7 @@ use super::arith::comparison;
 use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
+use crate::compiled::native::{Compared, Logic, Native, Width};
 use crate::exec::lanes::{Combine, Spec, op_pred, op1, op2, op3};
 use crate::float::flush_f16;
 use crate::ir::{File, Init, SINK};
@@ -47,6 +48,17 @@ impl Compare {
         };
         let flush = ftz && ty == Ty::F16;
         let spec = comparison(ty, name, ftz && !flush)?;
+        let compared = match ty {
+            _ if ftz => None,
+            Ty::U32 | Ty::B32 => Some(Compared::Unsigned(Width::W32)),
+            Ty::U64 | Ty::B64 => Some(Compared::Unsigned(Width::W64)),
+            Ty::S32 => Some(Compared::Signed(Width::W32)),
+            Ty::S64 => Some(Compared::Signed(Width::W64)),
+            Ty::F32 => Some(Compared::F32),
+            _ => None,
+        };
+        let native = compared.map_or(Native::Function, |compared| Native::comparison(compared, name));
+        let spec = spec.as_native(native);
         Some(Compare { spec, ty, pair, flush, combine })
     }
 
@@ -61,7 +73,7 @@ impl Compare {
     fn emit(&self, l: &mut Lower, ops: &[(Operand, Span)], to: [u32; 2]) -> Lowered<()> {
         let c = if self.combine == Combine::None { SINK } else { l.source_of::<bool>(&ops[3])? };
         let one = |l: &mut Lower, p: u32, q: u32, a: u32, b: u32| {
-            l.push_alu(self.spec.f, [p, q, a, b, c, self.combine as u32], self.spec.sig);
+            l.push_spec(&self.spec, [p, q, a, b, c, self.combine as u32]);
         };
         if !self.pair {
             let (a, b) = (l.operand(&ops[1], &self.spec.sig[2])?, l.operand(&ops[2], &self.spec.sig[3])?);
@@ -81,8 +93,8 @@ impl Compare {
             });
             one(l, p, SINK, a, b);
         }
-        let copy = op_pred(|a, _| a);
-        l.push_alu(copy.f, [to[0], low, low, 0, 0, 0], copy.sig);
+        let copy = op_pred(|a, _| a).as_native(Native::Logic(Logic::Move));
+        l.push_spec(&copy, [to[0], low, low, 0, 0, 0]);
         Ok(())
     }
 

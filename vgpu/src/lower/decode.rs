@@ -3,6 +3,7 @@
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
 use super::{arith, call, cluster, convert, extended, matrix, mem, sync, tensor, wgmma, wmma};
+use crate::compiled::native::{Logic, Native, Unary, Width};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
 use crate::ptx::{Operand, Span};
@@ -148,16 +149,21 @@ fn indexed_branch(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     }
 }
 
+/// A copy of a register, as compiled code knows it.
+fn move_of(width: Width, spec: Spec) -> Spec {
+    spec.as_native(Native::Unary(Unary::Move, width))
+}
+
 fn mov(m: &mut Mods) -> Result<Emit, String> {
     if m.has("b128") {
         return Ok(Box::new(move_wide));
     }
     let ty = m.ty()?;
     let spec = match ty {
-        Ty::Pred => crate::exec::lanes::op_pred(|a, _| a),
+        Ty::Pred => crate::exec::lanes::op_pred(|a, _| a).as_native(Native::Logic(Logic::Move)),
         Ty::B16 | Ty::U16 | Ty::S16 | Ty::F16 | Ty::Bf16 => op1(|a: u16| a),
-        Ty::B32 | Ty::U32 | Ty::S32 | Ty::F32 | Ty::F16x2 | Ty::Bf16x2 => op1(|a: u32| a),
-        Ty::B64 | Ty::U64 | Ty::S64 | Ty::F64 => op1(|a: u64| a),
+        Ty::B32 | Ty::U32 | Ty::S32 | Ty::F32 | Ty::F16x2 | Ty::Bf16x2 => move_of(Width::W32, op1(|a: u32| a)),
+        Ty::B64 | Ty::U64 | Ty::S64 | Ty::F64 => move_of(Width::W64, op1(|a: u64| a)),
         _ => return m.unsupported(),
     };
     let (file, bits) = (ty.file(), ty.bits());
@@ -175,7 +181,7 @@ fn mov(m: &mut Mods) -> Result<Emit, String> {
             _ => {
                 let (d, a) = (l.dest(&ops[0], file, bits)?, l.source(&ops[1], file, bits)?);
                 l.moves.push(l.code.len());
-                l.push_alu(spec.f, [d, a, a, 0, 0, 0], spec.sig);
+                l.push_spec(&spec, [d, a, a, 0, 0, 0]);
                 Ok(())
             }
         }
@@ -202,9 +208,9 @@ fn move_wide(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
             _ => l.halves(&(op.clone(), *pos))?,
         };
     }
-    let spec = op1(|a: u64| a);
+    let spec = move_of(Width::W64, op1(|a: u64| a));
     for (to, from) in sides[0].into_iter().zip(sides[1]) {
-        l.push_alu(spec.f, [to, from, from, 0, 0, 0], spec.sig);
+        l.push_spec(&spec, [to, from, from, 0, 0, 0]);
     }
     Ok(())
 }
@@ -240,7 +246,12 @@ fn move_parts(
     if role == Role::Def {
         l.moves.push(l.code.len());
     }
-    l.push_alu(f, s, &sigs);
+    let native = match (role, bits, parts.len()) {
+        (Role::Def, 64, 2) => Native::Split,
+        (Role::Use, 64, 2) => Native::Join,
+        _ => Native::Function,
+    };
+    l.push_native(f, s, &sigs, native);
     Ok(())
 }
 

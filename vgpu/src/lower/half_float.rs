@@ -49,7 +49,7 @@ pub(super) fn modified(m: &mut Mods) -> Option<Result<Emit, String>> {
 
 /// An instruction of which `modifiers` are a number in the slot behind its operands.
 fn with_modifiers(f: AluFn, sig: &'static [Sig], modifiers: u32) -> Emit {
-    let spec = Spec { f, sig };
+    let spec = Spec { f, sig, native: crate::compiled::native::Native::Function };
     Box::new(move |l, ops| l.alu(&spec, ops, &[modifiers]))
 }
 

@@ -3,6 +3,7 @@
 use super::arith::{low24, sext24};
 use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
+use crate::compiled::native::Native;
 use crate::exec::lanes::{Lane, Sig, Spec, arg, def, lanes, op1, op2, op4, rare2, rare3};
 use crate::ir::{File, Init, Regs, SINK};
 use crate::ptx::Operand;
@@ -209,7 +210,7 @@ pub(super) fn pack(m: &mut Mods) -> Result<Emit, String> {
         });
     }
     const SIG: &[Sig] = &[def::<u32>(), arg::<i32>(), arg::<i32>(), arg::<u32>()];
-    let spec = Spec { f: run, sig: SIG };
+    let spec = Spec { f: run, sig: SIG, native: Native::Function };
     Ok(Box::new(move |l, ops| {
         l.count(ops, 3 + usize::from(more)..=3 + usize::from(more))?;
         let (d, a, b) =

@@ -16,6 +16,7 @@ pub(crate) mod decode;
 mod extended;
 mod half_float;
 mod integer;
+pub(crate) mod live;
 mod matrix;
 mod mem;
 mod products;
@@ -137,6 +138,8 @@ fn load(
             explicit_cluster: e.explicit_cluster,
             max_cluster: e.max_cluster,
             code: l.code,
+            sigs: l.sigs,
+            compiled: Default::default(),
             origins: l.origins,
             tables: l.tables,
             operands: l.operands,

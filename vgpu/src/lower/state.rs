@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crate::compiled::native::{Logic, Native};
 use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::exec::state::SHARED_BASE;
 use crate::exec::wgmma::RegisterCheck;
@@ -321,9 +322,19 @@ impl<'a> Lower<'a> {
     /// Adds an arithmetic instruction. `sig` describes the first slots; the slots behind them are
     /// plain numbers.
     pub(super) fn push_alu(&mut self, f: AluFn, s: [u32; 6], sig: &[Sig]) {
-        self.code.push(Inst { op: Op::Alu { f, s }, guard: self.guard, straight: 0 });
+        self.push_native(f, s, sig, Native::Function);
+    }
+
+    /// The same, where compiled code has instructions for what `f` does.
+    pub(super) fn push_native(&mut self, f: AluFn, s: [u32; 6], sig: &[Sig], native: Native) {
+        self.code.push(Inst { op: Op::Alu { f, s, native }, guard: self.guard, straight: 0 });
         self.sigs.push(sig.to_vec());
         self.origins.push(self.origin);
+    }
+
+    /// Adds an arithmetic instruction with these slots.
+    pub(super) fn push_spec(&mut self, spec: &Spec, s: [u32; 6]) {
+        self.push_native(spec.f, s, spec.sig, spec.native);
     }
 
     pub(super) fn error<T>(&self, message: impl Into<String>) -> Lowered<T> {
@@ -373,9 +384,9 @@ impl<'a> Lower<'a> {
     /// `!p` in a fresh register.
     pub(super) fn negated(&mut self, p: u32) -> u32 {
         let d = self.slot(File::Pred);
-        let spec = lanes::op_pred(|a, _| !a);
+        let spec = lanes::op_pred(|a, _| !a).as_native(Native::Logic(Logic::Not));
         let guard = std::mem::replace(&mut self.guard, NO_GUARD);
-        self.push_alu(spec.f, [d, p, p, 0, 0, 0], spec.sig);
+        self.push_spec(&spec, [d, p, p, 0, 0, 0]);
         self.guard = guard;
         d
     }
@@ -478,7 +489,7 @@ impl<'a> Lower<'a> {
         }
         let n = spec.sig.len();
         s[n..n + extra.len()].copy_from_slice(extra);
-        self.push_alu(spec.f, s, spec.sig);
+        self.push_spec(spec, s);
         Ok(())
     }
 

@@ -1,0 +1,390 @@
+//! An assembler for the few x86-64 instructions of compiled code: AVX-512 on whole registers, mask
+//! registers, and what little the frame around them needs.
+
+/// General registers, by their numbers.
+pub(super) const RAX: u8 = 0;
+pub(super) const RCX: u8 = 1;
+pub(super) const RDX: u8 = 2;
+pub(super) const RSP: u8 = 4;
+pub(super) const RSI: u8 = 6;
+pub(super) const RDI: u8 = 7;
+pub(super) const R8: u8 = 8;
+pub(super) const R9: u8 = 9;
+pub(super) const R10: u8 = 10;
+
+/// A place in memory: a general register and a distance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Mem {
+    pub(super) base: u8,
+    pub(super) offset: i32,
+}
+
+impl Mem {
+    pub(super) fn plus(self, bytes: i32) -> Mem {
+        Mem { offset: self.offset + bytes, ..self }
+    }
+}
+
+/// The last operand of a vector instruction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Source {
+    Register(u8),
+    Memory(Mem),
+    /// The same 32 bits in every lane.
+    Constant(u32),
+    /// The 64 bytes of a table, by its number.
+    Table(usize),
+}
+
+/// An instruction in the EVEX encoding: opcode map (1: `0F`, 2: `0F 38`, 3: `0F 3A`), prefix
+/// (0: none, 1: `66`, 2: `F3`, 3: `F2`), operands of 64 bits, and opcode.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Vector(pub(super) u8, pub(super) u8, pub(super) bool, pub(super) u8);
+
+/// A place in the code, perhaps one that comes later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Label(usize);
+
+/// Code under construction.
+#[derive(Default)]
+pub(super) struct Assembler {
+    pub(super) code: Vec<u8>,
+    labels: Vec<Option<usize>>,
+    jumps: Vec<(usize, Label)>,
+    /// Operands behind the code, and the places that name them.
+    constants: Vec<u32>,
+    tables: Vec<[u32; 16]>,
+    to_constants: Vec<(usize, usize)>,
+    to_tables: Vec<(usize, usize)>,
+}
+
+impl Assembler {
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.code.extend_from_slice(bytes);
+    }
+
+    fn word(&mut self, v: i32) {
+        self.bytes(&v.to_le_bytes());
+    }
+
+    pub(super) fn label(&mut self) -> Label {
+        self.labels.push(None);
+        Label(self.labels.len() - 1)
+    }
+
+    pub(super) fn bind(&mut self, label: Label) {
+        self.labels[label.0] = Some(self.code.len());
+    }
+
+    /// The offset of a label that has been bound.
+    pub(super) fn place(&self, label: Label) -> Option<usize> {
+        self.labels[label.0]
+    }
+
+    /// Adds a table of 64 bytes.
+    pub(super) fn table(&mut self, table: [u32; 16]) -> Source {
+        let at = self.tables.iter().position(|t| *t == table).unwrap_or_else(|| {
+            self.tables.push(table);
+            self.tables.len() - 1
+        });
+        Source::Table(at)
+    }
+
+    /// ModRM byte and what follows it, for a place in memory. Distances that are multiples of
+    /// `scale` have a short form.
+    fn memory(&mut self, reg: u8, m: Mem, scale: i32) {
+        let (reg, base) = ((reg & 7) << 3, m.base & 7);
+        let short = m.offset % scale == 0 && i8::try_from(m.offset / scale).is_ok();
+        self.bytes(&[if short { 0x40 } else { 0x80 } | reg | base]);
+        if base == RSP {
+            self.bytes(&[0x24]);
+        }
+        if short { self.bytes(&[(m.offset / scale) as i8 as u8]) } else { self.word(m.offset) }
+    }
+
+    /// A vector instruction on 512 bits: `d = op(a, b)` under the mask register `k` (0 for none).
+    /// Lanes outside of the mask keep what they have, or are stored as they were.
+    pub(super) fn vector(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8) {
+        self.vector_with(op, d, a, b, k, None);
+    }
+
+    /// The same, with an immediate.
+    pub(super) fn vector_with(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8, imm: Option<u8>) {
+        self.evex(op, d, a, b, k, imm, 64);
+    }
+
+    /// An instruction whose last operand, if in memory, has `size` bytes.
+    pub(super) fn vector_sized(&mut self, op: Vector, d: u8, b: Source, size: i32) {
+        self.evex(op, d, 0, b, 0, None, size);
+    }
+
+    fn evex(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8, imm: Option<u8>, size: i32) {
+        let Vector(map, prefix, wide, opcode) = op;
+        let bit = |v: u8, n: u8| v >> n & 1;
+        // X and B: the high bits of the last operand.
+        let (x, low) = match b {
+            Source::Register(r) => (bit(r, 4), bit(r, 3)),
+            Source::Memory(m) => (0, bit(m.base, 3)),
+            Source::Constant(_) | Source::Table(_) => (0, 0),
+        };
+        let broadcast = u8::from(matches!(b, Source::Constant(_)));
+        let inverted = bit(d, 3) << 7 | x << 6 | low << 5 | bit(d, 4) << 4;
+        self.bytes(&[
+            0x62,
+            (inverted ^ 0xf0) | map,
+            u8::from(wide) << 7 | (!a & 15) << 3 | 4 | prefix,
+            2 << 5 | broadcast << 4 | (bit(a, 4) ^ 1) << 3 | k,
+            opcode,
+        ]);
+        match b {
+            Source::Register(r) => self.bytes(&[0xc0 | (d & 7) << 3 | r & 7]),
+            Source::Memory(m) => self.memory(d, m, size),
+            Source::Constant(v) => {
+                let at = self.constants.iter().position(|c| *c == v).unwrap_or_else(|| {
+                    self.constants.push(v);
+                    self.constants.len() - 1
+                });
+                self.bytes(&[(d & 7) << 3 | 5]);
+                self.to_constants.push((self.code.len(), at));
+                // The distance counts from the end of the instruction.
+                self.word(-4 - i32::from(imm.is_some()));
+            }
+            Source::Table(at) => {
+                self.bytes(&[(d & 7) << 3 | 5]);
+                self.to_tables.push((self.code.len(), at));
+                self.word(-4 - i32::from(imm.is_some()));
+            }
+        }
+        if let Some(imm) = imm {
+            self.bytes(&[imm]);
+        }
+    }
+
+    /// An instruction of mask registers in the VEX encoding.
+    fn vex(&mut self, map: u8, prefix: u8, wide: bool, long: bool, opcode: u8, d: u8, a: u8, base: u8) {
+        self.bytes(&[
+            0xc4,
+            (((d >> 3) << 7 | (base >> 3) << 5) ^ 0xe0) | map,
+            u8::from(wide) << 7 | (!a & 15) << 3 | u8::from(long) << 2 | prefix,
+            opcode,
+        ]);
+    }
+
+    /// Loads 16 bits into a mask register.
+    pub(super) fn load_mask(&mut self, k: u8, m: Mem) {
+        self.vex(1, 0, false, false, 0x90, k, 0, m.base);
+        self.memory(k, m, 1);
+    }
+
+    /// Loads 8 bits into a mask register.
+    pub(super) fn load_mask_byte(&mut self, k: u8, m: Mem) {
+        self.vex(1, 1, false, false, 0x90, k, 0, m.base);
+        self.memory(k, m, 1);
+    }
+
+    /// Stores 16 bits of a mask register.
+    pub(super) fn store_mask(&mut self, m: Mem, k: u8) {
+        self.vex(1, 0, false, false, 0x91, k, 0, m.base);
+        self.memory(k, m, 1);
+    }
+
+    /// Copies 16 bits of a mask register to a general one.
+    pub(super) fn mask_to_general(&mut self, d: u8, k: u8) {
+        self.vex(1, 0, false, false, 0x93, d, 0, 0);
+        self.bytes(&[0xc0 | (d & 7) << 3 | k]);
+    }
+
+    /// `d = !a`, of 16 bits.
+    pub(super) fn mask_not(&mut self, d: u8, a: u8) {
+        self.vex(1, 0, false, false, 0x44, d, 0, 0);
+        self.bytes(&[0xc0 | d << 3 | a]);
+    }
+
+    /// `d = a >> n`, of 16 bits.
+    pub(super) fn mask_shift_right(&mut self, d: u8, a: u8, n: u8) {
+        self.vex(3, 1, true, false, 0x30, d, 0, 0);
+        self.bytes(&[0xc0 | d << 3 | a, n]);
+    }
+
+    /// `d = high << 8 | low`, of 8 bits each.
+    pub(super) fn mask_join_bytes(&mut self, d: u8, high: u8, low: u8) {
+        self.vex(1, 1, false, true, 0x4b, d, high, 0);
+        self.bytes(&[0xc0 | d << 3 | low]);
+    }
+
+    fn rex(&mut self, wide: bool, reg: u8, base: u8) {
+        let rex = 0x40 | u8::from(wide) << 3 | (reg >> 3) << 2 | base >> 3;
+        if rex != 0x40 {
+            self.bytes(&[rex]);
+        }
+    }
+
+    /// An instruction of a general register and memory.
+    fn general(&mut self, wide: bool, opcode: &[u8], reg: u8, m: Mem) {
+        self.rex(wide, reg, m.base);
+        self.bytes(opcode);
+        self.memory(reg, m, 1);
+    }
+
+    /// Loads 32 bits.
+    pub(super) fn load(&mut self, d: u8, m: Mem) {
+        self.general(false, &[0x8b], d, m);
+    }
+
+    /// Loads 64 bits.
+    pub(super) fn load_wide(&mut self, d: u8, m: Mem) {
+        self.general(true, &[0x8b], d, m);
+    }
+
+    /// Loads 16 bits, zero-extended.
+    pub(super) fn load_half(&mut self, d: u8, m: Mem) {
+        self.general(false, &[0x0f, 0xb7], d, m);
+    }
+
+    /// Stores 32 bits.
+    pub(super) fn store(&mut self, m: Mem, v: u8) {
+        self.general(false, &[0x89], v, m);
+    }
+
+    /// Stores 64 bits.
+    pub(super) fn store_wide(&mut self, m: Mem, v: u8) {
+        self.general(true, &[0x89], v, m);
+    }
+
+    /// Stores 16 bits.
+    pub(super) fn store_half(&mut self, m: Mem, v: u8) {
+        self.bytes(&[0x66]);
+        self.general(false, &[0x89], v, m);
+    }
+
+    /// `d = op(d, a)` on 32 bits, by the opcode of the form with a register on the left.
+    fn both(&mut self, wide: bool, opcode: u8, d: u8, a: u8) {
+        self.rex(wide, a, d);
+        self.bytes(&[opcode, 0xc0 | (a & 7) << 3 | d & 7]);
+    }
+
+    pub(super) fn and(&mut self, d: u8, a: u8) {
+        self.both(false, 0x21, d, a);
+    }
+
+    pub(super) fn or(&mut self, d: u8, a: u8) {
+        self.both(false, 0x09, d, a);
+    }
+
+    pub(super) fn xor(&mut self, d: u8, a: u8) {
+        self.both(false, 0x31, d, a);
+    }
+
+    pub(super) fn compare(&mut self, a: u8, b: u8) {
+        self.both(false, 0x39, a, b);
+    }
+
+    pub(super) fn copy(&mut self, d: u8, a: u8) {
+        self.both(false, 0x89, d, a);
+    }
+
+    pub(super) fn copy_wide(&mut self, d: u8, a: u8) {
+        self.both(true, 0x89, d, a);
+    }
+
+    /// `d = !d`, of 32 bits.
+    pub(super) fn not(&mut self, d: u8) {
+        self.rex(false, 0, d);
+        self.bytes(&[0xf7, 0xd0 | d & 7]);
+    }
+
+    pub(super) fn shift_left(&mut self, d: u8, n: u8) {
+        self.rex(false, 0, d);
+        self.bytes(&[0xc1, 0xe0 | d & 7, n]);
+    }
+
+    /// `d += n`, of 64 bits.
+    pub(super) fn add_wide(&mut self, d: u8, n: i32) {
+        self.rex(true, 0, d);
+        self.bytes(&[0x81, 0xc0 | d & 7]);
+        self.word(n);
+    }
+
+    /// `d -= n`, of 64 bits.
+    pub(super) fn subtract_wide(&mut self, d: u8, n: i32) {
+        self.rex(true, 0, d);
+        self.bytes(&[0x81, 0xe8 | d & 7]);
+        self.word(n);
+    }
+
+    /// `d = v`, of 32 bits, which clears the upper half.
+    pub(super) fn set(&mut self, d: u8, v: u32) {
+        self.rex(false, 0, d);
+        self.bytes(&[0xb8 | d & 7]);
+        self.word(v as i32);
+    }
+
+    pub(super) fn set_wide(&mut self, d: u8, v: u64) {
+        self.rex(true, 0, d);
+        self.bytes(&[0xb8 | d & 7]);
+        self.bytes(&v.to_le_bytes());
+    }
+
+    pub(super) fn call(&mut self, target: u8) {
+        self.rex(false, 0, target);
+        self.bytes(&[0xff, 0xd0 | target & 7]);
+    }
+
+    pub(super) fn jump(&mut self, to: Label) {
+        self.bytes(&[0xe9]);
+        self.jump_distance(to);
+    }
+
+    fn jump_if(&mut self, condition: u8, to: Label) {
+        self.bytes(&[0x0f, 0x80 | condition]);
+        self.jump_distance(to);
+    }
+
+    pub(super) fn jump_if_less(&mut self, to: Label) {
+        self.jump_if(0xc, to);
+    }
+
+    pub(super) fn jump_if_zero(&mut self, to: Label) {
+        self.jump_if(4, to);
+    }
+
+    pub(super) fn jump_if_not_equal(&mut self, to: Label) {
+        self.jump_if(5, to);
+    }
+
+    fn jump_distance(&mut self, to: Label) {
+        self.jumps.push((self.code.len(), to));
+        self.word(-4);
+    }
+
+    /// Leaves the upper halves of vector registers clean, and returns.
+    pub(super) fn leave(&mut self) {
+        self.bytes(&[0xc5, 0xf8, 0x77, 0xc3]);
+    }
+
+    /// The code with its constants. `None` if a label was never bound.
+    pub(super) fn finish(mut self) -> Option<Vec<u8>> {
+        self.code.resize(self.code.len().next_multiple_of(64), 0xcc);
+        let tables = self.code.len();
+        let constants = tables + 64 * self.tables.len();
+        for table in std::mem::take(&mut self.tables) {
+            table.iter().for_each(|v| self.bytes(&v.to_le_bytes()));
+        }
+        for constant in std::mem::take(&mut self.constants) {
+            self.bytes(&constant.to_le_bytes());
+        }
+        let mut patches: Vec<(usize, usize)> = vec![];
+        for &(at, label) in &self.jumps {
+            patches.push((at, self.labels[label.0]?));
+        }
+        patches.extend(self.to_constants.iter().map(|&(at, n)| (at, constants + 4 * n)));
+        patches.extend(self.to_tables.iter().map(|&(at, n)| (at, tables + 64 * n)));
+        for (at, target) in patches {
+            let field: &mut [u8; 4] = self.code[at..].first_chunk_mut()?;
+            let bias = i32::from_le_bytes(*field);
+            // The field holds the distance from its start to the end of its instruction, negated.
+            *field = (target as i32 - at as i32 + bias).to_le_bytes();
+        }
+        Some(self.code)
+    }
+}

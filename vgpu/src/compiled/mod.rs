@@ -1,0 +1,242 @@
+//! Kernels compiled to instructions of this processor: their arithmetic, and the branches between.
+//!
+//! A kernel that has run for a while is compiled as a whole, once for warps all of whose lanes run
+//! and once for others. Compiled code runs from the start of a basic block on, for as long as there
+//! is arithmetic and all lanes branch alike. It stops in front of every other instruction, where the
+//! budget of the slice ends within a block, and where lanes part. The interpreter goes on from
+//! there. Whatever is alive is in the registers of the warp then, so neither side notices the other,
+//! and both count the same instructions.
+//!
+//! It needs x86-64 with AVX-512 (F, BW, DQ, VL, CD and VPOPCNTDQ). Elsewhere, and in a process whose
+//! environment has `EPOXIDE_VGPU_COMPILE=0`, everything is interpreted. With
+//! `EPOXIDE_VGPU_COMPILE=1` kernels are compiled when they first run.
+
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod assembler;
+pub(crate) mod native;
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod translate;
+
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod machine {
+    use std::collections::HashMap;
+    use std::sync::OnceLock;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+
+    use super::translate::{Lanes, Program, is_compiled, translate};
+    use crate::ir::{FULL, Init, Regs};
+    use crate::kernel::Kernel;
+    use crate::lower::live::Live;
+
+    /// A kernel is compiled when its grids have executed so many times as many instructions as it
+    /// has.
+    const WORTH_IT: u64 = 100;
+
+    /// When kernels are compiled.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum When {
+        Never,
+        AtOnce,
+        Hot,
+    }
+
+    fn when() -> When {
+        static WHEN: OnceLock<When> = OnceLock::new();
+        *WHEN.get_or_init(|| {
+            let has = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512cd")
+                && is_x86_feature_detected!("avx512vpopcntdq");
+            match std::env::var("EPOXIDE_VGPU_COMPILE").as_deref() {
+                _ if !has => When::Never,
+                Ok("0") => When::Never,
+                Ok("1") => When::AtOnce,
+                _ => When::Hot,
+            }
+        })
+    }
+
+    /// Compiled code of a kernel, once there is some.
+    #[derive(Debug, Default)]
+    pub(crate) struct Compiled {
+        /// Instructions that its grids have executed, while it is not compiled.
+        heat: AtomicU64,
+        /// For warps all of whose lanes run, and for others.
+        code: [OnceLock<Option<Code>>; 2],
+    }
+
+    impl Compiled {
+        /// Code for the lanes `mask`, if there is some.
+        #[inline(always)]
+        pub(crate) fn code(&self, mask: u32) -> Option<&Code> {
+            self.code[usize::from(mask != FULL)].get()?.as_ref()
+        }
+
+        /// Notes that a slice of so many instructions of the kernel was executed, and compiles it
+        /// when that is worth it.
+        pub(crate) fn note(&self, kernel: &Kernel, executed: u64) {
+            if self.code[1].get().is_some() {
+                return;
+            }
+            let heat = self.heat.fetch_add(executed, Ordering::Relaxed);
+            let worth_it = match when() {
+                When::Never => false,
+                When::AtOnce => true,
+                When::Hot => heat > WORTH_IT * kernel.code.len() as u64,
+            };
+            if worth_it {
+                self.compile(kernel);
+            }
+        }
+
+        #[cold]
+        pub(super) fn compile(&self, kernel: &Kernel) {
+            let live = Live::new(kernel);
+            let mut leaders = live.leaders();
+            for (i, inst) in kernel.code.iter().enumerate() {
+                if !is_compiled(inst) && i + 1 < leaders.len() {
+                    leaders[i + 1] = true;
+                }
+            }
+            let bits = |(file, slot, init): &(_, u32, Init)| match init {
+                Init::Bits(bits) => Some(((*file, *slot), *bits)),
+                _ => None,
+            };
+            let constants: HashMap<_, _> = kernel.inits.iter().filter_map(bits).collect();
+            let program = Program {
+                code: &kernel.code,
+                sigs: &kernel.sigs,
+                leaders: &leaders,
+                slots: kernel.slots,
+                constants: &constants,
+            };
+            for (code, lanes) in self.code.iter().zip([Lanes::All, Lanes::Some]) {
+                code.get_or_init(|| {
+                    // Products under way read registers behind their instructions.
+                    if !kernel.operands.products.is_empty() {
+                        return None;
+                    }
+                    let translated = translate(&program, lanes, &|i, f| live.before(i, f))?;
+                    Code::new(&translated.code, translated.entries)
+                });
+            }
+        }
+    }
+
+    /// Executable memory with the code of a kernel.
+    #[derive(Debug)]
+    pub(crate) struct Code {
+        start: *mut u8,
+        bytes: usize,
+        /// By instruction: the offset of its entry; 0 if there is none.
+        entries: Vec<u32>,
+    }
+
+    // SAFETY: the memory is only read and executed from `Code::new` on, by any number of threads.
+    unsafe impl Send for Code {}
+    // SAFETY: see above.
+    unsafe impl Sync for Code {}
+
+    impl Drop for Code {
+        fn drop(&mut self) {
+            // SAFETY: `start` and `bytes` are those of the mapping. Nobody runs the code any more:
+            // whoever does borrows it.
+            let _ = unsafe { munmap(self.start.cast(), self.bytes) };
+        }
+    }
+
+    /// The place at which compiled code stopped, and how much of the budget is left.
+    #[repr(C)]
+    struct Stopped {
+        pc: u64,
+        left: i64,
+    }
+
+    type Entry = unsafe extern "sysv64" fn(
+        *mut u8,
+        *mut u8,
+        *mut u32,
+        mask: u32,
+        budget: i64,
+        regs: *mut Regs,
+    ) -> Stopped;
+
+    impl Code {
+        /// Code that may be executed, and never written again. `None` if there is no memory.
+        fn new(code: &[u8], entries: Vec<u32>) -> Option<Self> {
+            let bytes = code.len().next_multiple_of(4096);
+            let (write, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+            // SAFETY: a new mapping at a place that the system chooses.
+            let start = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, write, flags) }.ok()?;
+            let code_at = Code { start: start.cast(), bytes, entries };
+            // SAFETY: the mapping has room for the code, and nobody else knows it.
+            unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), code_at.start, code.len()) };
+            // SAFETY: as above. From here on it is only read and executed.
+            unsafe { mprotect(start, bytes, MprotectFlags::READ | MprotectFlags::EXEC) }.ok()?;
+            Some(code_at)
+        }
+
+        /// Runs from instruction `pc` on, if code begins there. Returns the instruction at which it
+        /// stopped, and how many it has executed, at most `budget`.
+        ///
+        /// # Safety
+        /// `regs` must have the slots of the kernel that this is the code of, and `mask` be all
+        /// lanes unless this is the code for some.
+        #[inline(always)]
+        pub(crate) unsafe fn run(&self, pc: u32, regs: &mut Regs, mask: u32, budget: u64) -> Option<(u32, u64)> {
+            let entry = self.entries[pc as usize];
+            if entry == 0 {
+                return None;
+            }
+            // SAFETY: an entry is an offset in the mapping, at which a function of this type
+            // begins.
+            let run: Entry = unsafe { std::mem::transmute(self.start.add(entry as usize)) };
+            let (r32, r64) = (regs.r32.as_mut_ptr().cast(), regs.r64.as_mut_ptr().cast());
+            let pred = regs.pred.as_mut_ptr();
+            // SAFETY: the code accesses slots of the kernel in these three files alone, and its own
+            // frame. The processor has the instructions: `when` has looked.
+            let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, regs) };
+            Some((pc as u32, budget - left as u64))
+        }
+    }
+}
+
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+pub(crate) use machine::Compiled;
+
+/// Without a compiler: no kernel ever has code.
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
+mod none {
+    use crate::ir::Regs;
+    use crate::kernel::Kernel;
+
+    #[derive(Debug, Default)]
+    pub(crate) struct Compiled;
+
+    /// Code of a kernel, which there is none of.
+    #[derive(Debug)]
+    pub(crate) enum Code {}
+
+    impl Compiled {
+        pub(crate) fn code(&self, _: u32) -> Option<&Code> {
+            None
+        }
+
+        pub(crate) fn note(&self, _: &Kernel, _: u64) {}
+    }
+
+    impl Code {
+        /// # Safety
+        /// None: it cannot be called.
+        pub(crate) unsafe fn run(&self, _: u32, _: &mut Regs, _: u32, _: u64) -> Option<(u32, u64)> {
+            match *self {}
+        }
+    }
+}
+
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
+pub(crate) use none::Compiled;

@@ -1,0 +1,1033 @@
+//! Translates the arithmetic and the branches of a kernel.
+//!
+//! A block of arithmetic is computed for lanes 0 to 15 first and then for lanes 16 to 31, because
+//! no lane looks at another one. So a value of 32 bits is one vector register, one of 64 bits is
+//! two, and a predicate is 16 bits. Values stay in registers within a block; what is alive behind
+//! it is stored at its end. Registers 28 to 31 and the mask registers 1 to 5 are scratch.
+
+use std::collections::HashMap;
+
+use super::assembler::{
+    Assembler, Label, Mem, R8, R9, R10, RAX, RCX, RDI, RDX, RSI, RSP, Source, Vector,
+};
+use super::native::{Binary, Compared, Float, Logic, Native, Shift, Unary, Width};
+use crate::exec::lanes::{Role, Sig};
+use crate::ir::{File, GUARD_NOT, Inst, NO_GUARD, Op, Regs, SINK};
+
+/// Vector registers that hold values.
+const HOLDERS: u8 = 28;
+const T0: u8 = 28;
+const T1: u8 = 29;
+const T2: u8 = 30;
+const T3: u8 = 31;
+
+/// Mask registers: that of a result, scratch, and the lanes that stay as they are (the low and the
+/// high 8).
+const K_GUARD: u8 = 1;
+const K1: u8 = 2;
+const K2: u8 = 3;
+const KEEP: u8 = 7;
+const KEEP_HIGH: u8 = 6;
+
+/// The frame: the lanes that stay as they are, those that run, room for the arguments during a
+/// call, and the predicates of the block at hand, 4 bytes each.
+const KEPT: i32 = 0;
+const RUNNING: i32 = 4;
+const SAVED: i32 = 8;
+const PREDICATES: i32 = 64;
+
+/// Most predicates of a kernel that is compiled.
+const MOST_PREDICATES: u32 = 1024;
+
+const LOAD32: Vector = Vector(1, 2, false, 0x6f);
+const STORE32: Vector = Vector(1, 2, false, 0x7f);
+const COPY32: Vector = Vector(1, 1, false, 0x6f);
+const LOAD64: Vector = Vector(1, 2, true, 0x6f);
+const COPY64: Vector = Vector(1, 1, true, 0x6f);
+const BLEND32: Vector = Vector(2, 1, false, 0x64);
+const BLEND64: Vector = Vector(2, 1, true, 0x64);
+const ADD32: Vector = Vector(1, 1, false, 0xfe);
+const ADD64: Vector = Vector(1, 1, true, 0xd4);
+const MUL32: Vector = Vector(2, 1, false, 0x40);
+const MUL64: Vector = Vector(2, 1, true, 0x40);
+const AND32: Vector = Vector(1, 1, false, 0xdb);
+const TERNARY32: Vector = Vector(3, 1, false, 0x25);
+const ZERO_EXTEND: Vector = Vector(2, 1, false, 0x35);
+const SIGN_EXTEND: Vector = Vector(2, 1, false, 0x25);
+const UPPER_HALF: Vector = Vector(3, 1, true, 0x3b);
+const JOIN_HALVES: Vector = Vector(3, 1, true, 0x3a);
+const TRUNCATE: Vector = Vector(2, 2, false, 0x35);
+const MULTIPLY_WIDE: Vector = Vector(1, 1, true, 0xf4);
+const MULTIPLY_WIDE_SIGNED: Vector = Vector(2, 1, true, 0x28);
+const COMPARE_F32: Vector = Vector(1, 0, false, 0xc2);
+const FMA: Vector = Vector(2, 1, false, 0xa8);
+const UNORDERED: u8 = 3;
+
+/// Executes an arithmetic instruction by its function.
+///
+/// # Safety
+/// `regs` are the registers that compiled code runs on, `inst` an arithmetic instruction of its
+/// kernel.
+unsafe extern "sysv64" fn call_function(regs: *mut Regs, inst: *const Inst, lanes: u32) {
+    // SAFETY: compiled code passes the pointer that it was given, to registers that are borrowed
+    // mutably for as long as it runs and that nothing accesses during the call.
+    let regs = unsafe { &mut *regs };
+    // SAFETY: the instructions of a kernel live as long as its compiled code, and do not move.
+    if let Op::Alu { f, s, .. } = unsafe { &(*inst).op } {
+        // SAFETY: the constructor of `f` saw that this processor has the instructions that it uses.
+        unsafe { f(regs, s, lanes) }
+    }
+}
+
+/// A register of the warp.
+type Slot = (File, u32);
+
+/// What compiled code is made from.
+pub(super) struct Program<'a> {
+    pub(super) code: &'a [Inst],
+    pub(super) sigs: &'a [Vec<Sig>],
+    /// First instructions of basic blocks.
+    pub(super) leaders: &'a [bool],
+    /// Slots of each file.
+    pub(super) slots: [u32; 3],
+    /// Slots that hold the same known bits in every lane.
+    pub(super) constants: &'a HashMap<Slot, u64>,
+}
+
+/// Whether all lanes of a warp run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Lanes {
+    All,
+    Some,
+}
+
+/// Code, and where the blocks begin in it.
+pub(super) struct Translated {
+    pub(super) code: Vec<u8>,
+    /// By instruction; 0 if there is no entry.
+    pub(super) entries: Vec<u32>,
+}
+
+/// A value in vector registers.
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    slot: Slot,
+    /// The second one is for the upper 8 lanes of 64 bits.
+    registers: [u8; 2],
+    /// Memory has another value.
+    dirty: bool,
+}
+
+/// How the slots of a block are used behind each of its instructions.
+struct Uses {
+    /// By instruction of the block: it computes nothing that is used.
+    dead: Vec<bool>,
+    /// Slots that are not used any more behind an instruction.
+    last: Vec<Vec<Slot>>,
+    /// Slots that are alive behind an instruction that its function does, and behind the last one.
+    alive: HashMap<usize, Vec<Slot>>,
+}
+
+/// Translates a whole kernel. `alive(i, f)` shows to `f` the slots that are alive in front of
+/// instruction `i`, a leader.
+pub(super) fn translate(
+    program: &Program,
+    lanes: Lanes,
+    alive: &dyn Fn(usize, &mut dyn FnMut(Slot)),
+) -> Option<Translated> {
+    if program.slots[2] > MOST_PREDICATES {
+        return None;
+    }
+    let mut t = Translator {
+        program,
+        lanes,
+        asm: Assembler::default(),
+        strip: 0,
+        held: vec![],
+        references: [0; 32],
+        pinned: 0,
+        defined: vec![],
+        left: HashMap::new(),
+        frame: (8 + PREDICATES + 4 * program.slots[2] as i32 + 15) / 16 * 16 + 8,
+    };
+    let n = program.code.len();
+    let mut entries = vec![None; n];
+    let labels: Vec<Option<Label>> = (0..n)
+        .map(|i| (program.leaders[i] && is_compiled(&program.code[i])).then(|| t.asm.label()))
+        .collect();
+    let leave = t.asm.label();
+    let mut exits = vec![];
+    // Where the code before goes on.
+    let mut fall = None;
+    for start in (0..n).filter(|&i| labels[i].is_some()) {
+        let mut end = start;
+        while end < n && matches!(program.code[end].op, Op::Alu { .. }) && (end == start || !program.leaders[end])
+        {
+            end += 1;
+        }
+        let label = labels[start]?;
+        if fall != Some(label) && let Some(fall) = fall {
+            t.asm.jump(fall);
+        }
+        t.asm.bind(label);
+        let length = (end - start) as i32;
+        if length > 0 {
+            let exit = t.asm.label();
+            t.asm.subtract_wide(R8, length);
+            t.asm.jump_if_less(exit);
+            exits.push((exit, length, start));
+            t.block(start, end, &|f| {
+                // What is alive in front of the instruction behind the block, or behind a branch.
+                alive(end, f);
+            })?;
+        }
+        let next = |i: usize| labels.get(i).copied().flatten();
+        match program.code.get(end) {
+            Some(Inst { op: Op::Bra { target }, guard, .. }) if end == start || !program.leaders[end] => {
+                let exit = t.asm.label();
+                t.asm.subtract_wide(R8, 1);
+                t.asm.jump_if_less(exit);
+                exits.push((exit, 1, end));
+                let mut to = |t: &mut Translator, pc: usize| {
+                    next(pc).unwrap_or_else(|| {
+                        let exit = t.asm.label();
+                        exits.push((exit, 0, pc));
+                        exit
+                    })
+                };
+                let taken = to(&mut t, *target as usize);
+                if *guard == NO_GUARD {
+                    fall = Some(taken);
+                } else {
+                    let behind = to(&mut t, end + 1);
+                    let slot = guard & !GUARD_NOT;
+                    t.asm.load(RAX, Mem { base: RDX, offset: 4 * slot as i32 });
+                    if guard & GUARD_NOT != 0 {
+                        t.asm.not(RAX);
+                    }
+                    let divergent = t.asm.label();
+                    t.asm.and(RAX, RCX);
+                    let none = t.asm.label();
+                    t.asm.jump_if_zero(none);
+                    t.asm.compare(RAX, RCX);
+                    t.asm.jump_if_not_equal(divergent);
+                    t.asm.jump(taken);
+                    t.asm.bind(none);
+                    fall = Some(behind);
+                    exits.push((divergent, 1, end));
+                }
+            }
+            _ => match next(end) {
+                Some(label) => fall = Some(label),
+                None => {
+                    let exit = t.asm.label();
+                    exits.push((exit, 0, end));
+                    fall = Some(exit);
+                }
+            },
+        }
+    }
+    if let Some(fall) = fall {
+        t.asm.jump(fall);
+    }
+    for (start, label) in labels.iter().enumerate() {
+        let Some(label) = *label else { continue };
+        let entry = t.asm.label();
+        t.asm.bind(entry);
+        t.enter();
+        t.asm.jump(label);
+        entries[start] = Some(entry);
+    }
+    for (label, unused, pc) in exits {
+        t.asm.bind(label);
+        if unused != 0 {
+            t.asm.add_wide(R8, unused);
+        }
+        t.asm.set(RAX, pc as u32);
+        t.asm.jump(leave);
+    }
+    t.asm.bind(leave);
+    t.asm.copy_wide(RDX, R8);
+    t.asm.add_wide(RSP, t.frame);
+    t.asm.leave();
+    let entries = entries
+        .into_iter()
+        .map(|entry| entry.and_then(|entry| t.asm.place(entry)).unwrap_or(0) as u32)
+        .collect();
+    Some(Translated { code: t.asm.finish()?, entries })
+}
+
+/// Whether a block of compiled code may begin with this instruction.
+pub(super) fn is_compiled(inst: &Inst) -> bool {
+    matches!(inst.op, Op::Alu { .. } | Op::Bra { .. })
+}
+
+struct Translator<'a> {
+    program: &'a Program<'a>,
+    lanes: Lanes,
+    asm: Assembler,
+    /// 0 for lanes 0 to 15, 1 for the others.
+    strip: i32,
+    held: Vec<Held>,
+    /// By vector register: how many values of `held` are in it.
+    references: [u8; 32],
+    /// Vector registers of the instruction at hand, one bit each.
+    pinned: u32,
+    /// Predicates that are in the frame.
+    defined: Vec<u32>,
+    /// How often each slot is still read in the block.
+    left: HashMap<Slot, u32>,
+    frame: i32,
+}
+
+impl Translator<'_> {
+    /// What stands in front of a block where others enter it.
+    fn enter(&mut self) {
+        self.asm.subtract_wide(RSP, self.frame);
+        self.asm.store(Mem { base: RSP, offset: RUNNING }, RCX);
+        self.asm.copy(RAX, RCX);
+        self.asm.not(RAX);
+        self.asm.store(Mem { base: RSP, offset: KEPT }, RAX);
+    }
+
+    /// The slots of an instruction, its guard included as one that is read.
+    fn slots(&self, i: usize) -> Vec<(Slot, Role)> {
+        let inst = &self.program.code[i];
+        let Op::Alu { s, native, .. } = &inst.op else { return vec![] };
+        let mut all: Vec<(Slot, Role)> =
+            self.program.sigs[i].iter().zip(s).map(|(sig, &slot)| ((sig.file, slot), sig.role)).collect();
+        // A comparison by itself does not look at the predicate that it could be combined with.
+        if matches!(native, Native::Compare(..)) && s[5] == 0 {
+            all.truncate(4);
+        }
+        if inst.guard != NO_GUARD {
+            all.push(((File::Pred, inst.guard & !GUARD_NOT), Role::Use));
+            // Lanes for which it does not hold keep their value.
+            let kept: Vec<_> = all.iter().filter(|(_, role)| *role == Role::Def).map(|(slot, _)| *slot).collect();
+            all.extend(kept.into_iter().map(|slot| (slot, Role::Use)));
+        }
+        all
+    }
+
+    fn uses(&self, start: usize, end: usize, alive: &dyn Fn(&mut dyn FnMut(Slot))) -> Uses {
+        let mut live: std::collections::HashSet<Slot> = Default::default();
+        alive(&mut |slot| {
+            live.insert(slot);
+        });
+        // The guard of a branch behind the block is alive there: it is part of the block after it.
+        let n = end - start;
+        let mut uses =
+            Uses { dead: vec![false; n], last: vec![vec![]; n], alive: HashMap::new() };
+        let sorted = |live: &std::collections::HashSet<Slot>| {
+            let mut all: Vec<Slot> = live.iter().copied().collect();
+            all.sort_by_key(|&(file, slot)| (file as usize, slot));
+            all
+        };
+        uses.alive.insert(n - 1, sorted(&live));
+        for i in (0..n).rev() {
+            let slots = self.slots(start + i);
+            let Op::Alu { native, .. } = self.program.code[start + i].op else { continue };
+            if native == Native::Function && i + 1 != n {
+                uses.alive.insert(i, sorted(&live));
+            }
+            let is_used = |slot: &Slot| slot.1 != SINK && live.contains(slot);
+            let writes = slots.iter().filter(|(_, role)| *role != Role::Use);
+            if !writes.map(|(slot, _)| slot).any(is_used) {
+                uses.dead[i] = true;
+                continue;
+            }
+            for (slot, _) in &slots {
+                if !live.contains(slot) {
+                    uses.last[i].push(*slot);
+                }
+            }
+            for (slot, role) in &slots {
+                if *role == Role::Def {
+                    live.remove(slot);
+                }
+            }
+            for (slot, role) in &slots {
+                if *role != Role::Def {
+                    live.insert(*slot);
+                }
+            }
+        }
+        uses
+    }
+
+    /// A block of arithmetic instructions.
+    fn block(&mut self, start: usize, end: usize, alive: &dyn Fn(&mut dyn FnMut(Slot))) -> Option<()> {
+        let uses = self.uses(start, end, alive);
+        let mut from = start;
+        while from < end {
+            // A segment ends at an instruction that its function does.
+            let is_function = |i: usize| {
+                matches!(self.program.code[i].op, Op::Alu { native: Native::Function, .. }) && !uses.dead[i - start]
+            };
+            let to = (from..end).find(|&i| is_function(i)).unwrap_or(end);
+            if from < to {
+                let mut needed: Vec<Slot> = vec![];
+                if let Some(slots) = (to == end).then(|| uses.alive.get(&(end - 1 - start))).flatten() {
+                    needed.extend(slots);
+                } else if let Some(slots) = uses.alive.get(&(to - start)) {
+                    // In front of the function: also what it reads, or keeps.
+                    needed.extend(slots);
+                    needed.extend(self.slots(to).iter().map(|(slot, _)| *slot));
+                }
+                self.segment(from, to, start, &uses, &needed)?;
+            }
+            if to < end {
+                self.function(to);
+            }
+            from = to + 1;
+        }
+        Some(())
+    }
+
+    /// Instructions for which there are vector instructions. What is in `needed` is in memory
+    /// afterwards.
+    fn segment(&mut self, from: usize, to: usize, start: usize, uses: &Uses, needed: &[Slot]) -> Option<()> {
+        let needed: std::collections::HashSet<Slot> = needed.iter().copied().collect();
+        let mut predicates = vec![];
+        for strip in 0..2 {
+            self.strip = strip;
+            self.held.clear();
+            self.references = [0; 32];
+            self.defined.clear();
+            self.left.clear();
+            for i in (from..to).filter(|i| !uses.dead[i - start]) {
+                for (slot, role) in self.slots(i) {
+                    if role != Role::Def {
+                        *self.left.entry(slot).or_default() += 1;
+                    }
+                }
+            }
+            if self.lanes == Lanes::Some {
+                self.asm.load_mask(KEEP, Mem { base: RSP, offset: KEPT + 2 * strip });
+                self.asm.mask_shift_right(KEEP_HIGH, KEEP, 8);
+            }
+            for i in (from..to).filter(|i| !uses.dead[i - start]) {
+                for (slot, role) in self.slots(i) {
+                    if role != Role::Def && let Some(n) = self.left.get_mut(&slot) {
+                        *n -= 1;
+                    }
+                }
+                self.pinned = 0;
+                self.instruction(i)?;
+                for slot in &uses.last[i - start] {
+                    self.forget(*slot);
+                }
+            }
+            for held in self.held.clone() {
+                if held.dirty && needed.contains(&held.slot) {
+                    self.write_back(held);
+                }
+            }
+            predicates = std::mem::take(&mut self.defined);
+        }
+        for p in predicates {
+            if p == SINK || !needed.contains(&(File::Pred, p)) {
+                continue;
+            }
+            let (frame, memory) = (self.frame_predicate(p), Mem { base: RDX, offset: 4 * p as i32 });
+            self.asm.load_half(RAX, frame);
+            self.asm.load_half(R10, frame.plus(2));
+            self.asm.shift_left(R10, 16);
+            self.asm.or(RAX, R10);
+            if self.lanes == Lanes::Some {
+                self.asm.load(R10, memory);
+                self.asm.xor(RAX, R10);
+                self.asm.and(RAX, RCX);
+                self.asm.xor(RAX, R10);
+            }
+            self.asm.store(memory, RAX);
+        }
+        Some(())
+    }
+
+    /// An instruction by its function. All registers are in memory.
+    fn function(&mut self, i: usize) {
+        let inst = &self.program.code[i];
+        let registers = [RDI, RSI, RDX, RCX, R8, R9];
+        let saved = |n: usize| Mem { base: RSP, offset: SAVED + 8 * n as i32 };
+        let done = self.asm.label();
+        // The lanes for which it runs.
+        self.asm.copy(RAX, RCX);
+        if inst.guard != NO_GUARD {
+            self.asm.load(R10, Mem { base: RDX, offset: 4 * (inst.guard & !GUARD_NOT) as i32 });
+            if inst.guard & GUARD_NOT != 0 {
+                self.asm.not(R10);
+            }
+            self.asm.and(RAX, R10);
+            self.asm.jump_if_zero(done);
+        }
+        for (n, register) in registers.into_iter().enumerate() {
+            self.asm.store_wide(saved(n), register);
+        }
+        self.asm.copy_wide(RDI, R9);
+        self.asm.set_wide(RSI, std::ptr::from_ref(inst).expose_provenance() as u64);
+        self.asm.copy(RDX, RAX);
+        self.asm.set_wide(RAX, call_function as *const () as usize as u64);
+        self.asm.call(RAX);
+        for (n, register) in registers.into_iter().enumerate() {
+            self.asm.load_wide(register, saved(n));
+        }
+        self.asm.bind(done);
+    }
+
+    fn frame_predicate(&self, p: u32) -> Mem {
+        Mem { base: RSP, offset: PREDICATES + 4 * p as i32 }
+    }
+
+    /// The 16 bits of a predicate that belong to the strip.
+    fn predicate(&self, p: u32) -> Mem {
+        let whole = if self.defined.contains(&p) {
+            self.frame_predicate(p)
+        } else {
+            Mem { base: RDX, offset: 4 * p as i32 }
+        };
+        whole.plus(2 * self.strip)
+    }
+
+    /// The part of a register in memory: 16 lanes of 32 bits, or 8 of 64.
+    fn row(&self, slot: Slot, half: usize) -> Mem {
+        match slot.0 {
+            File::R64 => {
+                Mem { base: RSI, offset: slot.1 as i32 * 256 + self.strip * 128 + 64 * half as i32 }
+            }
+            _ => Mem { base: RDI, offset: slot.1 as i32 * 128 + self.strip * 64 },
+        }
+    }
+
+    fn parts(slot: Slot) -> usize {
+        if slot.0 == File::R64 { 2 } else { 1 }
+    }
+
+    fn find(&self, slot: Slot) -> Option<usize> {
+        self.held.iter().position(|held| held.slot == slot)
+    }
+
+    fn forget(&mut self, slot: Slot) {
+        if let Some(at) = self.find(slot) {
+            let held = self.held.swap_remove(at);
+            for &r in &held.registers[..Self::parts(slot)] {
+                self.references[usize::from(r)] -= 1;
+            }
+        }
+    }
+
+    fn hold(&mut self, slot: Slot, registers: [u8; 2], dirty: bool) {
+        self.forget(slot);
+        for &r in &registers[..Self::parts(slot)] {
+            self.references[usize::from(r)] += 1;
+            self.pinned |= 1 << r;
+        }
+        self.held.push(Held { slot, registers, dirty });
+    }
+
+    /// Stores a value. Lanes that do not run keep theirs.
+    fn write_back(&mut self, held: Held) {
+        for half in 0..Self::parts(held.slot) {
+            let (row, mut register) = (self.row(held.slot, half), held.registers[half]);
+            if self.lanes == Lanes::Some {
+                let keep = if half == 0 { KEEP } else { KEEP_HIGH };
+                self.asm.vector(COPY32, T3, 0, Source::Register(register), 0);
+                register = T3;
+                let load = if held.slot.0 == File::R64 { LOAD64 } else { LOAD32 };
+                self.asm.vector(load, register, 0, Source::Memory(row), keep);
+            }
+            self.asm.vector(STORE32, register, 0, Source::Memory(row), 0);
+        }
+    }
+
+    /// A vector register that holds nothing.
+    fn fresh(&mut self) -> Option<u8> {
+        loop {
+            let free = |&r: &u8| self.references[usize::from(r)] == 0 && self.pinned >> r & 1 == 0;
+            if let Some(r) = (0..HOLDERS).find(free) {
+                self.pinned |= 1 << r;
+                return Some(r);
+            }
+            // Best one that is in memory, or else the oldest.
+            let movable = |held: &Held| {
+                held.registers[..Self::parts(held.slot)].iter().all(|r| self.pinned >> r & 1 == 0)
+            };
+            let clean = self.held.iter().position(|held| movable(held) && !held.dirty);
+            let at = clean.or_else(|| self.held.iter().position(movable))?;
+            let held = self.held[at];
+            if held.dirty {
+                self.write_back(held);
+            }
+            self.forget(held.slot);
+        }
+    }
+
+    fn fresh_for(&mut self, slot: Slot) -> Option<[u8; 2]> {
+        let low = self.fresh()?;
+        Some([low, if Self::parts(slot) == 2 { self.fresh()? } else { 0 }])
+    }
+
+    /// The registers with a value, which is loaded if need be.
+    fn value(&mut self, slot: Slot) -> Option<[u8; 2]> {
+        if let Some(at) = self.find(slot) {
+            let held = self.held[at];
+            held.registers[..Self::parts(slot)].iter().for_each(|r| self.pinned |= 1 << r);
+            return Some(held.registers);
+        }
+        let registers = self.fresh_for(slot)?;
+        for half in 0..Self::parts(slot) {
+            let row = self.row(slot, half);
+            self.asm.vector(LOAD32, registers[half], 0, Source::Memory(row), 0);
+        }
+        self.hold(slot, registers, false);
+        Some(registers)
+    }
+
+    /// The same as operands, which stay in memory if this is their only use.
+    fn source(&mut self, slot: Slot) -> Option<[Source; 2]> {
+        if self.find(slot).is_none() && self.left.get(&slot).is_none_or(|&n| n == 0) {
+            return Some([0, 1].map(|half| Source::Memory(self.row(slot, half))));
+        }
+        Some(self.value(slot)?.map(Source::Register))
+    }
+
+    /// The lanes `half` of a register of 32 bits, extended to 64 bits in `to`.
+    fn extend(&mut self, slot: u32, half: usize, signed: bool, to: u8) -> Option<()> {
+        let slot = (File::R32, slot);
+        let op = if signed { SIGN_EXTEND } else { ZERO_EXTEND };
+        if self.find(slot).is_none() && self.left.get(&slot).is_none_or(|&n| n == 0) {
+            let row = self.row(slot, 0).plus(32 * half as i32);
+            self.asm.vector_sized(op, to, Source::Memory(row), 32);
+            return Some(());
+        }
+        let [mut from, _] = self.value(slot)?;
+        if half == 1 {
+            self.asm.vector_with(UPPER_HALF, from, 0, Source::Register(to), 0, Some(1));
+            from = to;
+        }
+        self.asm.vector(op, to, 0, Source::Register(from), 0);
+        Some(())
+    }
+
+    /// Makes `registers` the value of `slot`, for the lanes of the guard.
+    fn define(&mut self, guard: u32, slot: Slot, registers: [u8; 2]) -> Option<()> {
+        if slot.1 == SINK {
+            return Some(());
+        }
+        if guard == NO_GUARD {
+            self.hold(slot, registers, true);
+            return Some(());
+        }
+        let old = self.value(slot)?;
+        let result = self.fresh_for(slot)?;
+        for half in 0..Self::parts(slot) {
+            let blend = if slot.0 == File::R64 { BLEND64 } else { BLEND32 };
+            self.load_guard(guard, half, slot.0)?;
+            self.asm.vector(blend, result[half], old[half], Source::Register(registers[half]), K_GUARD);
+        }
+        self.hold(slot, result, true);
+        Some(())
+    }
+
+    /// Loads the lanes of a predicate, for 16 lanes of 32 bits or a half of 64.
+    fn load_lanes(&mut self, k: u8, p: u32, half: usize, file: File) {
+        let at = self.predicate(p);
+        if file == File::R64 {
+            self.asm.load_mask_byte(k, at.plus(half as i32));
+        } else {
+            self.asm.load_mask(k, at);
+        }
+    }
+
+    fn load_guard(&mut self, guard: u32, half: usize, file: File) -> Option<()> {
+        self.load_lanes(K_GUARD, guard & !GUARD_NOT, half, file);
+        if guard & GUARD_NOT != 0 {
+            self.asm.mask_not(K_GUARD, K_GUARD);
+        }
+        Some(())
+    }
+
+    /// Makes the low 16 bits of RAX the predicate `p`, for the lanes of the guard.
+    fn define_predicate(&mut self, guard: u32, p: u32) {
+        if p == SINK {
+            return;
+        }
+        if guard != NO_GUARD {
+            let at = self.predicate(guard & !GUARD_NOT);
+            self.asm.load_half(RSI_SCRATCH, at);
+            if guard & GUARD_NOT != 0 {
+                self.asm.not(RSI_SCRATCH);
+            }
+            let old = self.predicate(p);
+            // old ^ ((old ^ new) & guard)
+            self.asm.load_half(R10, old);
+            self.asm.xor(RAX, R10);
+            self.asm.and(RAX, RSI_SCRATCH);
+            self.asm.xor(RAX, R10);
+        }
+        let to = self.frame_predicate(p).plus(2 * self.strip);
+        self.asm.store_half(to, RAX);
+        if !self.defined.contains(&p) {
+            self.defined.push(p);
+        }
+    }
+
+    fn constant(&self, slot: Slot) -> Option<u64> {
+        self.program.constants.get(&slot).copied()
+    }
+
+    /// A result that is a NaN becomes the canonical one.
+    fn canonical(&mut self, d: u8) {
+        self.asm.vector_with(COMPARE_F32, K1, d, Source::Register(d), 0, Some(UNORDERED));
+        self.asm.vector(BLEND32, d, d, Source::Constant(0x7fff_ffff), K1);
+    }
+
+    /// f32 to bf16 in the upper half of 32 bits, below which anything may be.
+    fn round_bf16(&mut self, to: u8, v: u8) {
+        self.asm.vector_with(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, to, Source::Register(v), 0, Some(16));
+        self.asm.vector(AND32, to, to, Source::Constant(1), 0);
+        self.asm.vector(ADD32, to, to, Source::Register(v), 0);
+        self.asm.vector(ADD32, to, to, Source::Constant(0x7fff), 0);
+        self.asm.vector_with(COMPARE_F32, K1, v, Source::Register(v), 0, Some(UNORDERED));
+        self.asm.vector(BLEND32, to, to, Source::Constant(0x7fff_0000), K1);
+    }
+
+    fn instruction(&mut self, i: usize) -> Option<()> {
+        let inst = &self.program.code[i];
+        let guard = inst.guard;
+        let Op::Alu { s, native, .. } = &inst.op else { return None };
+        let r32 = |n: usize| (File::R32, s[n]);
+        let r64 = |n: usize| (File::R64, s[n]);
+        let of = |width: Width, n: usize| (if width == Width::W64 { File::R64 } else { File::R32 }, s[n]);
+        let halves = |width: Width| if width == Width::W64 { 2 } else { 1 };
+        match *native {
+            Native::Function => return None,
+            Native::Unary(Unary::Move, width) => {
+                let a = self.value(of(width, 1))?;
+                self.define(guard, of(width, 0), a)?;
+            }
+            Native::Unary(op, width) => {
+                let wide = width == Width::W64;
+                let a = self.source(of(width, 1))?;
+                let d = self.fresh_for(of(width, 0))?;
+                for half in 0..halves(width) {
+                    match op {
+                        Unary::Move => {}
+                        // All three inputs are the same; bit 0 of the table is for zeros.
+                        Unary::Not => {
+                            self.asm.vector(LOAD32, d[half], 0, a[half], 0);
+                            let same = Source::Register(d[half]);
+                            self.asm.vector_with(TERNARY32, d[half], d[half], same, 0, Some(0x55));
+                        }
+                        Unary::Negate => {
+                            let zero = Source::Register(T0);
+                            self.asm.vector(Vector(1, 1, false, 0xef), T0, T0, zero, 0);
+                            let sub = Vector(1, 1, wide, if wide { 0xfb } else { 0xfa });
+                            self.asm.vector(sub, d[half], T0, a[half], 0);
+                        }
+                        Unary::CountOnes => self.asm.vector(Vector(2, 1, wide, 0x55), d[half], 0, a[half], 0),
+                        Unary::LeadingZeros => {
+                            self.asm.vector(Vector(2, 1, wide, 0x44), d[half], 0, a[half], 0)
+                        }
+                    }
+                }
+                self.define(guard, of(width, 0), d)?;
+            }
+            Native::Binary(op, width) => {
+                let a = self.value(of(width, 1))?;
+                let b = self.source(of(width, 2))?;
+                let d = self.fresh_for(of(width, 0))?;
+                for half in 0..halves(width) {
+                    self.asm.vector(binary(op, width), d[half], a[half], b[half], 0);
+                }
+                self.define(guard, of(width, 0), d)?;
+            }
+            Native::Shift(op, width) => {
+                let wide = width == Width::W64;
+                if let Some(n) = self.constant(r32(2)) {
+                    let a = self.source(of(width, 1))?;
+                    let d = self.fresh_for(of(width, 0))?;
+                    let (opcode, field) = match (op, wide) {
+                        (Shift::Left, false) => (0x72, 6),
+                        (Shift::Left, true) => (0x73, 6),
+                        (Shift::Right, false) => (0x72, 2),
+                        (Shift::Right, true) => (0x73, 2),
+                        (Shift::RightSigned, _) => (0x72, 4),
+                    };
+                    for half in 0..halves(width) {
+                        let op = Vector(1, 1, wide, opcode);
+                        self.asm.vector_with(op, field, d[half], a[half], 0, Some(n.min(255) as u8));
+                    }
+                    return self.define(guard, of(width, 0), d);
+                }
+                let opcode = match op {
+                    Shift::Left => 0x47,
+                    Shift::Right => 0x45,
+                    Shift::RightSigned => 0x46,
+                };
+                let a = self.value(of(width, 1))?;
+                let d = self.fresh_for(of(width, 0))?;
+                if wide {
+                    for half in 0..2 {
+                        self.extend(s[2], half, false, T0)?;
+                        let n = Source::Register(T0);
+                        self.asm.vector(Vector(2, 1, true, opcode), d[half], a[half], n, 0);
+                    }
+                } else {
+                    let n = self.source(r32(2))?;
+                    self.asm.vector(Vector(2, 1, false, opcode), d[0], a[0], n[0], 0);
+                }
+                self.define(guard, of(width, 0), d)?;
+            }
+            Native::MultiplyAdd(width) => {
+                let a = self.value(of(width, 1))?;
+                let b = self.source(of(width, 2))?;
+                let c = self.source(of(width, 3))?;
+                let d = self.fresh_for(of(width, 0))?;
+                let (mul, add) = if width == Width::W64 { (MUL64, ADD64) } else { (MUL32, ADD32) };
+                for half in 0..halves(width) {
+                    self.asm.vector(mul, d[half], a[half], b[half], 0);
+                    self.asm.vector(add, d[half], d[half], c[half], 0);
+                }
+                self.define(guard, of(width, 0), d)?;
+            }
+            Native::MultiplyWide { signed } | Native::MultiplyAddWide { signed } => {
+                let d = self.fresh_for(r64(0))?;
+                let op = if signed { MULTIPLY_WIDE_SIGNED } else { MULTIPLY_WIDE };
+                let adds = matches!(native, Native::MultiplyAddWide { .. });
+                for half in 0..2 {
+                    // The upper halves do not matter to the product.
+                    self.extend(s[1], half, false, T0)?;
+                    self.extend(s[2], half, false, T1)?;
+                    self.asm.vector(op, d[half], T0, Source::Register(T1), 0);
+                }
+                if adds {
+                    let c = self.source(r64(3))?;
+                    for half in 0..2 {
+                        self.asm.vector(ADD64, d[half], d[half], c[half], 0);
+                    }
+                }
+                self.define(guard, r64(0), d)?;
+            }
+            Native::Select(width) => {
+                let a = self.source(of(width, 1))?;
+                let b = self.value(of(width, 2))?;
+                let d = self.fresh_for(of(width, 0))?;
+                let blend = if width == Width::W64 { BLEND64 } else { BLEND32 };
+                for half in 0..halves(width) {
+                    self.load_lanes(K1, s[3], half, of(width, 0).0);
+                    self.asm.vector(blend, d[half], b[half], a[half], K1);
+                }
+                self.define(guard, of(width, 0), d)?;
+            }
+            Native::Extend { signed } => {
+                let d = self.fresh_for(r64(0))?;
+                for half in 0..2 {
+                    self.extend(s[1], half, signed, d[half])?;
+                }
+                self.define(guard, r64(0), d)?;
+            }
+            Native::Truncate => {
+                let a = self.value(r64(1))?;
+                let d = self.fresh()?;
+                self.truncate(d, a);
+                self.define(guard, r32(0), [d, 0])?;
+            }
+            Native::Keep(bits) => {
+                let a = self.value(r32(1))?;
+                let d = self.fresh()?;
+                self.asm.vector(AND32, d, a[0], Source::Constant(u32::MAX >> (32 - bits)), 0);
+                self.define(guard, r32(0), [d, 0])?;
+            }
+            Native::Float(op) => {
+                let a = self.value(r32(1))?;
+                let b = self.source(r32(2))?;
+                let d = self.fresh()?;
+                let opcode = match op {
+                    Float::Add => 0x58,
+                    Float::Sub => 0x5c,
+                    Float::Mul => 0x59,
+                };
+                self.asm.vector(Vector(1, 0, false, opcode), d, a[0], b[0], 0);
+                self.canonical(d);
+                self.define(guard, r32(0), [d, 0])?;
+            }
+            Native::FusedMultiplyAdd => {
+                let a = self.source(r32(1))?;
+                let b = self.value(r32(2))?;
+                let c = self.source(r32(3))?;
+                let d = self.fresh()?;
+                self.asm.vector(LOAD32, d, 0, a[0], 0);
+                self.asm.vector(FMA, d, b[0], c[0], 0);
+                self.canonical(d);
+                self.define(guard, r32(0), [d, 0])?;
+            }
+            Native::PackBf16 => {
+                let (a, b) = (self.value(r32(1))?, self.value(r32(2))?);
+                let d = self.fresh()?;
+                self.round_bf16(T1, b[0]);
+                self.asm.vector_with(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, T1, Source::Register(T1), 0, Some(16));
+                self.round_bf16(T0, a[0]);
+                self.asm.vector(LOAD32, d, 0, Source::Register(T0), 0);
+                // Bits of the constant choose between T0, now `d`, and T1: c ? d : t1.
+                self.asm.vector_with(TERNARY32, d, T1, Source::Constant(0xffff_0000), 0, Some(0xe4));
+                self.define(guard, r32(0), [d, 0])?;
+            }
+            Native::WidenBf16 => {
+                let a = self.source(r32(1))?;
+                let d = self.fresh()?;
+                self.asm.vector_with(Vector(1, 1, false, 0x72), 6, d, a[0], 0, Some(16));
+                self.define(guard, r32(0), [d, 0])?;
+            }
+            Native::Split => {
+                let a = self.value(r64(0))?;
+                let (low, high) = (self.fresh()?, self.fresh()?);
+                self.truncate(low, a);
+                for (to, from) in [(T1, a[0]), (T2, a[1])] {
+                    let shift = Vector(1, 1, true, 0x73);
+                    self.asm.vector_with(shift, 2, to, Source::Register(from), 0, Some(32));
+                }
+                self.truncate(high, [T1, T2]);
+                self.define(guard, r32(1), [low, 0])?;
+                self.define(guard, r32(2), [high, 0])?;
+            }
+            Native::Join => {
+                let d = self.fresh_for(r64(0))?;
+                for half in 0..2 {
+                    self.extend(s[1], half, false, T0)?;
+                    self.extend(s[2], half, false, d[half])?;
+                    let shift = Vector(1, 1, true, 0x73);
+                    self.asm.vector_with(shift, 6, d[half], Source::Register(d[half]), 0, Some(32));
+                    self.asm.vector(Vector(1, 1, true, 0xeb), d[half], d[half], Source::Register(T0), 0);
+                }
+                self.define(guard, r64(0), d)?;
+            }
+            Native::Compare(compared, imm) => {
+                let (file, op) = match compared {
+                    Compared::F32 => (File::R32, COMPARE_F32),
+                    Compared::Unsigned(Width::W32) => (File::R32, Vector(3, 1, false, 0x1e)),
+                    Compared::Signed(Width::W32) => (File::R32, Vector(3, 1, false, 0x1f)),
+                    Compared::Unsigned(Width::W64) => (File::R64, Vector(3, 1, true, 0x1e)),
+                    Compared::Signed(Width::W64) => (File::R64, Vector(3, 1, true, 0x1f)),
+                };
+                let a = self.value((file, s[2]))?;
+                let b = self.source((file, s[3]))?;
+                self.asm.vector_with(op, K1, a[0], b[0], 0, Some(imm));
+                if file == File::R64 {
+                    self.asm.vector_with(op, K2, a[1], b[1], 0, Some(imm));
+                    self.asm.mask_join_bytes(K1, K2, K1);
+                }
+                // The opposite first: the guard, and the combination, may be the other result.
+                self.put_comparison(guard, s);
+            }
+            Native::Logic(op) => {
+                let at = self.predicate(s[1]);
+                self.asm.load_half(RAX, at);
+                let at = self.predicate(s[2]);
+                match op {
+                    Logic::Move => {}
+                    Logic::Not => self.asm.not(RAX),
+                    Logic::And | Logic::Or | Logic::Xor => {
+                        self.asm.load_half(R10, at);
+                        match op {
+                            Logic::And => self.asm.and(RAX, R10),
+                            Logic::Or => self.asm.or(RAX, R10),
+                            _ => self.asm.xor(RAX, R10),
+                        }
+                    }
+                }
+                self.define_predicate(guard, s[0]);
+            }
+        }
+        Some(())
+    }
+
+    /// Stores the comparison in `K1`, and its opposite, combined as slot 5 says.
+    fn put_comparison(&mut self, guard: u32, s: &[u32; 6]) {
+        let [p, q, _, _, c, combine] = *s;
+        // Both results are computed from the predicates as they were.
+        if q != SINK {
+            self.combined(c, combine, true);
+            self.asm.store_wide(Mem { base: RSP, offset: SAVED }, RAX);
+        }
+        self.combined(c, combine, false);
+        if q == SINK {
+            self.define_predicate(guard, p);
+            return;
+        }
+        // The guard may be one of the results, so it is applied to both before either changes.
+        self.asm.store_wide(Mem { base: RSP, offset: SAVED + 8 }, RAX);
+        if guard != NO_GUARD {
+            let at = self.predicate(guard & !GUARD_NOT);
+            self.asm.load_half(RAX, at);
+            self.asm.store_wide(Mem { base: RSP, offset: SAVED + 16 }, RAX);
+        }
+        for (slot, at) in [(q, SAVED), (p, SAVED + 8)] {
+            if slot == SINK {
+                continue;
+            }
+            self.asm.load_wide(RAX, Mem { base: RSP, offset: at });
+            if guard != NO_GUARD {
+                self.asm.load_wide(RSI_SCRATCH, Mem { base: RSP, offset: SAVED + 16 });
+                if guard & GUARD_NOT != 0 {
+                    self.asm.not(RSI_SCRATCH);
+                }
+                let old = self.predicate(slot);
+                self.asm.load_half(R10, old);
+                self.asm.xor(RAX, R10);
+                self.asm.and(RAX, RSI_SCRATCH);
+                self.asm.xor(RAX, R10);
+            }
+            self.define_predicate(NO_GUARD, slot);
+        }
+    }
+
+    /// RAX = the comparison in `K1`, or its opposite, combined.
+    fn combined(&mut self, c: u32, combine: u32, opposite: bool) {
+        self.asm.mask_to_general(RAX, K1);
+        if opposite {
+            self.asm.not(RAX);
+        }
+        if combine != 0 {
+            let at = self.predicate(c);
+            self.asm.load_half(R10, at);
+            match combine {
+                1 => self.asm.and(RAX, R10),
+                2 => self.asm.or(RAX, R10),
+                _ => self.asm.xor(RAX, R10),
+            }
+        }
+    }
+
+    /// The low 32 bits of 16 lanes of 64.
+    fn truncate(&mut self, d: u8, a: [u8; 2]) {
+        self.asm.vector(TRUNCATE, a[0], 0, Source::Register(d), 0);
+        self.asm.vector(TRUNCATE, a[1], 0, Source::Register(T0), 0);
+        self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(T0), 0, Some(1));
+    }
+}
+
+/// A general register for one more number.
+const RSI_SCRATCH: u8 = 11;
+
+const SHIFT_RIGHT32: Vector = Vector(1, 1, false, 0x72);
+const SHIFT_RIGHT32_FIELD: u8 = 2;
+
+fn binary(op: Binary, width: Width) -> Vector {
+    let wide = width == Width::W64;
+    let (map, opcode) = match (op, wide) {
+        (Binary::Add, false) => (1, 0xfe),
+        (Binary::Add, true) => (1, 0xd4),
+        (Binary::Sub, false) => (1, 0xfa),
+        (Binary::Sub, true) => (1, 0xfb),
+        (Binary::Mul, _) => (2, 0x40),
+        (Binary::And, _) => (1, 0xdb),
+        (Binary::Or, _) => (1, 0xeb),
+        (Binary::Xor, _) => (1, 0xef),
+        (Binary::MinUnsigned, _) => (2, 0x3b),
+        (Binary::MinSigned, _) => (2, 0x39),
+        (Binary::MaxUnsigned, _) => (2, 0x3f),
+        (Binary::MaxSigned, _) => (2, 0x3d),
+    };
+    Vector(map, 1, wide, opcode)
+}

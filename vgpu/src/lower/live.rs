@@ -1,0 +1,83 @@
+//! The registers of a lowered kernel that are alive in front of an instruction: compiled code need
+//! not store others.
+
+use super::allocate::{Liveness, flow_of, registers};
+use super::dataflow::{Set, Touch};
+use crate::exec::lanes::Role;
+use crate::ir::{File, GUARD_NOT, NO_GUARD, Operands};
+use crate::kernel::Kernel;
+use crate::ptx::Flow;
+
+/// Liveness of a kernel's slots.
+pub(crate) struct Live {
+    flow: Flow,
+    touches: Vec<Vec<Touch>>,
+    liveness: Liveness,
+    base: [usize; 3],
+    total: usize,
+    /// By instruction: its basic block.
+    block_of: Vec<usize>,
+}
+
+impl Live {
+    pub(crate) fn new(kernel: &Kernel) -> Self {
+        let [n32, n64, np] = kernel.slots.map(|n| n as usize);
+        let (base, total) = ([0, n32, n32 + n64], n32 + n64 + np);
+        let id = |file: File, slot: u32| base[file as usize] + slot as usize;
+        let mut operands = Operands {
+            products: kernel.operands.products.clone(),
+            warp_products: kernel.operands.warp_products.clone(),
+            tensor_copies: kernel.operands.tensor_copies.clone(),
+            multicasts: kernel.operands.multicasts.clone(),
+            remote_stores: kernel.operands.remote_stores.clone(),
+        };
+        let touches: Vec<Vec<Touch>> = kernel
+            .code
+            .iter()
+            .zip(&kernel.sigs)
+            .map(|(inst, sig)| {
+                let guarded = inst.guard != NO_GUARD;
+                let mut list = vec![];
+                if guarded {
+                    let register = id(File::Pred, inst.guard & !GUARD_NOT);
+                    list.push(Touch { register, kills: false, defines: false });
+                }
+                registers(&mut inst.op.clone(), sig, &mut operands, &mut |file, role, slot| {
+                    let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
+                    list.push(Touch { register: id(file, *slot), kills, defines });
+                });
+                list
+            })
+            .collect();
+        let flow = flow_of(&kernel.code, &kernel.tables);
+        let liveness = Liveness::new(&flow, &touches, total);
+        let mut block_of = vec![0; kernel.code.len()];
+        for (b, block) in flow.blocks.iter().enumerate() {
+            block_of[block.clone()].fill(b);
+        }
+        Live { flow, touches, liveness, base, total, block_of }
+    }
+
+    /// By instruction: whether a basic block begins there.
+    pub(crate) fn leaders(&self) -> Vec<bool> {
+        let mut leaders = vec![false; self.block_of.len()];
+        self.flow.blocks.iter().for_each(|block| leaders[block.start] = true);
+        leaders
+    }
+
+    /// Shows the slots that are alive in front of instruction `at`.
+    pub(crate) fn before(&self, at: usize, f: &mut dyn FnMut((File, u32))) {
+        let b = self.block_of[at];
+        let mut set = Set::new(self.total);
+        self.liveness.out(&self.flow, b, &mut set);
+        for i in (at..self.flow.blocks[b].end).rev() {
+            self.touches[i].iter().filter(|t| t.kills).for_each(|t| set.remove(t.register));
+            self.touches[i].iter().filter(|t| !t.kills).for_each(|t| set.insert(t.register));
+        }
+        set.for_each(|r| {
+            let file = [File::Pred, File::R64, File::R32].into_iter().find(|&f| self.base[f as usize] <= r);
+            let file = file.unwrap_or(File::R32);
+            f((file, (r - self.base[file as usize]) as u32));
+        });
+    }
+}
