@@ -32,8 +32,6 @@ pub(super) enum Source {
     Memory(Mem),
     /// The same 32 bits in every lane.
     Constant(u32),
-    /// The 64 bytes of a table, by its number.
-    Table(usize),
 }
 
 /// An instruction in the EVEX encoding: opcode map (1: `0F`, 2: `0F 38`, 3: `0F 3A`), prefix
@@ -53,9 +51,7 @@ pub(super) struct Assembler {
     jumps: Vec<(usize, Label)>,
     /// Operands behind the code, and the places that name them.
     constants: Vec<u32>,
-    tables: Vec<[u32; 16]>,
     to_constants: Vec<(usize, usize)>,
-    to_tables: Vec<(usize, usize)>,
 }
 
 impl Assembler {
@@ -79,15 +75,6 @@ impl Assembler {
     /// The offset of a label that has been bound.
     pub(super) fn place(&self, label: Label) -> Option<usize> {
         self.labels[label.0]
-    }
-
-    /// Adds a table of 64 bytes.
-    pub(super) fn table(&mut self, table: [u32; 16]) -> Source {
-        let at = self.tables.iter().position(|t| *t == table).unwrap_or_else(|| {
-            self.tables.push(table);
-            self.tables.len() - 1
-        });
-        Source::Table(at)
     }
 
     /// ModRM byte and what follows it, for a place in memory. Distances that are multiples of
@@ -125,7 +112,7 @@ impl Assembler {
         let (x, low) = match b {
             Source::Register(r) => (bit(r, 4), bit(r, 3)),
             Source::Memory(m) => (0, bit(m.base, 3)),
-            Source::Constant(_) | Source::Table(_) => (0, 0),
+            Source::Constant(_) => (0, 0),
         };
         let broadcast = u8::from(matches!(b, Source::Constant(_)));
         let inverted = bit(d, 3) << 7 | x << 6 | low << 5 | bit(d, 4) << 4;
@@ -147,11 +134,6 @@ impl Assembler {
                 self.bytes(&[(d & 7) << 3 | 5]);
                 self.to_constants.push((self.code.len(), at));
                 // The distance counts from the end of the instruction.
-                self.word(-4 - i32::from(imm.is_some()));
-            }
-            Source::Table(at) => {
-                self.bytes(&[(d & 7) << 3 | 5]);
-                self.to_tables.push((self.code.len(), at));
                 self.word(-4 - i32::from(imm.is_some()));
             }
         }
@@ -179,12 +161,6 @@ impl Assembler {
     /// Loads 8 bits into a mask register.
     pub(super) fn load_mask_byte(&mut self, k: u8, m: Mem) {
         self.vex(1, 1, false, false, 0x90, k, 0, m.base);
-        self.memory(k, m, 1);
-    }
-
-    /// Stores 16 bits of a mask register.
-    pub(super) fn store_mask(&mut self, m: Mem, k: u8) {
-        self.vex(1, 0, false, false, 0x91, k, 0, m.base);
         self.memory(k, m, 1);
     }
 
@@ -305,6 +281,12 @@ impl Assembler {
         self.word(n);
     }
 
+    /// Compares 32 bits in memory with a number.
+    pub(super) fn compare_memory(&mut self, m: Mem, n: i32) {
+        self.general(false, &[0x81], 7, m);
+        self.word(n);
+    }
+
     /// `d -= n`, of 64 bits.
     pub(super) fn subtract_wide(&mut self, d: u8, n: i32) {
         self.rex(true, 0, d);
@@ -340,6 +322,10 @@ impl Assembler {
         self.jump_distance(to);
     }
 
+    pub(super) fn jump_if_not_less(&mut self, to: Label) {
+        self.jump_if(0xd, to);
+    }
+
     pub(super) fn jump_if_less(&mut self, to: Label) {
         self.jump_if(0xc, to);
     }
@@ -365,11 +351,7 @@ impl Assembler {
     /// The code with its constants. `None` if a label was never bound.
     pub(super) fn finish(mut self) -> Option<Vec<u8>> {
         self.code.resize(self.code.len().next_multiple_of(64), 0xcc);
-        let tables = self.code.len();
-        let constants = tables + 64 * self.tables.len();
-        for table in std::mem::take(&mut self.tables) {
-            table.iter().for_each(|v| self.bytes(&v.to_le_bytes()));
-        }
+        let constants = self.code.len();
         for constant in std::mem::take(&mut self.constants) {
             self.bytes(&constant.to_le_bytes());
         }
@@ -378,7 +360,6 @@ impl Assembler {
             patches.push((at, self.labels[label.0]?));
         }
         patches.extend(self.to_constants.iter().map(|&(at, n)| (at, constants + 4 * n)));
-        patches.extend(self.to_tables.iter().map(|&(at, n)| (at, tables + 64 * n)));
         for (at, target) in patches {
             let field: &mut [u8; 4] = self.code[at..].first_chunk_mut()?;
             let bias = i32::from_le_bytes(*field);

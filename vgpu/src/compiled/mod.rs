@@ -17,6 +17,18 @@ pub(crate) mod native;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod translate;
 
+/// The instructions between two at which other lanes of the warp stand.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Window {
+    pub(crate) behind: i32,
+    pub(crate) ahead: i32,
+}
+
+impl Window {
+    /// All instructions.
+    pub(crate) const ALL: Window = Window { behind: -1, ahead: i32::MAX };
+}
+
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod machine {
     use std::collections::HashMap;
@@ -25,7 +37,8 @@ mod machine {
 
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-    use super::translate::{Lanes, Program, is_compiled, translate};
+    use super::translate::{Lanes, Surroundings, Program, is_compiled, slots_of, translate};
+    use super::Window;
     use crate::ir::{FULL, Init, Regs};
     use crate::kernel::Kernel;
     use crate::lower::live::Live;
@@ -109,7 +122,7 @@ mod machine {
             let constants: HashMap<_, _> = kernel.inits.iter().filter_map(bits).collect();
             let program = Program {
                 code: &kernel.code,
-                sigs: &kernel.sigs,
+                slots_of: kernel.code.iter().zip(&kernel.sigs).map(|(inst, sig)| slots_of(inst, sig)).collect(),
                 leaders: &leaders,
                 slots: kernel.slots,
                 constants: &constants,
@@ -162,7 +175,7 @@ mod machine {
         *mut u32,
         mask: u32,
         budget: i64,
-        regs: *mut Regs,
+        *const Surroundings,
     ) -> Stopped;
 
     impl Code {
@@ -180,14 +193,21 @@ mod machine {
             Some(code_at)
         }
 
-        /// Runs from instruction `pc` on, if code begins there. Returns the instruction at which it
-        /// stopped, and how many it has executed, at most `budget`.
+        /// Runs from instruction `pc` on, if code begins there, and within `window`. Returns the
+        /// instruction at which it stopped, and how many it has executed, at most `budget`.
         ///
         /// # Safety
         /// `regs` must have the slots of the kernel that this is the code of, and `mask` be all
         /// lanes unless this is the code for some.
         #[inline(always)]
-        pub(crate) unsafe fn run(&self, pc: u32, regs: &mut Regs, mask: u32, budget: u64) -> Option<(u32, u64)> {
+        pub(crate) unsafe fn run(
+            &self,
+            pc: u32,
+            regs: &mut Regs,
+            mask: u32,
+            budget: u64,
+            window: Window,
+        ) -> Option<(u32, u64)> {
             let entry = self.entries[pc as usize];
             if entry == 0 {
                 return None;
@@ -197,9 +217,10 @@ mod machine {
             let run: Entry = unsafe { std::mem::transmute(self.start.add(entry as usize)) };
             let (r32, r64) = (regs.r32.as_mut_ptr().cast(), regs.r64.as_mut_ptr().cast());
             let pred = regs.pred.as_mut_ptr();
+            let around = Surroundings { regs, behind: window.behind, ahead: window.ahead };
             // SAFETY: the code accesses slots of the kernel in these three files alone, and its own
             // frame. The processor has the instructions: `when` has looked.
-            let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, regs) };
+            let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, &around) };
             Some((pc as u32, budget - left as u64))
         }
     }
@@ -211,6 +232,7 @@ pub(crate) use machine::Compiled;
 /// Without a compiler: no kernel ever has code.
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 mod none {
+    use super::Window;
     use crate::ir::Regs;
     use crate::kernel::Kernel;
 
@@ -232,7 +254,7 @@ mod none {
     impl Code {
         /// # Safety
         /// None: it cannot be called.
-        pub(crate) unsafe fn run(&self, _: u32, _: &mut Regs, _: u32, _: u64) -> Option<(u32, u64)> {
+        pub(crate) unsafe fn run(&self, _: u32, _: &mut Regs, _: u32, _: u64, _: Window) -> Option<(u32, u64)> {
             match *self {}
         }
     }

@@ -36,6 +36,21 @@ const RUNNING: i32 = 4;
 const SAVED: i32 = 8;
 const PREDICATES: i32 = 64;
 
+/// Where [`Surroundings`] has its fields.
+const REGISTERS: i32 = std::mem::offset_of!(Surroundings, regs) as i32;
+const BEHIND: i32 = std::mem::offset_of!(Surroundings, behind) as i32;
+const AHEAD: i32 = std::mem::offset_of!(Surroundings, ahead) as i32;
+
+/// What compiled code is told besides the registers, the lanes and the budget.
+#[repr(C)]
+pub(super) struct Surroundings {
+    pub(super) regs: *mut Regs,
+    /// Compiled code runs blocks behind the one instruction, and in front of the other one: other
+    /// lanes of the warp stand there.
+    pub(super) behind: i32,
+    pub(super) ahead: i32,
+}
+
 /// Most predicates of a kernel that is compiled.
 const MOST_PREDICATES: u32 = 1024;
 
@@ -43,7 +58,6 @@ const LOAD32: Vector = Vector(1, 2, false, 0x6f);
 const STORE32: Vector = Vector(1, 2, false, 0x7f);
 const COPY32: Vector = Vector(1, 1, false, 0x6f);
 const LOAD64: Vector = Vector(1, 2, true, 0x6f);
-const COPY64: Vector = Vector(1, 1, true, 0x6f);
 const BLEND32: Vector = Vector(2, 1, false, 0x64);
 const BLEND64: Vector = Vector(2, 1, true, 0x64);
 const ADD32: Vector = Vector(1, 1, false, 0xfe);
@@ -80,18 +94,55 @@ unsafe extern "sysv64" fn call_function(regs: *mut Regs, inst: *const Inst, lane
 }
 
 /// A register of the warp.
-type Slot = (File, u32);
+pub(super) type Slot = (File, u32);
 
 /// What compiled code is made from.
 pub(super) struct Program<'a> {
     pub(super) code: &'a [Inst],
-    pub(super) sigs: &'a [Vec<Sig>],
+    /// By instruction: its slots, the guard included as one that is read. See [`slots_of`].
+    pub(super) slots_of: Vec<Vec<(Slot, Role)>>,
     /// First instructions of basic blocks.
     pub(super) leaders: &'a [bool],
     /// Slots of each file.
     pub(super) slots: [u32; 3],
     /// Slots that hold the same known bits in every lane.
     pub(super) constants: &'a HashMap<Slot, u64>,
+}
+
+impl Program<'_> {
+    /// The number of a slot among those of all files.
+    fn id(&self, (file, slot): Slot) -> usize {
+        let [n32, n64, _] = self.slots;
+        let base = match file {
+            File::R32 => 0,
+            File::R64 => n32,
+            File::Pred => n32 + n64,
+        };
+        (base + slot) as usize
+    }
+
+    /// A set without slots.
+    fn none(&self) -> Vec<bool> {
+        vec![false; self.slots.iter().sum::<u32>() as usize]
+    }
+}
+
+/// The slots of an arithmetic instruction, its guard included as one that is read, and its results
+/// too if some lanes keep theirs.
+pub(super) fn slots_of(inst: &Inst, sig: &[Sig]) -> Vec<(Slot, Role)> {
+    let Op::Alu { s, native, .. } = &inst.op else { return vec![] };
+    let mut all: Vec<(Slot, Role)> =
+        sig.iter().zip(s).map(|(sig, &slot)| ((sig.file, slot), sig.role)).collect();
+    // A comparison by itself does not look at the predicate that it could be combined with.
+    if matches!(native, Native::Compare(..)) && s[5] == 0 {
+        all.truncate(4);
+    }
+    if inst.guard != NO_GUARD {
+        let kept: Vec<_> = all.iter().filter(|(_, role)| *role == Role::Def).map(|(slot, _)| *slot).collect();
+        all.push(((File::Pred, inst.guard & !GUARD_NOT), Role::Use));
+        all.extend(kept.into_iter().map(|slot| (slot, Role::Use)));
+    }
+    all
 }
 
 /// Whether all lanes of a warp run.
@@ -125,7 +176,7 @@ struct Uses {
     /// Slots that are not used any more behind an instruction.
     last: Vec<Vec<Slot>>,
     /// Slots that are alive behind an instruction that its function does, and behind the last one.
-    alive: HashMap<usize, Vec<Slot>>,
+    alive: Vec<(usize, Vec<bool>)>,
 }
 
 /// Translates a whole kernel. `alive(i, f)` shows to `f` the slots that are alive in front of
@@ -147,7 +198,7 @@ pub(super) fn translate(
         references: [0; 32],
         pinned: 0,
         defined: vec![],
-        left: HashMap::new(),
+        left: vec![0; program.slots.iter().sum::<u32>() as usize],
         frame: (8 + PREDICATES + 4 * program.slots[2] as i32 + 15) / 16 * 16 + 8,
     };
     let n = program.code.len();
@@ -171,6 +222,15 @@ pub(super) fn translate(
         }
         t.asm.bind(label);
         let length = (end - start) as i32;
+        let branches = matches!(program.code.get(end), Some(Inst { op: Op::Bra { .. }, .. }))
+            && (end == start || !program.leaders[end]);
+        // Others stand at this block, or within it.
+        let meets = t.asm.label();
+        t.asm.compare_memory(Mem { base: R9, offset: BEHIND }, start as i32);
+        t.asm.jump_if_not_less(meets);
+        t.asm.compare_memory(Mem { base: R9, offset: AHEAD }, (end + usize::from(branches)) as i32);
+        t.asm.jump_if_less(meets);
+        exits.push((meets, 0, start));
         if length > 0 {
             let exit = t.asm.label();
             t.asm.subtract_wide(R8, length);
@@ -183,7 +243,7 @@ pub(super) fn translate(
         }
         let next = |i: usize| labels.get(i).copied().flatten();
         match program.code.get(end) {
-            Some(Inst { op: Op::Bra { target }, guard, .. }) if end == start || !program.leaders[end] => {
+            Some(Inst { op: Op::Bra { target }, guard, .. }) if branches => {
                 let exit = t.asm.label();
                 t.asm.subtract_wide(R8, 1);
                 t.asm.jump_if_less(exit);
@@ -276,7 +336,7 @@ struct Translator<'a> {
     /// Predicates that are in the frame.
     defined: Vec<u32>,
     /// How often each slot is still read in the block.
-    left: HashMap<Slot, u32>,
+    left: Vec<u32>,
     frame: i32,
 }
 
@@ -290,66 +350,30 @@ impl Translator<'_> {
         self.asm.store(Mem { base: RSP, offset: KEPT }, RAX);
     }
 
-    /// The slots of an instruction, its guard included as one that is read.
-    fn slots(&self, i: usize) -> Vec<(Slot, Role)> {
-        let inst = &self.program.code[i];
-        let Op::Alu { s, native, .. } = &inst.op else { return vec![] };
-        let mut all: Vec<(Slot, Role)> =
-            self.program.sigs[i].iter().zip(s).map(|(sig, &slot)| ((sig.file, slot), sig.role)).collect();
-        // A comparison by itself does not look at the predicate that it could be combined with.
-        if matches!(native, Native::Compare(..)) && s[5] == 0 {
-            all.truncate(4);
-        }
-        if inst.guard != NO_GUARD {
-            all.push(((File::Pred, inst.guard & !GUARD_NOT), Role::Use));
-            // Lanes for which it does not hold keep their value.
-            let kept: Vec<_> = all.iter().filter(|(_, role)| *role == Role::Def).map(|(slot, _)| *slot).collect();
-            all.extend(kept.into_iter().map(|slot| (slot, Role::Use)));
-        }
-        all
-    }
-
     fn uses(&self, start: usize, end: usize, alive: &dyn Fn(&mut dyn FnMut(Slot))) -> Uses {
-        let mut live: std::collections::HashSet<Slot> = Default::default();
-        alive(&mut |slot| {
-            live.insert(slot);
-        });
-        // The guard of a branch behind the block is alive there: it is part of the block after it.
+        let mut live = self.program.none();
+        // The guard of a branch behind the block is among these.
+        alive(&mut |slot| live[self.program.id(slot)] = true);
         let n = end - start;
-        let mut uses =
-            Uses { dead: vec![false; n], last: vec![vec![]; n], alive: HashMap::new() };
-        let sorted = |live: &std::collections::HashSet<Slot>| {
-            let mut all: Vec<Slot> = live.iter().copied().collect();
-            all.sort_by_key(|&(file, slot)| (file as usize, slot));
-            all
-        };
-        uses.alive.insert(n - 1, sorted(&live));
+        let mut uses = Uses { dead: vec![false; n], last: vec![vec![]; n], alive: vec![] };
+        uses.alive.push((n - 1, live.clone()));
         for i in (0..n).rev() {
-            let slots = self.slots(start + i);
+            let slots = &self.program.slots_of[start + i];
             let Op::Alu { native, .. } = self.program.code[start + i].op else { continue };
             if native == Native::Function && i + 1 != n {
-                uses.alive.insert(i, sorted(&live));
+                uses.alive.push((i, live.clone()));
             }
-            let is_used = |slot: &Slot| slot.1 != SINK && live.contains(slot);
-            let writes = slots.iter().filter(|(_, role)| *role != Role::Use);
-            if !writes.map(|(slot, _)| slot).any(is_used) {
+            let is_live = |slot: Slot| live[self.program.id(slot)];
+            if !slots.iter().any(|&(slot, role)| role != Role::Use && slot.1 != SINK && is_live(slot)) {
                 uses.dead[i] = true;
                 continue;
             }
-            for (slot, _) in &slots {
-                if !live.contains(slot) {
-                    uses.last[i].push(*slot);
-                }
+            uses.last[i] = slots.iter().map(|&(slot, _)| slot).filter(|&slot| !is_live(slot)).collect();
+            for &(slot, _) in slots.iter().filter(|(_, role)| *role == Role::Def) {
+                live[self.program.id(slot)] = false;
             }
-            for (slot, role) in &slots {
-                if *role == Role::Def {
-                    live.remove(slot);
-                }
-            }
-            for (slot, role) in &slots {
-                if *role != Role::Def {
-                    live.insert(*slot);
-                }
+            for &(slot, _) in slots.iter().filter(|(_, role)| *role != Role::Def) {
+                live[self.program.id(slot)] = true;
             }
         }
         uses
@@ -366,13 +390,11 @@ impl Translator<'_> {
             };
             let to = (from..end).find(|&i| is_function(i)).unwrap_or(end);
             if from < to {
-                let mut needed: Vec<Slot> = vec![];
-                if let Some(slots) = (to == end).then(|| uses.alive.get(&(end - 1 - start))).flatten() {
-                    needed.extend(slots);
-                } else if let Some(slots) = uses.alive.get(&(to - start)) {
-                    // In front of the function: also what it reads, or keeps.
-                    needed.extend(slots);
-                    needed.extend(self.slots(to).iter().map(|(slot, _)| *slot));
+                let behind = if to == end { end - 1 } else { to } - start;
+                let mut needed = uses.alive.iter().find(|(i, _)| *i == behind)?.1.clone();
+                // In front of a function: also what it reads, or keeps.
+                for &(slot, _) in self.program.slots_of.get(to).filter(|_| to < end).into_iter().flatten() {
+                    needed[self.program.id(slot)] = true;
                 }
                 self.segment(from, to, start, &uses, &needed)?;
             }
@@ -386,32 +408,24 @@ impl Translator<'_> {
 
     /// Instructions for which there are vector instructions. What is in `needed` is in memory
     /// afterwards.
-    fn segment(&mut self, from: usize, to: usize, start: usize, uses: &Uses, needed: &[Slot]) -> Option<()> {
-        let needed: std::collections::HashSet<Slot> = needed.iter().copied().collect();
+    fn segment(&mut self, from: usize, to: usize, start: usize, uses: &Uses, needed: &[bool]) -> Option<()> {
+        let program = self.program;
+        let reads = |i: usize| program.slots_of[i].iter().filter(|(_, role)| *role != Role::Def).map(|r| r.0);
         let mut predicates = vec![];
         for strip in 0..2 {
             self.strip = strip;
             self.held.clear();
             self.references = [0; 32];
             self.defined.clear();
-            self.left.clear();
             for i in (from..to).filter(|i| !uses.dead[i - start]) {
-                for (slot, role) in self.slots(i) {
-                    if role != Role::Def {
-                        *self.left.entry(slot).or_default() += 1;
-                    }
-                }
+                reads(i).for_each(|slot| self.left[program.id(slot)] += 1);
             }
             if self.lanes == Lanes::Some {
                 self.asm.load_mask(KEEP, Mem { base: RSP, offset: KEPT + 2 * strip });
                 self.asm.mask_shift_right(KEEP_HIGH, KEEP, 8);
             }
             for i in (from..to).filter(|i| !uses.dead[i - start]) {
-                for (slot, role) in self.slots(i) {
-                    if role != Role::Def && let Some(n) = self.left.get_mut(&slot) {
-                        *n -= 1;
-                    }
-                }
+                reads(i).for_each(|slot| self.left[program.id(slot)] -= 1);
                 self.pinned = 0;
                 self.instruction(i)?;
                 for slot in &uses.last[i - start] {
@@ -419,14 +433,14 @@ impl Translator<'_> {
                 }
             }
             for held in self.held.clone() {
-                if held.dirty && needed.contains(&held.slot) {
+                if held.dirty && needed[program.id(held.slot)] {
                     self.write_back(held);
                 }
             }
             predicates = std::mem::take(&mut self.defined);
         }
         for p in predicates {
-            if p == SINK || !needed.contains(&(File::Pred, p)) {
+            if !needed[program.id((File::Pred, p))] {
                 continue;
             }
             let (frame, memory) = (self.frame_predicate(p), Mem { base: RDX, offset: 4 * p as i32 });
@@ -464,7 +478,7 @@ impl Translator<'_> {
         for (n, register) in registers.into_iter().enumerate() {
             self.asm.store_wide(saved(n), register);
         }
-        self.asm.copy_wide(RDI, R9);
+        self.asm.load_wide(RDI, Mem { base: R9, offset: REGISTERS });
         self.asm.set_wide(RSI, std::ptr::from_ref(inst).expose_provenance() as u64);
         self.asm.copy(RDX, RAX);
         self.asm.set_wide(RAX, call_function as *const () as usize as u64);
@@ -585,7 +599,7 @@ impl Translator<'_> {
 
     /// The same as operands, which stay in memory if this is their only use.
     fn source(&mut self, slot: Slot) -> Option<[Source; 2]> {
-        if self.find(slot).is_none() && self.left.get(&slot).is_none_or(|&n| n == 0) {
+        if self.find(slot).is_none() && self.left[self.program.id(slot)] == 0 {
             return Some([0, 1].map(|half| Source::Memory(self.row(slot, half))));
         }
         Some(self.value(slot)?.map(Source::Register))
@@ -595,7 +609,7 @@ impl Translator<'_> {
     fn extend(&mut self, slot: u32, half: usize, signed: bool, to: u8) -> Option<()> {
         let slot = (File::R32, slot);
         let op = if signed { SIGN_EXTEND } else { ZERO_EXTEND };
-        if self.find(slot).is_none() && self.left.get(&slot).is_none_or(|&n| n == 0) {
+        if self.find(slot).is_none() && self.left[self.program.id(slot)] == 0 {
             let row = self.row(slot, 0).plus(32 * half as i32);
             self.asm.vector_sized(op, to, Source::Memory(row), 32);
             return Some(());

@@ -29,6 +29,7 @@ pub(crate) mod wgmma;
 use std::sync::atomic::Ordering;
 
 use crate::check::hooks::Hooks;
+use crate::compiled::Window;
 use crate::device::Clock;
 use crate::fault::FaultKind;
 use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Timer};
@@ -163,9 +164,27 @@ impl<'a, W: Hooks> Exec<'a, W> {
         true
     }
 
-    /// Runs compiled code from the present instruction on: arithmetic, and branches by all lanes.
-    /// With several groups it is arithmetic alone, as far as [`Exec::straight_run`] may go. False if
-    /// nothing was executed.
+    /// With several groups, just reconverged: the instructions around the present one at which no
+    /// group stands that the running one would join, or give way to.
+    fn window(&self) -> Window {
+        let (pc, mut window) = (self.pc as i32, Window::ALL);
+        for g in &self.warp.groups {
+            let at = g.pc as i32;
+            // One that stays apart may be at the present instruction, and is next behind it.
+            let next = at == pc && g.state == GroupState::Ready && !g.deferred;
+            match g.state {
+                GroupState::Barrier { .. } => {}
+                _ if at > pc || next => window.ahead = window.ahead.min(at),
+                _ if at < pc => window.behind = window.behind.max(at),
+                _ => {}
+            }
+        }
+        window
+    }
+
+    /// Runs compiled code from the present instruction on: arithmetic, and branches by all lanes of
+    /// the running group, up to an instruction at which it may meet another one. False if nothing
+    /// was executed.
     #[inline(always)]
     fn compiled_run(&mut self, budget: u64) -> bool {
         let Some(code) = self.kernel.compiled.code(self.mask) else { return false };
@@ -174,14 +193,16 @@ impl<'a, W: Hooks> Exec<'a, W> {
             return false;
         }
         let mut budget = budget - self.executed;
-        let alone = self.warp.groups.is_empty();
+        let (alone, mut window) = (self.warp.groups.is_empty(), Window::ALL);
         if !alone {
-            let straight = self.kernel.code[self.pc as usize].straight;
-            budget = budget.min(straight.min(self.until_others()).into());
+            budget = budget.min((GROUP_FUEL + 1).saturating_sub(self.warp.since_switch).into());
+            if !self.apart {
+                window = self.window();
+            }
         }
         // SAFETY: the registers are those of a warp of this kernel, and the code is the one for
         // these lanes.
-        let ran = unsafe { code.run(self.pc, &mut self.warp.regs, self.mask, budget) };
+        let ran = unsafe { code.run(self.pc, &mut self.warp.regs, self.mask, budget, window) };
         let Some((pc, executed @ 1..)) = ran else { return false };
         if !alone {
             self.warp.since_switch += executed as u32 - 1;
