@@ -14,6 +14,8 @@
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod assembler;
 pub(crate) mod native;
+#[cfg(all(test, target_arch = "x86_64", not(miri)))]
+mod tests;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod translate;
 
@@ -71,6 +73,12 @@ mod machine {
                 _ => When::Hot,
             }
         })
+    }
+
+    /// Whether this process compiles kernels.
+    #[cfg(test)]
+    pub(super) fn compiles() -> bool {
+        when() != When::Never
     }
 
     /// Compiled code of a kernel, once there is some.

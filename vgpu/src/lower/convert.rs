@@ -505,7 +505,10 @@ mod tests {
     /// narrow one.
     fn converted(f: AluFn, s: [u32; 6], words: &[u64; 32], d_wide: bool) -> [u64; 32] {
         let r32 = vec![words.map(|v| v as u32), [0; 32]];
-        let mut r = Regs { r32, r64: vec![*words, [0; 32]], pred: vec![0] };
+        let mut r = Regs::default();
+        r.resize([r32.len() as u32, 2, 1]);
+        r.r32.copy_from_slice(&r32);
+        r.r64[0] = *words;
         // SAFETY: the constructor of `f` saw that this processor has the instructions that it uses.
         unsafe { f(&mut r, &s, crate::ir::FULL) };
         if d_wide { r.r64[1] } else { r.r32[1].map(u64::from) }

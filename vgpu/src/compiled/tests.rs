@@ -1,0 +1,493 @@
+//! Compiled code against the interpreter.
+
+use std::path::{Path, PathBuf};
+
+use super::Window;
+use super::machine::{Compiled, compiles};
+use crate::ir::{File, FULL, GUARD_NOT, Init, NO_GUARD, Op, Regs, SINK};
+use crate::kernel::Kernel;
+use crate::lower::live::Live;
+use crate::module::Module;
+use crate::seeds::Rng;
+use crate::{DeviceConfig, Grid, GridConfig, Memory, Progress};
+
+/// Numbers at the edges of formats, as bits of 32.
+const SPECIAL: [u32; 24] = [
+    0,
+    1,
+    2,
+    31,
+    32,
+    33,
+    63,
+    64,
+    255,
+    256,
+    0x7fff_ffff,
+    0x8000_0000,
+    0xffff_ffff,
+    0x3f80_0000,
+    0xbf80_0000,
+    0x7f80_0000,
+    0xff80_0000,
+    0x7fc0_0001,
+    0xff81_2345,
+    0x0000_0007,
+    0x8040_0000,
+    0x0080_0000,
+    0x7f7f_ffff,
+    0x3f80_8000,
+];
+
+fn word(rng: &mut Rng) -> u32 {
+    match rng.below(4) {
+        0 => SPECIAL[rng.below(SPECIAL.len() as u64) as usize],
+        1 => rng.below(70) as u32,
+        // Floats that are near each other.
+        2 => 0x3f80_0000 ^ (rng.next() as u32 & 0x80ff_ffff),
+        _ => rng.next() as u32,
+    }
+}
+
+fn wide(rng: &mut Rng) -> u64 {
+    match rng.below(4) {
+        0 => u64::from(word(rng)),
+        1 => word(rng) as i32 as u64,
+        _ => u64::from(word(rng)) << 32 | u64::from(word(rng)),
+    }
+}
+
+/// Registers of a warp before a block: arbitrary ones, and the constants.
+fn registers(kernel: &Kernel, rng: &mut Rng) -> Regs {
+    let mut regs = Regs::default();
+    regs.resize(kernel.slots);
+    for row in regs.r32.iter_mut() {
+        // Often the same in all lanes, as much of a kernel is.
+        let same = (rng.below(3) == 0).then(|| word(rng));
+        row.iter_mut().for_each(|v| *v = same.unwrap_or_else(|| word(rng)));
+    }
+    for row in regs.r64.iter_mut() {
+        row.iter_mut().for_each(|v| *v = wide(rng));
+    }
+    for p in &mut regs.pred {
+        *p = [0, FULL, rng.next() as u32][rng.below(3) as usize];
+    }
+    for &(file, slot, init) in &kernel.inits {
+        let Init::Bits(v) = init else { continue };
+        match file {
+            File::R32 => regs.r32[slot as usize] = [v as u32; 32],
+            File::R64 => regs.r64[slot as usize] = [v; 32],
+            File::Pred => regs.pred[slot as usize] = if v != 0 { FULL } else { 0 },
+        }
+    }
+    regs
+}
+
+/// Runs the arithmetic instructions `start..end` one by one.
+fn interpret(kernel: &Kernel, regs: &mut Regs, mask: u32, range: std::ops::Range<usize>) {
+    for inst in &kernel.code[range] {
+        let Op::Alu { f, s, .. } = &inst.op else { panic!("not arithmetic") };
+        let guard = match inst.guard {
+            NO_GUARD => FULL,
+            g if g & GUARD_NOT != 0 => !regs.pred[(g & !GUARD_NOT) as usize],
+            g => regs.pred[g as usize],
+        };
+        if guard & mask != 0 {
+            // SAFETY: the constructor of `f` saw that this processor has its instructions.
+            unsafe { f(regs, s, mask & guard) };
+        }
+    }
+}
+
+/// Runs every block of a kernel both ways. Returns how many there are.
+fn same_blocks(kernel: &Kernel, rng: &mut Rng, rounds: usize) -> usize {
+    let compiled = Compiled::default();
+    compiled.compile(kernel);
+    let (live, mut blocks) = (Live::new(kernel), 0);
+    let leaders = live.leaders();
+    let n = kernel.code.len();
+    let is_alu = |i: usize| matches!(kernel.code[i].op, Op::Alu { .. });
+    for start in (0..n).filter(|&i| is_alu(i) && (leaders[i] || !is_alu(i - 1))) {
+        let end = (start + 1..n).find(|&i| !is_alu(i) || leaders[i]).unwrap_or(n);
+        blocks += 1;
+        for round in 0..rounds {
+            let mask = match round % 4 {
+                0 | 1 => FULL,
+                2 => rng.next() as u32 | 1,
+                _ => 1 << rng.below(32),
+            };
+            let Some(code) = compiled.code(mask) else { return 0 };
+            let before = registers(kernel, rng);
+            let (mut want, mut got) = (before.clone(), before.clone());
+            interpret(kernel, &mut want, mask, start..end);
+            let budget = (end - start) as u64;
+            // SAFETY: the registers have the slots of the kernel, and the code is for these lanes.
+            let ran = unsafe { code.run(start as u32, &mut got, mask, budget, Window::ALL) };
+            assert_eq!(ran, Some((end as u32, budget)), "{} {start}", kernel.name);
+            let mut same = |(file, slot): (File, u32)| {
+                let at = slot as usize;
+                let (want, got) = match file {
+                    File::R32 => (want.r32[at].map(u64::from), got.r32[at].map(u64::from)),
+                    File::R64 => (want.r64[at], got.r64[at]),
+                    File::Pred => {
+                        let bits = |p: u32| std::array::from_fn(|i| u64::from(p >> i & 1));
+                        (bits(want.pred[at]), bits(got.pred[at]))
+                    }
+                };
+                // Nobody reads the sink, whatever the signature says.
+                if slot != SINK && want != got {
+                    let lane = (0..32).find(|&i| want[i] != got[i]).unwrap_or(0);
+                    let text: Vec<_> = (start..end).map(|pc| kernel.origin(pc as u32).1).collect();
+                    panic!(
+                        "{}: {file:?} {slot} of lane {lane} is {:#x}, not {:#x}, lanes {mask:#x}, behind {}",
+                        kernel.name,
+                        got[lane],
+                        want[lane],
+                        text.join("\n")
+                    );
+                }
+            };
+            live.before(end, &mut same);
+            // Lanes that did not run keep what they had.
+            for (before, got) in before.r32.iter().zip(got.r32.iter()) {
+                assert!((0..32).all(|i| mask >> i & 1 != 0 || before[i] == got[i]), "{} {start}", kernel.name);
+            }
+            for (before, got) in before.r64.iter().zip(got.r64.iter()) {
+                assert!((0..32).all(|i| mask >> i & 1 != 0 || before[i] == got[i]), "{} {start}", kernel.name);
+            }
+            for (before, got) in before.pred.iter().zip(&got.pred) {
+                assert_eq!(before & !mask, got & !mask, "{} {start}", kernel.name);
+            }
+        }
+    }
+    blocks
+}
+
+/// The text of a kernel with these statements, of which all registers are stored at the end.
+fn program(body: &str) -> String {
+    let mut stores = String::new();
+    for i in 0..8 {
+        stores += &format!("st.global.b32 [%rd9+{}], %r{i};\n", 128 * i);
+        stores += &format!("st.global.b64 [%rd9+{}], %rd{i};\n", 1024 + 256 * i);
+        stores += &format!("selp.b32 %r9, 1, 0, %p{i}; st.global.b32 [%rd9+{}], %r9;\n", 4096 + 128 * i);
+        stores += &format!("st.global.b16 [%rd9+{}], %rs{i};\n", 8192 + 128 * i);
+    }
+    format!(
+        ".version 8.4\n.target sm_90\n.address_size 64\n.entry k(.param .u64 out)\n{{\n\
+         .reg .pred %p<10>; .reg .b16 %rs<10>; .reg .b32 %r<10>; .reg .b64 %rd<10>;\n\
+         ld.param.u64 %rd9, [out];\n{body}\n{stores}ret;\n}}\n"
+    )
+}
+
+/// Operand shapes: r: 32 bits, d: 64 bits, h: 16 bits, p: a predicate, i: a small constant.
+const FORMS: &[&str] = &[
+    "mov.b32 r, r",
+    "mov.b32 r, i",
+    "mov.b64 d, d",
+    "mov.pred p, p",
+    "mov.b64 d, {r, r}",
+    "mov.b64 {r, r}, d",
+    "mov.b32 {h, h}, r",
+    "add.s32 r, r, r",
+    "sub.s32 r, r, i",
+    "mul.lo.s32 r, r, r",
+    "mad.lo.s32 r, r, r, r",
+    "add.s64 d, d, d",
+    "sub.s64 d, d, d",
+    "mul.lo.s64 d, d, d",
+    "mad.lo.s64 d, d, d, d",
+    "mul.wide.u32 d, r, r",
+    "mul.wide.s32 d, r, i",
+    "mad.wide.u32 d, r, r, d",
+    "mad.wide.s32 d, r, r, d",
+    "mul.hi.u32 r, r, r",
+    "div.u32 r, r, i",
+    "and.b32 r, r, r",
+    "or.b32 r, r, i",
+    "xor.b32 r, r, r",
+    "not.b32 r, r",
+    "and.b64 d, d, d",
+    "or.b64 d, d, d",
+    "xor.b64 d, d, i",
+    "not.b64 d, d",
+    "and.pred p, p, p",
+    "or.pred p, p, p",
+    "xor.pred p, p, p",
+    "not.pred p, p",
+    "shl.b32 r, r, r",
+    "shl.b32 r, r, i",
+    "shr.u32 r, r, r",
+    "shr.u32 r, r, i",
+    "shr.s32 r, r, r",
+    "shr.s32 r, r, i",
+    "shl.b64 d, d, r",
+    "shl.b64 d, d, i",
+    "shr.u64 d, d, r",
+    "shr.u64 d, d, i",
+    "shr.s64 d, d, r",
+    "shr.s64 d, d, i",
+    "min.u32 r, r, r",
+    "min.s32 r, r, r",
+    "max.u32 r, r, r",
+    "max.s32 r, r, r",
+    "min.u64 d, d, d",
+    "min.s64 d, d, d",
+    "max.u64 d, d, d",
+    "max.s64 d, d, d",
+    "neg.s32 r, r",
+    "neg.s64 d, d",
+    "abs.s32 r, r",
+    "popc.b32 r, r",
+    "clz.b32 r, r",
+    "selp.b32 r, r, r, p",
+    "selp.b32 r, 1, 0, p",
+    "selp.b64 d, d, d, p",
+    "selp.b16 h, h, h, p",
+    "cvt.u64.u32 d, r",
+    "cvt.s64.s32 d, r",
+    "cvt.u32.u64 r, d",
+    "cvt.u16.u32 h, r",
+    "cvt.u32.u16 r, h",
+    "cvt.s32.s16 r, h",
+    "cvt.u32.u8 r, r",
+    "cvt.rn.bf16x2.f32 r, r, r",
+    "cvt.f32.bf16 r, h",
+    "cvt.rn.f32.u32 r, r",
+    "add.f32 r, r, r",
+    "sub.f32 r, r, r",
+    "mul.f32 r, r, r",
+    "fma.rn.f32 r, r, r, r",
+    "add.ftz.f32 r, r, r",
+    "add.sat.f32 r, r, r",
+    "mul.ftz.f32 r, r, r",
+    "fma.rn.sat.f32 r, r, r, r",
+    "add.rz.f32 r, r, r",
+    "max.f32 r, r, r",
+    "add.s16 h, h, h",
+    "add.cc.u32 r, r, r",
+    "addc.u32 r, r, r",
+    "lop3.b32 r, r, r, r, 0x96",
+    "setp.eq.s32 p, r, r",
+    "setp.ne.s32 p, r, i",
+    "setp.lt.u32 p, r, r",
+    "setp.le.u32 p|p, r, r",
+    "setp.lo.u32 p, r, r",
+    "setp.hs.u32 p, r, i",
+    "setp.gt.s32 p, r, r",
+    "setp.ge.s32 p, r, r",
+    "setp.lt.and.s32 p|p, r, r, p",
+    "setp.ge.or.u32 p, r, r, !p",
+    "setp.eq.xor.b32 p, r, r, p",
+    "setp.eq.b64 p, d, d",
+    "setp.lt.u64 p, d, d",
+    "setp.gt.s64 p|p, d, d",
+    "setp.ne.and.b64 p, d, d, p",
+    "setp.eq.f32 p, r, r",
+    "setp.ne.f32 p, r, r",
+    "setp.lt.f32 p, r, r",
+    "setp.le.f32 p, r, r",
+    "setp.gt.f32 p|p, r, r",
+    "setp.ge.f32 p, r, r",
+    "setp.neu.f32 p, r, r",
+    "setp.nan.f32 p, r, r",
+    "setp.lt.ftz.f32 p, r, r",
+    "setp.lt.s16 p, h, h",
+];
+
+/// An instruction of a form with registers drawn at random.
+fn instance(form: &str, rng: &mut Rng) -> String {
+    let (opcode, operands) = form.split_once(' ').unwrap_or((form, ""));
+    let mut text = format!("{opcode} ");
+    let mut two = vec![];
+    for c in operands.chars() {
+        // The two results of one instruction must be different registers.
+        let mut pick = |rng: &mut Rng| {
+            let n = loop {
+                let n = rng.below(8);
+                if !two.contains(&n) {
+                    break n;
+                }
+            };
+            two.push(n);
+            if two.len() == 2 {
+                two.clear();
+            }
+            n
+        };
+        let both = operands.contains('|') || operands.starts_with('{');
+        let mut register = |rng: &mut Rng| if both { pick(rng) } else { rng.below(8) };
+        match c {
+            'r' => text += &format!("%r{}", register(rng)),
+            'd' => text += &format!("%rd{}", rng.below(8)),
+            'h' => text += &format!("%rs{}", register(rng)),
+            'p' => text += &format!("%p{}", register(rng)),
+            'i' => text += &rng.below(70).max(1).to_string(),
+            c => text.push(c),
+        }
+    }
+    text + ";"
+}
+
+/// A guard, or none.
+fn guard(rng: &mut Rng) -> String {
+    match rng.below(6) {
+        0 => format!("@%p{} ", rng.below(8)),
+        1 => format!("@!%p{} ", rng.below(8)),
+        _ => String::new(),
+    }
+}
+
+fn kernel_of(text: &str) -> std::sync::Arc<Kernel> {
+    let module = Module::parse(text).unwrap_or_else(|e| panic!("{e}\n{text}"));
+    module.kernel("k").unwrap()
+}
+
+#[test]
+fn every_form_computes_what_its_function_computes() {
+    if !compiles() {
+        return;
+    }
+    let mut rng = Rng::new(1);
+    for form in FORMS {
+        for _ in 0..6 {
+            let text = program(&format!("{}{}", guard(&mut rng), instance(form, &mut rng)));
+            assert!(same_blocks(&kernel_of(&text), &mut rng, 12) > 0);
+        }
+    }
+}
+
+#[test]
+fn random_blocks_compute_what_their_functions_compute() {
+    if !compiles() {
+        return;
+    }
+    crate::for_each_seed(150, |seed| {
+        let mut rng = Rng::new(seed);
+        let length = 1 + rng.below(60);
+        let body: Vec<String> = (0..length)
+            .map(|_| {
+                let form = FORMS[rng.below(FORMS.len() as u64) as usize];
+                format!("{}{}", guard(&mut rng), instance(form, &mut rng))
+            })
+            .collect();
+        assert!(same_blocks(&kernel_of(&program(&body.join("\n"))), &mut rng, 8) > 0);
+    });
+}
+
+/// Files below a folder whose names end in `.ptx`.
+fn ptx_below(folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            ptx_below(&path, files);
+        } else if path.extension().is_some_and(|ext| ext == "ptx") {
+            files.push(path);
+        }
+    }
+}
+
+#[test]
+fn blocks_of_committed_kernels_compute_what_their_functions_compute() {
+    if !compiles() {
+        return;
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let mut files = vec![];
+    for folder in ["gpu/ptx", "vgpu/tests/vgpu/foreign/ptx"] {
+        ptx_below(&root.join(folder), &mut files);
+    }
+    assert!(files.len() > 10, "{files:?}");
+    let (mut rng, mut blocks) = (Rng::new(2), 0);
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        let (module, _) = Module::parse_supported(&text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        for kernel in module.kernels() {
+            blocks += same_blocks(kernel, &mut rng, 4);
+        }
+    }
+    assert!(blocks > 5000, "{blocks}");
+}
+
+/// Loops and branches by which lanes part and meet, with collectives and barriers between.
+fn branching(rng: &mut Rng) -> String {
+    let mut body = String::from("mov.u32 %r0, %tid.x; mov.u32 %r1, 1; mov.u64 %rd0, 7;\n");
+    for i in 2..8 {
+        body += &format!("mul.lo.u32 %r{i}, %r0, {};", 3 + rng.below(50));
+        body += &format!("mul.wide.u32 %rd{}, %r{i}, {}; mov.u32 %r9, 0;\n", i - 1, rng.below(1000));
+        body += &format!("setp.gt.u32 %p{i}, %r{i}, {};\n", rng.below(900));
+    }
+    body += "mov.pred %p0, 0; setp.lt.u32 %p1, %r0, 9; mov.u64 %rd7, 1;\n";
+    (0..8).for_each(|i| body += &format!("cvt.u16.u32 %rs{i}, %r{};\n", i % 4));
+    for part in 0..6 {
+        body += &format!("mov.u32 %r9, 0;\nL{part}:\n");
+        for _ in 0..rng.below(9) {
+            let form = FORMS[rng.below(FORMS.len() as u64) as usize];
+            if !form.contains("div") {
+                body += &format!("{}{}\n", guard(rng), instance(form, rng));
+            }
+        }
+        match rng.below(4) {
+            0 => body += &format!("@%p{} bra M{part};\nadd.u32 %r3, %r3, %r0;\nM{part}:\n", rng.below(8)),
+            1 => {
+                body += &format!("@%p{} bra M{part};\n", rng.below(8));
+                body += &format!("st.global.b32 [%rd9+{}], %r0;\nM{part}:\n", 12288 + 4 * part);
+            }
+            2 => body += "bar.warp.sync 0xffffffff;\n",
+            _ => body += "shfl.sync.bfly.b32 %r4, %r4, 1, 31, 0xffffffff;\n",
+        }
+        // As often as the lane says.
+        body += &format!("add.u32 %r9, %r9, 1; and.b32 %r8, %r0, {};\n", rng.below(32));
+        body += &format!("setp.lt.u32 %p8, %r9, %r8; @%p8 bra L{part};\n");
+        if rng.below(2) == 0 {
+            body += "bar.warp.sync 0xffffffff; bar.sync 0;\n";
+        }
+    }
+    body
+}
+
+#[test]
+fn grids_take_the_same_steps_compiled_and_interpreted() {
+    if !compiles() {
+        return;
+    }
+    crate::for_each_seed(60, |seed| {
+        let text = program(&branching(&mut Rng::new(seed)));
+        let checked = seed % 3 == 0;
+        let run = |compile: bool| {
+            let kernel = kernel_of(&text);
+            if compile {
+                kernel.compiled.compile(&kernel);
+            }
+            let checker = checked.then(|| crate::Checker::new(crate::CheckConfig::default()));
+            let memory = Memory::checked(0, checker);
+            let out = memory.alloc_zeroed(16384, "out").unwrap();
+            let device = DeviceConfig {
+                schedule_seed: (seed % 2 == 0).then_some(seed),
+                ..DeviceConfig::default()
+            };
+            let (launch, params) = (GridConfig::new(2, 64, 0), out.addr().to_ne_bytes());
+            let mut grid = Grid::new(kernel, memory.clone(), &device, launch, &params).unwrap();
+            let mut steps = vec![];
+            for _ in 0..20_000 {
+                let done = grid.step(37);
+                steps.push(grid.stats().warp_instructions);
+                match done {
+                    Ok(Progress::Done) => break,
+                    Ok(_) => {}
+                    // Blocks store to the same words.
+                    Err(fault) => {
+                        steps.push(fault.ptx_line as u64);
+                        break;
+                    }
+                }
+            }
+            let mut bytes = vec![0; 16384];
+            // Check mode does not let the host read what a grid with a fault wrote.
+            let _ = memory.read(out.addr(), &mut bytes);
+            (steps, bytes)
+        };
+        let (compiled, interpreted) = (run(true), run(false));
+        assert!(compiled.0 == interpreted.0, "steps differ");
+        assert!(compiled.1 == interpreted.1, "results differ");
+    });
+}
