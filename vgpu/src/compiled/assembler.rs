@@ -287,6 +287,13 @@ impl Assembler {
         self.word(n);
     }
 
+    /// Whether the 32 bits of a register have any of these.
+    pub(super) fn test(&mut self, a: u8, bits: u32) {
+        self.rex(false, 0, a);
+        self.bytes(&[0xf7, 0xc0 | a & 7]);
+        self.word(bits as i32);
+    }
+
     /// `d -= n`, of 64 bits.
     pub(super) fn subtract_wide(&mut self, d: u8, n: i32) {
         self.rex(true, 0, d);

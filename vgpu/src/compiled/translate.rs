@@ -29,10 +29,9 @@ const K2: u8 = 3;
 const KEEP: u8 = 7;
 const KEEP_HIGH: u8 = 6;
 
-/// The frame: the lanes that stay as they are, those that run, room for the arguments during a
-/// call, and the predicates of the block at hand, 4 bytes each.
+/// The frame: the lanes that stay as they are, room for the arguments during a call, and the
+/// predicates of the block at hand, 4 bytes each.
 const KEPT: i32 = 0;
-const RUNNING: i32 = 4;
 const SAVED: i32 = 8;
 const PREDICATES: i32 = 64;
 
@@ -344,10 +343,11 @@ impl Translator<'_> {
     /// What stands in front of a block where others enter it.
     fn enter(&mut self) {
         self.asm.subtract_wide(RSP, self.frame);
-        self.asm.store(Mem { base: RSP, offset: RUNNING }, RCX);
-        self.asm.copy(RAX, RCX);
-        self.asm.not(RAX);
-        self.asm.store(Mem { base: RSP, offset: KEPT }, RAX);
+        if self.lanes == Lanes::Some {
+            self.asm.copy(RAX, RCX);
+            self.asm.not(RAX);
+            self.asm.store(Mem { base: RSP, offset: KEPT }, RAX);
+        }
     }
 
     fn uses(&self, start: usize, end: usize, alive: &dyn Fn(&mut dyn FnMut(Slot))) -> Uses {
@@ -420,7 +420,11 @@ impl Translator<'_> {
             for i in (from..to).filter(|i| !uses.dead[i - start]) {
                 reads(i).for_each(|slot| self.left[program.id(slot)] += 1);
             }
+            let none = self.asm.label();
             if self.lanes == Lanes::Some {
+                // Nothing changes in a half without lanes, whatever its predicates in the frame.
+                self.asm.test(RCX, 0xffff << (16 * strip));
+                self.asm.jump_if_zero(none);
                 self.asm.load_mask(KEEP, Mem { base: RSP, offset: KEPT + 2 * strip });
                 self.asm.mask_shift_right(KEEP_HIGH, KEEP, 8);
             }
@@ -437,6 +441,7 @@ impl Translator<'_> {
                     self.write_back(held);
                 }
             }
+            self.asm.bind(none);
             predicates = std::mem::take(&mut self.defined);
         }
         for p in predicates {

@@ -405,9 +405,9 @@ impl<W: Hooks> Exec<'_, W> {
             // SAFETY: `pointer` checked bounds and alignment of the whole vector.
             let v = a.extend(unsafe { read(p.add(e * usize::from(a.bytes)), a.bytes, Ordering::Relaxed) });
             if a.wide {
-                self.warp.regs.r64[slot as usize] = [v; 32];
+                simd::spread(&mut self.warp.regs.r64[slot as usize], v, FULL);
             } else {
-                self.warp.regs.r32[slot as usize] = [v as u32; 32];
+                simd::spread(&mut self.warp.regs.r32[slot as usize], v as u32, FULL);
             }
         }
         Ok(true)
@@ -559,8 +559,25 @@ impl<W: Hooks> Exec<'_, W> {
         repeats: u32,
     ) -> Run<(Option<(u64, u64)>, u64)> {
         let size = u64::from(a.bytes) * u64::from(a.n);
-        let how = How::generic(a.sem, a.scope, a.unit(), false);
         let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
+        if !W::ON && a.n == 1 {
+            let first = m.trailing_zeros() as usize;
+            let at = addr[first];
+            let own = a.space == Space::Local || a.space == Space::Generic && at & TAG == LOCAL_TAG;
+            if m.is_power_of_two() || !own && mask_of(|i| addr[i] == at) & m == m {
+                let p = self.pointer(LOADS, a.space, at, size, first)?;
+                // SAFETY: `pointer` checked bounds and alignment.
+                let v = a.extend(unsafe { read(p, a.bytes, order) });
+                let slot = a.regs[0] as usize;
+                if a.wide {
+                    simd::spread(&mut self.warp.regs.r64[slot], v, m);
+                } else {
+                    simd::spread(&mut self.warp.regs.r32[slot], v as u32, m);
+                }
+                return Ok((Some((at, v)), v));
+            }
+        }
+        let how = How::generic(a.sem, a.scope, a.unit(), false);
         let (mut first, mut seen) = (None, 0u64);
         let weak_memory = W::ON && self.watch.weak_memory();
         // Elements that are read at once.

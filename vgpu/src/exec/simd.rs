@@ -52,6 +52,53 @@ fn transpose(m: [[u32; 4]; 4]) -> [[u32; 4]; 4] {
     }
 }
 
+/// A lane of 32 or 64 bits.
+pub(super) trait Spread: Copy {
+    /// Sets the lanes `m` of a row, by AVX-512.
+    ///
+    /// # Safety
+    /// The processor must have AVX-512F.
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn spread(row: &mut [Self; 32], v: Self, m: u32);
+}
+
+/// Sets the lanes `m` of a row to `v`, in pieces of 64 bytes where the processor has such: compiled
+/// code that reads a row soon after it was written in smaller pieces waits for these.
+#[inline(always)]
+pub(super) fn spread<T: Spread>(row: &mut [T; 32], v: T, m: u32) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if is_x86_feature_detected!("avx512f") {
+        // SAFETY: this processor has AVX-512F.
+        return unsafe { T::spread(row, v, m) };
+    }
+    super::lanes::lanes(m).for_each(|i| row[i] = v);
+}
+
+macro_rules! spread {
+    ($t:ty, $lanes:literal, $set:ident, $load:ident, $store:ident, $k:ty, $i:ty) => {
+        impl Spread for $t {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f")]
+            unsafe fn spread(row: &mut [$t; 32], v: $t, m: u32) {
+                use std::arch::x86_64::{$load, $set, $store};
+                let all = $set(v as $i);
+                for (piece, lanes) in row.as_chunks_mut::<$lanes>().0.iter_mut().enumerate() {
+                    let k = (m >> (piece * $lanes)) as $k;
+                    if k == 0 {
+                        continue;
+                    }
+                    let at = lanes.as_mut_ptr().cast::<$i>();
+                    // SAFETY: a piece has 64 bytes. Lanes with a bit in the mask of the load are
+                    // read, and the others take the value.
+                    unsafe { $store(at, $load(all, !k, at)) };
+                }
+            }
+        }
+    };
+}
+spread!(u32, 16, _mm512_set1_epi32, _mm512_mask_loadu_epi32, _mm512_storeu_epi32, u16, i32);
+spread!(u64, 8, _mm512_set1_epi64, _mm512_mask_loadu_epi64, _mm512_storeu_epi64, u8, i64);
+
 /// Loads 32 vectors of four words; word `e` of each goes to row `e`.
 ///
 /// # Safety
@@ -182,6 +229,15 @@ mod tests {
         assert!((0..32).all(|i| (0..4).all(|e| rows[e][i] == vectors[i][e])));
         assert_eq!(back, vectors);
         let m: [[u32; 4]; 4] = std::array::from_fn(|i| std::array::from_fn(|k| (10 * i + k) as u32));
+        for m in [u32::MAX, 1 << 9, 0x8001_0300, 0] {
+            let (mut narrow, mut wide) = (words, words.map(u64::from));
+            spread(&mut narrow, 7, m);
+            spread(&mut wide, 7, m);
+            for i in 0..32 {
+                let want = if m >> i & 1 != 0 { 7 } else { words[i] };
+                assert_eq!((narrow[i], wide[i]), (want, want.into()));
+            }
+        }
         let t = transpose(m);
         for i in 0..4 {
             for k in 0..4 {
