@@ -39,6 +39,20 @@ pub(super) enum Source {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Vector(pub(super) u8, pub(super) u8, pub(super) bool, pub(super) u8);
 
+/// An instruction of mask registers in the VEX encoding: opcode map, prefix, the bits W and L, and
+/// opcode.
+#[derive(Clone, Copy, Debug)]
+struct Masked(u8, u8, bool, bool, u8);
+
+/// What a vector instruction has besides its operands: the mask register, an immediate, and the
+/// length of a last operand in memory.
+#[derive(Clone, Copy, Debug)]
+struct Tail {
+    k: u8,
+    imm: Option<u8>,
+    size: i32,
+}
+
 /// A place in the code, perhaps one that comes later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Label(usize);
@@ -97,16 +111,17 @@ impl Assembler {
 
     /// The same, with an immediate.
     pub(super) fn vector_with(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8, imm: Option<u8>) {
-        self.evex(op, d, a, b, k, imm, 64);
+        self.evex(op, [d, a], b, Tail { k, imm, size: 64 });
     }
 
     /// An instruction whose last operand, if in memory, has `size` bytes.
     pub(super) fn vector_sized(&mut self, op: Vector, d: u8, b: Source, size: i32) {
-        self.evex(op, d, 0, b, 0, None, size);
+        self.evex(op, [d, 0], b, Tail { k: 0, imm: None, size });
     }
 
-    fn evex(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8, imm: Option<u8>, size: i32) {
+    fn evex(&mut self, op: Vector, [d, a]: [u8; 2], b: Source, tail: Tail) {
         let Vector(map, prefix, wide, opcode) = op;
+        let Tail { k, imm, size } = tail;
         let bit = |v: u8, n: u8| v >> n & 1;
         // X and B: the high bits of the last operand.
         let (x, low) = match b {
@@ -143,7 +158,8 @@ impl Assembler {
     }
 
     /// An instruction of mask registers in the VEX encoding.
-    fn vex(&mut self, map: u8, prefix: u8, wide: bool, long: bool, opcode: u8, d: u8, a: u8, base: u8) {
+    fn vex(&mut self, op: Masked, d: u8, a: u8, base: u8) {
+        let Masked(map, prefix, wide, long, opcode) = op;
         self.bytes(&[
             0xc4,
             (((d >> 3) << 7 | (base >> 3) << 5) ^ 0xe0) | map,
@@ -154,37 +170,37 @@ impl Assembler {
 
     /// Loads 16 bits into a mask register.
     pub(super) fn load_mask(&mut self, k: u8, m: Mem) {
-        self.vex(1, 0, false, false, 0x90, k, 0, m.base);
+        self.vex(Masked(1, 0, false, false, 0x90), k, 0, m.base);
         self.memory(k, m, 1);
     }
 
     /// Loads 8 bits into a mask register.
     pub(super) fn load_mask_byte(&mut self, k: u8, m: Mem) {
-        self.vex(1, 1, false, false, 0x90, k, 0, m.base);
+        self.vex(Masked(1, 1, false, false, 0x90), k, 0, m.base);
         self.memory(k, m, 1);
     }
 
     /// Copies 16 bits of a mask register to a general one.
     pub(super) fn mask_to_general(&mut self, d: u8, k: u8) {
-        self.vex(1, 0, false, false, 0x93, d, 0, 0);
+        self.vex(Masked(1, 0, false, false, 0x93), d, 0, 0);
         self.bytes(&[0xc0 | (d & 7) << 3 | k]);
     }
 
     /// `d = !a`, of 16 bits.
     pub(super) fn mask_not(&mut self, d: u8, a: u8) {
-        self.vex(1, 0, false, false, 0x44, d, 0, 0);
+        self.vex(Masked(1, 0, false, false, 0x44), d, 0, 0);
         self.bytes(&[0xc0 | d << 3 | a]);
     }
 
     /// `d = a >> n`, of 16 bits.
     pub(super) fn mask_shift_right(&mut self, d: u8, a: u8, n: u8) {
-        self.vex(3, 1, true, false, 0x30, d, 0, 0);
+        self.vex(Masked(3, 1, true, false, 0x30), d, 0, 0);
         self.bytes(&[0xc0 | d << 3 | a, n]);
     }
 
     /// `d = high << 8 | low`, of 8 bits each.
     pub(super) fn mask_join_bytes(&mut self, d: u8, high: u8, low: u8) {
-        self.vex(1, 1, false, true, 0x4b, d, high, 0);
+        self.vex(Masked(1, 1, false, true, 0x4b), d, high, 0);
         self.bytes(&[0xc0 | d << 3 | low]);
     }
 

@@ -39,8 +39,8 @@ mod machine {
 
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-    use super::translate::{Lanes, Surroundings, Program, is_compiled, slots_of, translate};
     use super::Window;
+    use super::translate::{Lanes, Program, Surroundings, is_compiled, slots_of, translate};
     use crate::ir::{FULL, Init, Regs};
     use crate::kernel::Kernel;
     use crate::lower::live::Live;
@@ -130,7 +130,12 @@ mod machine {
             let constants: HashMap<_, _> = kernel.inits.iter().filter_map(bits).collect();
             let program = Program {
                 code: &kernel.code,
-                slots_of: kernel.code.iter().zip(&kernel.sigs).map(|(inst, sig)| slots_of(inst, sig)).collect(),
+                slots_of: kernel
+                    .code
+                    .iter()
+                    .zip(&kernel.sigs)
+                    .map(|(inst, sig)| slots_of(inst, sig))
+                    .collect(),
                 leaders: &leaders,
                 slots: kernel.slots,
                 constants: &constants,
@@ -141,7 +146,7 @@ mod machine {
                     if !kernel.operands.products.is_empty() {
                         return None;
                     }
-                    let translated = translate(&program, lanes, &|i, f| live.before(i, f))?;
+                    let translated = translate(&program, lanes, |i| live.before(i))?;
                     Code::new(&translated.code, translated.entries)
                 });
             }
@@ -262,7 +267,14 @@ mod none {
     impl Code {
         /// # Safety
         /// None: it cannot be called.
-        pub(crate) unsafe fn run(&self, _: u32, _: &mut Regs, _: u32, _: u64, _: Window) -> Option<(u32, u64)> {
+        pub(crate) unsafe fn run(
+            &self,
+            _: u32,
+            _: &mut Regs,
+            _: u32,
+            _: u64,
+            _: Window,
+        ) -> Option<(u32, u64)> {
             match *self {}
         }
     }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::Window;
 use super::machine::{Compiled, compiles};
-use crate::ir::{File, FULL, GUARD_NOT, Init, NO_GUARD, Op, Regs, SINK};
+use crate::ir::{FULL, File, GUARD_NOT, Init, NO_GUARD, Op, Regs, SINK};
 use crate::kernel::Kernel;
 use crate::lower::live::Live;
 use crate::module::Module;
@@ -124,7 +124,7 @@ fn same_blocks(kernel: &Kernel, rng: &mut Rng, rounds: usize) -> usize {
             // SAFETY: the registers have the slots of the kernel, and the code is for these lanes.
             let ran = unsafe { code.run(start as u32, &mut got, mask, budget, Window::ALL) };
             assert_eq!(ran, Some((end as u32, budget)), "{} {start}", kernel.name);
-            let mut same = |(file, slot): (File, u32)| {
+            let same = |(file, slot): (File, u32)| {
                 let at = slot as usize;
                 let (want, got) = match file {
                     File::R32 => (want.r32[at].map(u64::from), got.r32[at].map(u64::from)),
@@ -147,16 +147,24 @@ fn same_blocks(kernel: &Kernel, rng: &mut Rng, rounds: usize) -> usize {
                     );
                 }
             };
-            live.before(end, &mut same);
+            live.before(end).into_iter().for_each(same);
             // Lanes that did not run keep what they had.
             if mask == FULL {
                 continue;
             }
             for (before, got) in before.r32.iter().zip(got.r32.iter()) {
-                assert!((0..32).all(|i| mask >> i & 1 != 0 || before[i] == got[i]), "{} {start}", kernel.name);
+                assert!(
+                    (0..32).all(|i| mask >> i & 1 != 0 || before[i] == got[i]),
+                    "{} {start}",
+                    kernel.name
+                );
             }
             for (before, got) in before.r64.iter().zip(got.r64.iter()) {
-                assert!((0..32).all(|i| mask >> i & 1 != 0 || before[i] == got[i]), "{} {start}", kernel.name);
+                assert!(
+                    (0..32).all(|i| mask >> i & 1 != 0 || before[i] == got[i]),
+                    "{} {start}",
+                    kernel.name
+                );
             }
             for (before, got) in before.pred.iter().zip(&got.pred) {
                 assert_eq!(before & !mask, got & !mask, "{} {start}", kernel.name);
@@ -403,7 +411,8 @@ fn blocks_of_committed_kernels_compute_what_their_functions_compute() {
     let (mut rng, mut blocks) = (Rng::new(2), 0);
     for file in files {
         let text = std::fs::read_to_string(&file).unwrap();
-        let (module, _) = Module::parse_supported(&text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+        let (module, _) =
+            Module::parse_supported(&text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
         for kernel in module.kernels() {
             blocks += same_blocks(kernel, &mut rng, 4);
         }
@@ -466,10 +475,8 @@ fn grids_take_the_same_steps_compiled_and_interpreted() {
             let checker = checked.then(|| crate::Checker::new(crate::CheckConfig::default()));
             let memory = Memory::checked(seed, checker);
             let out = memory.alloc_zeroed(16384, "out").unwrap();
-            let device = DeviceConfig {
-                schedule_seed: (seed % 2 == 0).then_some(seed),
-                ..DeviceConfig::default()
-            };
+            let device =
+                DeviceConfig { schedule_seed: (seed % 2 == 0).then_some(seed), ..DeviceConfig::default() };
             let (launch, params) = (GridConfig::new(2, 64, 0), out.addr().to_ne_bytes());
             let mut grid = Grid::new(kernel, memory.clone(), &device, launch, &params).unwrap();
             let mut steps = vec![];

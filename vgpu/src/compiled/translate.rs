@@ -7,9 +7,7 @@
 
 use std::collections::HashMap;
 
-use super::assembler::{
-    Assembler, Label, Mem, R8, R9, R10, RAX, RCX, RDI, RDX, RSI, RSP, Source, Vector,
-};
+use super::assembler::{Assembler, Label, Mem, R8, R9, R10, RAX, RCX, RDI, RDX, RSI, RSP, Source, Vector};
 use super::native::{Binary, Compared, Float, Logic, Native, Shift, Unary, Width};
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{File, GUARD_NOT, Inst, NO_GUARD, Op, Regs, SINK};
@@ -178,12 +176,11 @@ struct Uses {
     alive: Vec<(usize, Vec<bool>)>,
 }
 
-/// Translates a whole kernel. `alive(i, f)` shows to `f` the slots that are alive in front of
-/// instruction `i`, a leader.
+/// Translates a whole kernel. `alive` returns the slots that are alive in front of an instruction.
 pub(super) fn translate(
     program: &Program,
     lanes: Lanes,
-    alive: &dyn Fn(usize, &mut dyn FnMut(Slot)),
+    alive: impl Fn(usize) -> Vec<Slot>,
 ) -> Option<Translated> {
     if program.slots[2] > MOST_PREDICATES {
         return None;
@@ -211,12 +208,16 @@ pub(super) fn translate(
     let mut fall = None;
     for start in (0..n).filter(|&i| labels[i].is_some()) {
         let mut end = start;
-        while end < n && matches!(program.code[end].op, Op::Alu { .. }) && (end == start || !program.leaders[end])
+        while end < n
+            && matches!(program.code[end].op, Op::Alu { .. })
+            && (end == start || !program.leaders[end])
         {
             end += 1;
         }
         let label = labels[start]?;
-        if fall != Some(label) && let Some(fall) = fall {
+        if fall != Some(label)
+            && let Some(fall) = fall
+        {
             t.asm.jump(fall);
         }
         t.asm.bind(label);
@@ -235,10 +236,7 @@ pub(super) fn translate(
             t.asm.subtract_wide(R8, length);
             t.asm.jump_if_less(exit);
             exits.push((exit, length, start));
-            t.block(start, end, &|f| {
-                // What is alive in front of the instruction behind the block, or behind a branch.
-                alive(end, f);
-            })?;
+            t.block(start, end, &alive(end))?;
         }
         let next = |i: usize| labels.get(i).copied().flatten();
         match program.code.get(end) {
@@ -350,10 +348,10 @@ impl Translator<'_> {
         }
     }
 
-    fn uses(&self, start: usize, end: usize, alive: &dyn Fn(&mut dyn FnMut(Slot))) -> Uses {
+    fn uses(&self, start: usize, end: usize, alive: &[Slot]) -> Uses {
         let mut live = self.program.none();
         // The guard of a branch behind the block is among these.
-        alive(&mut |slot| live[self.program.id(slot)] = true);
+        alive.iter().for_each(|&slot| live[self.program.id(slot)] = true);
         let n = end - start;
         let mut uses = Uses { dead: vec![false; n], last: vec![vec![]; n], alive: vec![] };
         uses.alive.push((n - 1, live.clone()));
@@ -380,13 +378,14 @@ impl Translator<'_> {
     }
 
     /// A block of arithmetic instructions.
-    fn block(&mut self, start: usize, end: usize, alive: &dyn Fn(&mut dyn FnMut(Slot))) -> Option<()> {
+    fn block(&mut self, start: usize, end: usize, alive: &[Slot]) -> Option<()> {
         let uses = self.uses(start, end, alive);
         let mut from = start;
         while from < end {
             // A segment ends at an instruction that its function does.
             let is_function = |i: usize| {
-                matches!(self.program.code[i].op, Op::Alu { native: Native::Function, .. }) && !uses.dead[i - start]
+                matches!(self.program.code[i].op, Op::Alu { native: Native::Function, .. })
+                    && !uses.dead[i - start]
             };
             let to = (from..end).find(|&i| is_function(i)).unwrap_or(end);
             if from < to {
@@ -511,9 +510,7 @@ impl Translator<'_> {
     /// The part of a register in memory: 16 lanes of 32 bits, or 8 of 64.
     fn row(&self, slot: Slot, half: usize) -> Mem {
         match slot.0 {
-            File::R64 => {
-                Mem { base: RSI, offset: slot.1 as i32 * 256 + self.strip * 128 + 64 * half as i32 }
-            }
+            File::R64 => Mem { base: RSI, offset: slot.1 as i32 * 256 + self.strip * 128 + 64 * half as i32 },
             _ => Mem { base: RDI, offset: slot.1 as i32 * 128 + self.strip * 64 },
         }
     }
@@ -594,9 +591,9 @@ impl Translator<'_> {
             return Some(held.registers);
         }
         let registers = self.fresh_for(slot)?;
-        for half in 0..Self::parts(slot) {
+        for (half, &register) in registers[..Self::parts(slot)].iter().enumerate() {
             let row = self.row(slot, half);
-            self.asm.vector(LOAD32, registers[half], 0, Source::Memory(row), 0);
+            self.asm.vector(LOAD32, register, 0, Source::Memory(row), 0);
         }
         self.hold(slot, registers, false);
         Some(registers)
@@ -814,11 +811,11 @@ impl Translator<'_> {
                 let d = self.fresh_for(r64(0))?;
                 let op = if signed { MULTIPLY_WIDE_SIGNED } else { MULTIPLY_WIDE };
                 let adds = matches!(native, Native::MultiplyAddWide { .. });
-                for half in 0..2 {
+                for (half, to) in d.into_iter().enumerate() {
                     // The upper halves do not matter to the product.
                     self.extend(s[1], half, false, T0)?;
                     self.extend(s[2], half, false, T1)?;
-                    self.asm.vector(op, d[half], T0, Source::Register(T1), 0);
+                    self.asm.vector(op, to, T0, Source::Register(T1), 0);
                 }
                 if adds {
                     let c = self.source(r64(3))?;
@@ -841,8 +838,8 @@ impl Translator<'_> {
             }
             Native::Extend { signed } => {
                 let d = self.fresh_for(r64(0))?;
-                for half in 0..2 {
-                    self.extend(s[1], half, signed, d[half])?;
+                for (half, to) in d.into_iter().enumerate() {
+                    self.extend(s[1], half, signed, to)?;
                 }
                 self.define(guard, r64(0), d)?;
             }
@@ -885,7 +882,14 @@ impl Translator<'_> {
                 let (a, b) = (self.value(r32(1))?, self.value(r32(2))?);
                 let d = self.fresh()?;
                 self.round_bf16(T1, b[0]);
-                self.asm.vector_with(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, T1, Source::Register(T1), 0, Some(16));
+                self.asm.vector_with(
+                    SHIFT_RIGHT32,
+                    SHIFT_RIGHT32_FIELD,
+                    T1,
+                    Source::Register(T1),
+                    0,
+                    Some(16),
+                );
                 self.round_bf16(T0, a[0]);
                 self.asm.vector(LOAD32, d, 0, Source::Register(T0), 0);
                 // Bits of the constant choose between T0, now `d`, and T1: c ? d : t1.
@@ -912,12 +916,11 @@ impl Translator<'_> {
             }
             Native::Join => {
                 let d = self.fresh_for(r64(0))?;
-                for half in 0..2 {
+                for (half, to) in d.into_iter().enumerate() {
                     self.extend(s[1], half, false, T0)?;
-                    self.extend(s[2], half, false, d[half])?;
-                    let shift = Vector(1, 1, true, 0x73);
-                    self.asm.vector_with(shift, 6, d[half], Source::Register(d[half]), 0, Some(32));
-                    self.asm.vector(Vector(1, 1, true, 0xeb), d[half], d[half], Source::Register(T0), 0);
+                    self.extend(s[2], half, false, to)?;
+                    self.asm.vector_with(Vector(1, 1, true, 0x73), 6, to, Source::Register(to), 0, Some(32));
+                    self.asm.vector(Vector(1, 1, true, 0xeb), to, to, Source::Register(T0), 0);
                 }
                 self.define(guard, r64(0), d)?;
             }

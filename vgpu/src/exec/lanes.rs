@@ -193,7 +193,7 @@ pub(crate) struct Spec {
 
 impl Spec {
     /// The same, with what it does.
-    pub(crate) fn as_native(self, native: Native) -> Spec {
+    pub(crate) fn compiled_as(self, native: Native) -> Spec {
         Spec { native, ..self }
     }
 }
@@ -294,7 +294,11 @@ pub(crate) fn rare1<A: Lane, D: Lane, F: Fn(A) -> D + Copy>(_: F) -> Spec {
 
 /// `d = f(a, b)`
 pub(crate) fn op2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
-    Spec { f: fastest::<Op2<A, B, D, F>>(), sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] }, native: Native::Function }
+    Spec {
+        f: fastest::<Op2<A, B, D, F>>(),
+        sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] },
+        native: Native::Function,
+    }
 }
 
 struct Op3<A, B, C, D, F>(PhantomData<(A, B, C, D, F)>);
@@ -318,7 +322,11 @@ impl<A: Lane, B: Lane, C: Lane, D: Lane, F: Fn(A, B, C) -> D + Copy> Apply for O
 
 /// [`op2`] as [`rare1`] is [`op1`].
 pub(crate) fn rare2<A: Lane, B: Lane, D: Lane, F: Fn(A, B) -> D + Copy>(_: F) -> Spec {
-    Spec { f: Op2::<A, B, D, F>::apply, sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] }, native: Native::Function }
+    Spec {
+        f: Op2::<A, B, D, F>::apply,
+        sig: const { &[def::<D>(), arg::<A>(), arg::<B>()] },
+        native: Native::Function,
+    }
 }
 
 /// `d = f(a, b, c)`
@@ -429,5 +437,9 @@ pub(crate) fn op_pred<F: Fn(u32, u32) -> u32 + Copy>(_: F) -> Spec {
         let d = &mut r.pred[s[0] as usize];
         *d = *d & !m | v & m;
     }
-    Spec { f: run::<F>, sig: const { &[def::<bool>(), arg::<bool>(), arg::<bool>()] }, native: Native::Function }
+    Spec {
+        f: run::<F>,
+        sig: const { &[def::<bool>(), arg::<bool>(), arg::<bool>()] },
+        native: Native::Function,
+    }
 }

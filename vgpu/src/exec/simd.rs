@@ -54,12 +54,12 @@ fn transpose(m: [[u32; 4]; 4]) -> [[u32; 4]; 4] {
 
 /// A lane of 32 or 64 bits.
 pub(super) trait Spread: Copy {
-    /// Sets the lanes `m` of a row, by AVX-512.
+    /// Sets the lanes `k` of the 64 bytes at `at`.
     ///
     /// # Safety
-    /// The processor must have AVX-512F.
-    #[cfg(target_arch = "x86_64")]
-    unsafe fn spread(row: &mut [Self; 32], v: Self, m: u32);
+    /// The processor must have AVX-512F, and `at` be valid for 64 bytes.
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    unsafe fn spread(at: *mut Self, v: Self, k: u32);
 }
 
 /// Sets the lanes `m` of a row to `v`, in pieces of 64 bytes where the processor has such: compiled
@@ -68,36 +68,47 @@ pub(super) trait Spread: Copy {
 pub(super) fn spread<T: Spread>(row: &mut [T; 32], v: T, m: u32) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     if is_x86_feature_detected!("avx512f") {
-        // SAFETY: this processor has AVX-512F.
-        return unsafe { T::spread(row, v, m) };
+        let lanes = 64 / size_of::<T>();
+        for (piece, part) in row.chunks_exact_mut(lanes).enumerate() {
+            let k = m >> (piece * lanes) & (u32::MAX >> (32 - lanes));
+            if k != 0 {
+                // SAFETY: this processor has AVX-512F, and a piece has 64 bytes.
+                unsafe { T::spread(part.as_mut_ptr(), v, k) };
+            }
+        }
+        return;
     }
     super::lanes::lanes(m).for_each(|i| row[i] = v);
 }
 
 macro_rules! spread {
-    ($t:ty, $lanes:literal, $set:ident, $load:ident, $store:ident, $k:ty, $i:ty) => {
+    ($t:ty, $broadcast:literal, $move:literal) => {
         impl Spread for $t {
-            #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f")]
-            unsafe fn spread(row: &mut [$t; 32], v: $t, m: u32) {
-                use std::arch::x86_64::{$load, $set, $store};
-                let all = $set(v as $i);
-                for (piece, lanes) in row.as_chunks_mut::<$lanes>().0.iter_mut().enumerate() {
-                    let k = (m >> (piece * $lanes)) as $k;
-                    if k == 0 {
-                        continue;
-                    }
-                    let at = lanes.as_mut_ptr().cast::<$i>();
-                    // SAFETY: a piece has 64 bytes. Lanes with a bit in the mask of the load are
-                    // read, and the others take the value.
-                    unsafe { $store(at, $load(all, !k, at)) };
+            #[cfg(all(target_arch = "x86_64", not(miri)))]
+            #[inline(always)]
+            unsafe fn spread(at: *mut $t, v: $t, k: u32) {
+                // SAFETY: the caller vouches for the processor and the 64 bytes, which are read and
+                // written. Lanes outside of `k` take what is there.
+                unsafe {
+                    std::arch::asm!(
+                        "kmovw k1, {keep:e}",
+                        $broadcast,
+                        concat!($move, " zmm16{{k1}}, [{at}]"),
+                        concat!($move, " [{at}], zmm16"),
+                        keep = in(reg) !k,
+                        v = in(reg) v,
+                        at = in(reg) at,
+                        out("zmm16") _,
+                        out("k1") _,
+                        options(nostack, preserves_flags),
+                    );
                 }
             }
         }
     };
 }
-spread!(u32, 16, _mm512_set1_epi32, _mm512_mask_loadu_epi32, _mm512_storeu_epi32, u16, i32);
-spread!(u64, 8, _mm512_set1_epi64, _mm512_mask_loadu_epi64, _mm512_storeu_epi64, u8, i64);
+spread!(u32, "vpbroadcastd zmm16, {v:e}", "vmovdqu32");
+spread!(u64, "vpbroadcastq zmm16, {v}", "vmovdqu64");
 
 /// Loads 32 vectors of four words; word `e` of each goes to row `e`.
 ///

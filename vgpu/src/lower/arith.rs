@@ -129,7 +129,7 @@ fn shift_of(ty: Ty, op: Shift) -> Native {
 
 /// The operation of f32 without modifiers.
 fn plain(g: Flags, spec: Spec, native: Native) -> Spec {
-    if g.flush_or_saturate() { spec } else { spec.as_native(native) }
+    if g.flush_or_saturate() { spec } else { spec.compiled_as(native) }
 }
 
 /// Applies a function to both halves of a packed pair.
@@ -205,11 +205,11 @@ pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
                 16 => Some(op3(|a: u16, b: u16, c: bool| if c { a } else { b })),
                 32 => Some(
                     op3(|a: u32, b: u32, c: bool| if c { a } else { b })
-                        .as_native(Native::Select(Width::W32)),
+                        .compiled_as(Native::Select(Width::W32)),
                 ),
                 64 => Some(
                     op3(|a: u64, b: u64, c: bool| if c { a } else { b })
-                        .as_native(Native::Select(Width::W64)),
+                        .compiled_as(Native::Select(Width::W64)),
                 ),
                 _ => None,
             }
@@ -258,10 +258,12 @@ fn add_sub(m: &mut Mods) -> Result<Option<Spec>, String> {
     let g = flags(m);
     let ty = m.ty()?;
     Ok(match ty {
-        Ty::F32 if sub => {
-            Some(by_round!(g.round, plain(g, f32_2(g, |a, b| a - b), Native::Float(Float::Sub)), R => f32_rare2(g, |a, b| a.add(-b, R))))
-        }
-        Ty::F32 => Some(by_round!(g.round, plain(g, f32_2(g, |a, b| a + b), Native::Float(Float::Add)), R => f32_rare2(g, |a, b| a.add(b, R)))),
+        Ty::F32 if sub => Some(
+            by_round!(g.round, plain(g, f32_2(g, |a, b| a - b), Native::Float(Float::Sub)), R => f32_rare2(g, |a, b| a.add(-b, R))),
+        ),
+        Ty::F32 => Some(
+            by_round!(g.round, plain(g, f32_2(g, |a, b| a + b), Native::Float(Float::Add)), R => f32_rare2(g, |a, b| a.add(b, R))),
+        ),
         Ty::F64 if g.flush_or_saturate() => None,
         Ty::F64 if sub => {
             Some(by_round!(g.round, rare2(|a: f64, b: f64| a - b), R => rare2(|a: f64, b: f64| a.add(-b, R))))
@@ -273,9 +275,11 @@ fn add_sub(m: &mut Mods) -> Result<Option<Spec>, String> {
         Ty::S32 if g.sat => Some(op2(|a: i32, b: i32| a.saturating_add(b))),
         _ if g.any() => None,
         Ty::U16x2 | Ty::S16x2 if !sub => Some(op2(|a: u32, b: u32| halves(a, b, u16::wrapping_add))),
-        _ if sub => integers!(ty, T => op2(|a: T, b: T| a.wrapping_sub(b)).as_native(binary(ty, Binary::Sub)))
-            .or_else(|| half_2!(ty, H => float::sub_half::<H>)),
-        _ => integers!(ty, T => op2(|a: T, b: T| a.wrapping_add(b)).as_native(binary(ty, Binary::Add)))
+        _ if sub => {
+            integers!(ty, T => op2(|a: T, b: T| a.wrapping_sub(b)).compiled_as(binary(ty, Binary::Sub)))
+                .or_else(|| half_2!(ty, H => float::sub_half::<H>))
+        }
+        _ => integers!(ty, T => op2(|a: T, b: T| a.wrapping_add(b)).compiled_as(binary(ty, Binary::Add)))
             .or_else(|| half_2!(ty, H => float::add_half::<H>)),
     })
 }
@@ -355,9 +359,9 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
             Ty::F32 if g.ftz => Some(by_round!(g.round,
                 f32_2(g, |a, b| float::flush_tiny(a * b, || a * SCALE * b)),
                 R => f32_rare2(g, |a, b| float::flush_tiny(a.mul(b, R), || (a * SCALE).mul(b, R))))),
-            Ty::F32 => {
-                Some(by_round!(g.round, plain(g, f32_2(g, |a, b| a * b), Native::Float(Float::Mul)), R => f32_rare2(g, |a, b| a.mul(b, R))))
-            }
+            Ty::F32 => Some(
+                by_round!(g.round, plain(g, f32_2(g, |a, b| a * b), Native::Float(Float::Mul)), R => f32_rare2(g, |a, b| a.mul(b, R))),
+            ),
             Ty::F64 if g.flush_or_saturate() => None,
             Ty::F64 => Some(
                 by_round!(g.round, rare2(|a: f64, b: f64| a * b), R => rare2(|a: f64, b: f64| a.mul(b, R))),
@@ -391,10 +395,10 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
     }
     Ok(match (part, add) {
         (Part::Low, false) => {
-            integers!(ty, T => op2(|a: T, b: T| a.wrapping_mul(b)).as_native(binary(ty, Binary::Mul)))
+            integers!(ty, T => op2(|a: T, b: T| a.wrapping_mul(b)).compiled_as(binary(ty, Binary::Mul)))
         }
         (Part::Low, true) => integers!(ty, T => op3(|a: T, b: T, c: T| a.wrapping_mul(b).wrapping_add(c))
-            .as_native(width(ty).map_or(Native::Function, Native::MultiplyAdd))),
+            .compiled_as(width(ty).map_or(Native::Function, Native::MultiplyAdd))),
         (Part::High, false) => {
             integers!(ty, T => op2(|a: T, b: T| ((i128::from(a) * i128::from(b)) >> T::BITS) as T))
                 .filter(|_| ty != Ty::U64)
@@ -415,11 +419,11 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
             Ty::S16 => Some(op2(|a: i16, b: i16| i32::from(a) * i32::from(b))),
             Ty::U32 => Some(
                 op2(|a: u32, b: u32| u64::from(a) * u64::from(b))
-                    .as_native(Native::MultiplyWide { signed: false }),
+                    .compiled_as(Native::MultiplyWide { signed: false }),
             ),
             Ty::S32 => Some(
                 op2(|a: i32, b: i32| i64::from(a) * i64::from(b))
-                    .as_native(Native::MultiplyWide { signed: true }),
+                    .compiled_as(Native::MultiplyWide { signed: true }),
             ),
             _ => None,
         },
@@ -428,11 +432,11 @@ fn mul(m: &mut Mods) -> Result<Option<Spec>, String> {
             Ty::S16 => Some(op3(|a: i16, b: i16, c: i32| (i32::from(a) * i32::from(b)).wrapping_add(c))),
             Ty::U32 => Some(
                 op3(|a: u32, b: u32, c: u64| (u64::from(a) * u64::from(b)).wrapping_add(c))
-                    .as_native(Native::MultiplyAddWide { signed: false }),
+                    .compiled_as(Native::MultiplyAddWide { signed: false }),
             ),
             Ty::S32 => Some(
                 op3(|a: i32, b: i32, c: i64| (i64::from(a) * i64::from(b)).wrapping_add(c))
-                    .as_native(Native::MultiplyAddWide { signed: true }),
+                    .compiled_as(Native::MultiplyAddWide { signed: true }),
             ),
             _ => None,
         },
@@ -445,9 +449,9 @@ fn fma(ty: Ty, g: Flags) -> Option<Spec> {
         Ty::F32 if g.ftz => Some(by_round!(g.round,
             f32_3(g, |a, b, c| float::flush_tiny(a.mul_add(b, c), || (a * SCALE).mul_add(b, c * SCALE))),
             R => f32_rare3(g, |a, b, c| float::flush_tiny(a.fma(b, c, R), || (a * SCALE).fma(b, c * SCALE, R))))),
-        Ty::F32 => {
-            Some(by_round!(g.round, plain(g, f32_3(g, f32::mul_add), Native::FusedMultiplyAdd), R => f32_rare3(g, |a, b, c| a.fma(b, c, R))))
-        }
+        Ty::F32 => Some(
+            by_round!(g.round, plain(g, f32_3(g, f32::mul_add), Native::FusedMultiplyAdd), R => f32_rare3(g, |a, b, c| a.fma(b, c, R))),
+        ),
         _ if g.flush_or_saturate() => None,
         _ => Some(by_round!(
             g.round,
@@ -506,7 +510,7 @@ fn abs_neg(m: &mut Mods) -> Result<Option<Spec>, String> {
         (false, Ty::F16 | Ty::Bf16) => Some(op1(|a: u16| a & 0x7fff)),
         (true, Ty::F16x2 | Ty::Bf16x2) => Some(op1(|a: u32| a ^ 0x8000_8000)),
         (false, Ty::F16x2 | Ty::Bf16x2) => Some(op1(|a: u32| a & 0x7fff_7fff)),
-        (true, _) => signed!(ty, T => op1(|a: T| a.wrapping_neg()).as_native(unary(ty, Unary::Negate))),
+        (true, _) => signed!(ty, T => op1(|a: T| a.wrapping_neg()).compiled_as(unary(ty, Unary::Negate))),
         (false, _) => signed!(ty, T => op1(|a: T| a.wrapping_abs())),
     })
 }
@@ -549,11 +553,11 @@ fn min_max(m: &mut Mods) -> Result<Option<Spec>, String> {
             Some(op2(|a: u32, b: u32| halves(a, b, |x, y| (x as i16).min(y as i16) as u16)))
         }
         (true, Ty::S16x2) => Some(op2(|a: u32, b: u32| halves(a, b, |x, y| (x as i16).max(y as i16) as u16))),
-        (false, _) => integers!(ty, T => op2(|a: T, b: T| a.min(b)).as_native(binary(
+        (false, _) => integers!(ty, T => op2(|a: T, b: T| a.min(b)).compiled_as(binary(
             ty,
             if ty.is_signed() { Binary::MinSigned } else { Binary::MinUnsigned },
         ))),
-        (true, _) => integers!(ty, T => op2(|a: T, b: T| a.max(b)).as_native(binary(
+        (true, _) => integers!(ty, T => op2(|a: T, b: T| a.max(b)).compiled_as(binary(
             ty,
             if ty.is_signed() { Binary::MaxSigned } else { Binary::MaxUnsigned },
         ))),
@@ -564,18 +568,18 @@ fn logic(m: &mut Mods) -> Result<Option<Spec>, String> {
     let ty = m.ty()?;
     if ty == Ty::Pred {
         return Ok(match m.base {
-            "and" => Some(op_pred(|a, b| a & b).as_native(Native::Logic(Logic::And))),
-            "or" => Some(op_pred(|a, b| a | b).as_native(Native::Logic(Logic::Or))),
-            "xor" => Some(op_pred(|a, b| a ^ b).as_native(Native::Logic(Logic::Xor))),
-            "not" => Some(op1(|a: bool| !a).as_native(Native::Logic(Logic::Not))),
+            "and" => Some(op_pred(|a, b| a & b).compiled_as(Native::Logic(Logic::And))),
+            "or" => Some(op_pred(|a, b| a | b).compiled_as(Native::Logic(Logic::Or))),
+            "xor" => Some(op_pred(|a, b| a ^ b).compiled_as(Native::Logic(Logic::Xor))),
+            "not" => Some(op1(|a: bool| !a).compiled_as(Native::Logic(Logic::Not))),
             _ => None,
         });
     }
     Ok(match m.base {
-        "and" => bits!(ty, T => op2(|a: T, b: T| a & b).as_native(binary(ty, Binary::And))),
-        "or" => bits!(ty, T => op2(|a: T, b: T| a | b).as_native(binary(ty, Binary::Or))),
-        "xor" => bits!(ty, T => op2(|a: T, b: T| a ^ b).as_native(binary(ty, Binary::Xor))),
-        "not" => bits!(ty, T => op1(|a: T| !a).as_native(unary(ty, Unary::Not))),
+        "and" => bits!(ty, T => op2(|a: T, b: T| a & b).compiled_as(binary(ty, Binary::And))),
+        "or" => bits!(ty, T => op2(|a: T, b: T| a | b).compiled_as(binary(ty, Binary::Or))),
+        "xor" => bits!(ty, T => op2(|a: T, b: T| a ^ b).compiled_as(binary(ty, Binary::Xor))),
+        "not" => bits!(ty, T => op1(|a: T| !a).compiled_as(unary(ty, Unary::Not))),
         _ => bits!(ty, T => op1(|a: T| T::from(a == 0))),
     })
 }
@@ -601,13 +605,13 @@ fn shift(m: &mut Mods) -> Result<Option<Spec>, String> {
     }
     let ty = m.ty()?;
     Ok(if m.base == "shl" {
-        bits!(ty, T => op2(|a: T, n: u32| a.checked_shl(n).unwrap_or(0)).as_native(shift_of(ty, Shift::Left)))
+        bits!(ty, T => op2(|a: T, n: u32| a.checked_shl(n).unwrap_or(0)).compiled_as(shift_of(ty, Shift::Left)))
     } else {
         // Counts beyond the width act like the width: all sign bits, or zero.
-        signed!(ty, T => op2(|a: T, n: u32| a >> n.min(T::BITS - 1)).as_native(shift_of(ty, Shift::RightSigned)))
+        signed!(ty, T => op2(|a: T, n: u32| a >> n.min(T::BITS - 1)).compiled_as(shift_of(ty, Shift::RightSigned)))
             .or_else(|| {
             with_type!(ty, [B16 = u16, U16 = u16, B32 = u32, U32 = u32, B64 = u64, U64 = u64],
-                T => op2(|a: T, n: u32| a.checked_shr(n).unwrap_or(0)).as_native(shift_of(ty, Shift::Right)))
+                T => op2(|a: T, n: u32| a.checked_shr(n).unwrap_or(0)).compiled_as(shift_of(ty, Shift::Right)))
         })
     })
 }
@@ -692,11 +696,11 @@ fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
         ("brev", Ty::B32) => Some(op1(|a: u32| a.reverse_bits())),
         ("brev", Ty::B64) => Some(op1(|a: u64| a.reverse_bits())),
         ("clz", Ty::B32) => {
-            Some(op1(|a: u32| a.leading_zeros()).as_native(Native::Unary(Unary::LeadingZeros, Width::W32)))
+            Some(op1(|a: u32| a.leading_zeros()).compiled_as(Native::Unary(Unary::LeadingZeros, Width::W32)))
         }
         ("clz", Ty::B64) => Some(op1(|a: u64| a.leading_zeros())),
         ("popc", Ty::B32) => {
-            Some(op1(|a: u32| a.count_ones()).as_native(Native::Unary(Unary::CountOnes, Width::W32)))
+            Some(op1(|a: u32| a.count_ones()).compiled_as(Native::Unary(Unary::CountOnes, Width::W32)))
         }
         ("popc", Ty::B64) => Some(op1(|a: u64| a.count_ones())),
         ("bfind", Ty::U32) if shift_amount => {

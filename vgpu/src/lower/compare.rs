@@ -58,7 +58,7 @@ impl Compare {
             _ => None,
         };
         let native = compared.map_or(Native::Function, |compared| Native::comparison(compared, name));
-        let spec = spec.as_native(native);
+        let spec = spec.compiled_as(native);
         Some(Compare { spec, ty, pair, flush, combine })
     }
 
@@ -93,7 +93,7 @@ impl Compare {
             });
             one(l, p, SINK, a, b);
         }
-        let copy = op_pred(|a, _| a).as_native(Native::Logic(Logic::Move));
+        let copy = op_pred(|a, _| a).compiled_as(Native::Logic(Logic::Move));
         l.push_spec(&copy, [to[0], low, low, 0, 0, 0]);
         Ok(())
     }

@@ -97,7 +97,7 @@ pub(super) fn cvt(m: &mut Mods) -> Result<Emit, String> {
             }
         };
         if let (Some(spec), true, true) = (&fast, d_bits == to.bits(), a_bits == from.bits()) {
-            l.push_spec(&spec, [d, a, 0, 0, 0, 0]);
+            l.push_spec(spec, [d, a, 0, 0, 0, 0]);
             return Ok(());
         }
         let plain_int = to.is_integer() && from.is_integer() && !c.sat;
@@ -158,7 +158,9 @@ fn common(c: &Conversion) -> Option<Spec> {
         (Ty::F64, Ty::F32, ..) if !c.integral => op1(|a: f32| f64::from(a)),
         (Ty::F32, Ty::F64, Round::Nearest, false) => op1(|a: f64| float::canonical(a as f32)),
         (Ty::F32, Ty::F16, ..) if !c.integral => op1(|a: f16| float::canonical(a.to_f32())),
-        (Ty::F32, Ty::Bf16, ..) if !c.integral => op1(|a: u16| f32::from_bits(u32::from(a) << 16)).as_native(Native::WidenBf16),
+        (Ty::F32, Ty::Bf16, ..) if !c.integral => {
+            op1(|a: u16| f32::from_bits(u32::from(a) << 16)).compiled_as(Native::WidenBf16)
+        }
         (Ty::Bf16, Ty::F32, Round::Nearest, false) => op1(float::bf16_rn),
         (Ty::S32, Ty::F32, Round::Zero, true) => op1(|a: f32| a as i32),
         (Ty::U32, Ty::F32, Round::Zero, true) => op1(|a: f32| a as u32),
@@ -394,7 +396,7 @@ fn packed(c: &Conversion) -> Option<Spec> {
     Some(match (c.to, c.from, c.round, small) {
         (Ty::Bf16x2, Ty::F32, NEAREST, (false, false)) => {
             op2(|a: f32, b: f32| u32::from(float::bf16_rn(a)) << 16 | u32::from(float::bf16_rn(b)))
-                .as_native(Native::PackBf16)
+                .compiled_as(Native::PackBf16)
         }
         (Ty::Bf16x2, Ty::F32, NEAREST, (false, true)) => {
             op2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, true, IEEE))

@@ -151,7 +151,7 @@ fn indexed_branch(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
 
 /// A copy of a register, as compiled code knows it.
 fn move_of(width: Width, spec: Spec) -> Spec {
-    spec.as_native(Native::Unary(Unary::Move, width))
+    spec.compiled_as(Native::Unary(Unary::Move, width))
 }
 
 fn mov(m: &mut Mods) -> Result<Emit, String> {
@@ -160,9 +160,11 @@ fn mov(m: &mut Mods) -> Result<Emit, String> {
     }
     let ty = m.ty()?;
     let spec = match ty {
-        Ty::Pred => crate::exec::lanes::op_pred(|a, _| a).as_native(Native::Logic(Logic::Move)),
+        Ty::Pred => crate::exec::lanes::op_pred(|a, _| a).compiled_as(Native::Logic(Logic::Move)),
         Ty::B16 | Ty::U16 | Ty::S16 | Ty::F16 | Ty::Bf16 => op1(|a: u16| a),
-        Ty::B32 | Ty::U32 | Ty::S32 | Ty::F32 | Ty::F16x2 | Ty::Bf16x2 => move_of(Width::W32, op1(|a: u32| a)),
+        Ty::B32 | Ty::U32 | Ty::S32 | Ty::F32 | Ty::F16x2 | Ty::Bf16x2 => {
+            move_of(Width::W32, op1(|a: u32| a))
+        }
         Ty::B64 | Ty::U64 | Ty::S64 | Ty::F64 => move_of(Width::W64, op1(|a: u64| a)),
         _ => return m.unsupported(),
     };

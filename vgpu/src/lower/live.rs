@@ -65,8 +65,8 @@ impl Live {
         leaders
     }
 
-    /// Shows the slots that are alive in front of instruction `at`.
-    pub(crate) fn before(&self, at: usize, f: &mut dyn FnMut((File, u32))) {
+    /// The slots that are alive in front of instruction `at`.
+    pub(crate) fn before(&self, at: usize) -> Vec<(File, u32)> {
         let b = self.block_of[at];
         let mut set = Set::new(self.total);
         self.liveness.out(&self.flow, b, &mut set);
@@ -74,10 +74,12 @@ impl Live {
             self.touches[i].iter().filter(|t| t.kills).for_each(|t| set.remove(t.register));
             self.touches[i].iter().filter(|t| !t.kills).for_each(|t| set.insert(t.register));
         }
+        let mut slots = vec![];
         set.for_each(|r| {
             let file = [File::Pred, File::R64, File::R32].into_iter().find(|&f| self.base[f as usize] <= r);
             let file = file.unwrap_or(File::R32);
-            f((file, (r - self.base[file as usize]) as u32));
+            slots.push((file, (r - self.base[file as usize]) as u32));
         });
+        slots
     }
 }

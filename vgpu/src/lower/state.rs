@@ -384,7 +384,7 @@ impl<'a> Lower<'a> {
     /// `!p` in a fresh register.
     pub(super) fn negated(&mut self, p: u32) -> u32 {
         let d = self.slot(File::Pred);
-        let spec = lanes::op_pred(|a, _| !a).as_native(Native::Logic(Logic::Not));
+        let spec = lanes::op_pred(|a, _| !a).compiled_as(Native::Logic(Logic::Not));
         let guard = std::mem::replace(&mut self.guard, NO_GUARD);
         self.push_spec(&spec, [d, p, p, 0, 0, 0]);
         self.guard = guard;
