@@ -49,6 +49,7 @@ pub struct Kernel {
     pub(crate) max_cluster: Option<u32>,
     pub(crate) code: Vec<Inst>,
     /// Types of the slots of each arithmetic instruction; empty for others.
+    #[cfg_attr(not(all(target_arch = "x86_64", not(miri))), allow(dead_code))]
     pub(crate) sigs: Vec<Vec<Sig>>,
     pub(crate) compiled: Compiled,
     pub(crate) origins: Vec<Origin>,

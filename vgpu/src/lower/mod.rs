@@ -16,6 +16,7 @@ pub(crate) mod decode;
 mod extended;
 mod half_float;
 mod integer;
+#[cfg(all(target_arch = "x86_64", not(miri)))]
 pub(crate) mod live;
 mod matrix;
 mod mem;
