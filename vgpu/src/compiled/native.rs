@@ -78,6 +78,10 @@ pub(crate) enum Native {
     Shift(Shift, Width),
     /// The low half of the product, and a sum.
     MultiplyAdd(Width),
+    /// The quotient of unsigned numbers of 32 bits, or its remainder.
+    Divide {
+        remainder: bool,
+    },
     /// A product of 64 bits.
     MultiplyWide {
         signed: bool,

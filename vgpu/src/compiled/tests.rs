@@ -213,6 +213,10 @@ const FORMS: &[&str] = &[
     "mad.wide.s32 d, r, r, d",
     "mul.hi.u32 r, r, r",
     "div.u32 r, r, i",
+    "div.u32 r, r, r",
+    "rem.u32 r, r, r",
+    "rem.u32 r, i, r",
+    "div.s32 r, r, r",
     "and.b32 r, r, r",
     "or.b32 r, r, i",
     "xor.b32 r, r, r",
@@ -434,9 +438,7 @@ fn branching(rng: &mut Rng) -> String {
         body += &format!("mov.u32 %r9, 0;\nL{part}:\n");
         for _ in 0..rng.below(9) {
             let form = FORMS[rng.below(FORMS.len() as u64) as usize];
-            if !form.contains("div") {
-                body += &format!("{}{}\n", guard(rng), instance(form, rng));
-            }
+            body += &format!("{}{}\n", guard(rng), instance(form, rng));
         }
         // The lanes that run together, and the time, become part of the results.
         body += ["activemask.b32 %r4;\n", "mov.u32 %r5, %clock;\n", ""][rng.below(3) as usize];

@@ -73,6 +73,9 @@ const MULTIPLY_WIDE_SIGNED: Vector = Vector(2, 1, true, 0x28);
 const COMPARE_F32: Vector = Vector(1, 0, false, 0xc2);
 const FMA: Vector = Vector(2, 1, false, 0xa8);
 const UNORDERED: u8 = 3;
+const UNSIGNED_TO_F64: Vector = Vector(1, 2, false, 0x7a);
+const DIVIDE_F64: Vector = Vector(1, 1, true, 0x5e);
+const F64_TO_UNSIGNED: Vector = Vector(1, 0, true, 0x78);
 
 /// Executes an arithmetic instruction by its function.
 ///
@@ -609,8 +612,12 @@ impl Translator<'_> {
 
     /// The lanes `half` of a register of 32 bits, extended to 64 bits in `to`.
     fn extend(&mut self, slot: u32, half: usize, signed: bool, to: u8) -> Option<()> {
+        self.widen(if signed { SIGN_EXTEND } else { ZERO_EXTEND }, slot, half, to)
+    }
+
+    /// The lanes `half` of a register of 32 bits, converted to 64 bits in `to`.
+    fn widen(&mut self, op: Vector, slot: u32, half: usize, to: u8) -> Option<()> {
         let slot = (File::R32, slot);
-        let op = if signed { SIGN_EXTEND } else { ZERO_EXTEND };
         if self.find(slot).is_none() && self.left[self.program.id(slot)] == 0 {
             let row = self.row(slot, 0).plus(32 * half as i32);
             self.asm.vector_sized(op, to, Source::Memory(row), 32);
@@ -806,6 +813,27 @@ impl Translator<'_> {
                     self.asm.vector(add, d[half], d[half], c[half], 0);
                 }
                 self.define(guard, of(width, 0), d)?;
+            }
+            Native::Divide { remainder } => {
+                let d = self.fresh()?;
+                // A quotient of such numbers, rounded to 53 bits, never reaches the next integer. By
+                // zero it is an infinity, or a NaN, which become the largest number.
+                for (half, to) in [d, T1].into_iter().enumerate() {
+                    self.widen(UNSIGNED_TO_F64, s[1], half, T2)?;
+                    self.widen(UNSIGNED_TO_F64, s[2], half, T3)?;
+                    self.asm.vector(DIVIDE_F64, T2, T2, Source::Register(T3), 0);
+                    self.asm.vector(F64_TO_UNSIGNED, to, 0, Source::Register(T2), 0);
+                }
+                self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(T1), 0, Some(1));
+                if remainder {
+                    let (a, b) = (self.value(r32(1))?, self.value(r32(2))?);
+                    self.asm.vector(MUL32, T1, d, Source::Register(b[0]), 0);
+                    self.asm.vector(binary(Binary::Sub, Width::W32), d, a[0], Source::Register(T1), 0);
+                    let equal = Vector(3, 1, false, 0x1e);
+                    self.asm.vector_with(equal, K1, b[0], Source::Constant(0), 0, Some(0));
+                    self.asm.vector(BLEND32, d, d, Source::Constant(u32::MAX), K1);
+                }
+                self.define(guard, r32(0), [d, 0])?;
             }
             Native::MultiplyWide { signed } | Native::MultiplyAddWide { signed } => {
                 let d = self.fresh_for(r64(0))?;

@@ -127,6 +127,10 @@ fn shift_of(ty: Ty, op: Shift) -> Native {
     width(ty).map_or(Native::Function, |width| Native::Shift(op, width))
 }
 
+fn divide(ty: Ty, remainder: bool) -> Native {
+    if ty == Ty::U32 { Native::Divide { remainder } } else { Native::Function }
+}
+
 /// The operation of f32 without modifiers.
 fn plain(g: Flags, spec: Spec, native: Native) -> Spec {
     if g.flush_or_saturate() { spec } else { spec.compiled_as(native) }
@@ -473,7 +477,8 @@ fn div(m: &mut Mods) -> Result<Option<Spec>, String> {
     if m.base == "rem" {
         let ty = m.ty()?;
         // By zero the result is up to the machine.
-        return Ok(integers!(ty, T => rare2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_rem(b) })));
+        return Ok(integers!(ty, T => rare2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_rem(b) })
+            .compiled_as(divide(ty, true))));
     }
     let (approx, full) = (m.has("approx"), m.has("full"));
     let g = flags(m);
@@ -492,7 +497,8 @@ fn div(m: &mut Mods) -> Result<Option<Spec>, String> {
             Some(by_round!(g.round, rare2(|a: f64, b: f64| a / b), R => rare2(|a: f64, b: f64| a.div(b, R))))
         }
         _ if g.any() => None,
-        _ => integers!(ty, T => rare2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_div(b) })),
+        _ => integers!(ty, T => rare2(|a: T, b: T| if b == 0 { !0 } else { a.wrapping_div(b) })
+            .compiled_as(divide(ty, false))),
     })
 }
 
