@@ -40,7 +40,7 @@ mod machine {
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
     use super::Window;
-    use super::translate::{Lanes, Program, Surroundings, is_compiled, slots_of, translate};
+    use super::translate::{HOLDERS, Lanes, Program, Surroundings, is_compiled, slots_of, translate};
     use crate::ir::{FULL, Init, Regs};
     use crate::kernel::Kernel;
     use crate::lower::live::Live;
@@ -116,6 +116,11 @@ mod machine {
 
         #[cold]
         pub(super) fn compile(&self, kernel: &Kernel) {
+            self.compile_with(kernel, HOLDERS);
+        }
+
+        /// Compiles a kernel, with so many vector registers for values.
+        pub(super) fn compile_with(&self, kernel: &Kernel, holders: u8) {
             let live = Live::new(kernel);
             let mut leaders = live.leaders();
             for (i, inst) in kernel.code.iter().enumerate() {
@@ -138,6 +143,7 @@ mod machine {
                     .collect(),
                 leaders: &leaders,
                 slots: kernel.slots,
+                holders,
                 constants: &constants,
             };
             for (code, lanes) in self.code.iter().zip([Lanes::All, Lanes::Some]) {

@@ -13,7 +13,7 @@ use crate::exec::lanes::{Role, Sig};
 use crate::ir::{File, GUARD_NOT, Inst, NO_GUARD, Op, Regs, SINK};
 
 /// Vector registers that hold values.
-const HOLDERS: u8 = 28;
+pub(super) const HOLDERS: u8 = 28;
 const T0: u8 = 28;
 const T1: u8 = 29;
 const T2: u8 = 30;
@@ -105,6 +105,9 @@ pub(super) struct Program<'a> {
     pub(super) leaders: &'a [bool],
     /// Slots of each file.
     pub(super) slots: [u32; 3],
+    /// How many vector registers hold values, from 12, which one instruction may need, to
+    /// [`HOLDERS`].
+    pub(super) holders: u8,
     /// Slots that hold the same known bits in every lane.
     pub(super) constants: &'a HashMap<Slot, u64>,
 }
@@ -563,7 +566,7 @@ impl Translator<'_> {
     fn fresh(&mut self) -> Option<u8> {
         loop {
             let free = |&r: &u8| self.references[usize::from(r)] == 0 && self.pinned >> r & 1 == 0;
-            if let Some(r) = (0..HOLDERS).find(free) {
+            if let Some(r) = (0..self.program.holders).find(free) {
                 self.pinned |= 1 << r;
                 return Some(r);
             }
