@@ -11,6 +11,7 @@ pub(super) const RDI: u8 = 7;
 pub(super) const R8: u8 = 8;
 pub(super) const R9: u8 = 9;
 pub(super) const R10: u8 = 10;
+pub(super) const R11: u8 = 11;
 
 /// A place in memory: a general register and a distance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,9 @@
 
 use std::collections::HashMap;
 
-use super::assembler::{Assembler, Label, Mem, R8, R9, R10, RAX, RCX, RDI, RDX, RSI, RSP, Source, Vector};
+use super::assembler::{
+    Assembler, Label, Mem, R8, R9, R10, R11, RAX, RCX, RDI, RDX, RSI, RSP, Source, Vector,
+};
 use super::native::{Binary, Compared, Float, Logic, Native, Shift, Unary, Width};
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{File, GUARD_NOT, Inst, NO_GUARD, Op, Regs, SINK};
@@ -73,6 +75,8 @@ const MULTIPLY_WIDE_SIGNED: Vector = Vector(2, 1, true, 0x28);
 const COMPARE_F32: Vector = Vector(1, 0, false, 0xc2);
 const FMA: Vector = Vector(2, 1, false, 0xa8);
 const UNORDERED: u8 = 3;
+const SHIFT_RIGHT32: Vector = Vector(1, 1, false, 0x72);
+const SHIFT_RIGHT32_FIELD: u8 = 2;
 const UNSIGNED_TO_F64: Vector = Vector(1, 2, false, 0x7a);
 const DIVIDE_F64: Vector = Vector(1, 1, true, 0x5e);
 const F64_TO_UNSIGNED: Vector = Vector(1, 0, true, 0x78);
@@ -680,15 +684,15 @@ impl Translator<'_> {
         }
         if guard != NO_GUARD {
             let at = self.predicate(guard & !GUARD_NOT);
-            self.asm.load_half(RSI_SCRATCH, at);
+            self.asm.load_half(R11, at);
             if guard & GUARD_NOT != 0 {
-                self.asm.not(RSI_SCRATCH);
+                self.asm.not(R11);
             }
             let old = self.predicate(p);
             // old ^ ((old ^ new) & guard)
             self.asm.load_half(R10, old);
             self.asm.xor(RAX, R10);
-            self.asm.and(RAX, RSI_SCRATCH);
+            self.asm.and(RAX, R11);
             self.asm.xor(RAX, R10);
         }
         let to = self.frame_predicate(p).plus(2 * self.strip);
@@ -1021,14 +1025,14 @@ impl Translator<'_> {
             }
             self.asm.load_wide(RAX, Mem { base: RSP, offset: at });
             if guard != NO_GUARD {
-                self.asm.load_wide(RSI_SCRATCH, Mem { base: RSP, offset: SAVED + 16 });
+                self.asm.load_wide(R11, Mem { base: RSP, offset: SAVED + 16 });
                 if guard & GUARD_NOT != 0 {
-                    self.asm.not(RSI_SCRATCH);
+                    self.asm.not(R11);
                 }
                 let old = self.predicate(slot);
                 self.asm.load_half(R10, old);
                 self.asm.xor(RAX, R10);
-                self.asm.and(RAX, RSI_SCRATCH);
+                self.asm.and(RAX, R11);
                 self.asm.xor(RAX, R10);
             }
             self.define_predicate(NO_GUARD, slot);
@@ -1059,12 +1063,6 @@ impl Translator<'_> {
         self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(T0), 0, Some(1));
     }
 }
-
-/// A general register for one more number.
-const RSI_SCRATCH: u8 = 11;
-
-const SHIFT_RIGHT32: Vector = Vector(1, 1, false, 0x72);
-const SHIFT_RIGHT32_FIELD: u8 = 2;
 
 fn binary(op: Binary, width: Width) -> Vector {
     let wide = width == Width::W64;
