@@ -69,7 +69,7 @@ fn experts_at_any_places() {
 #[test]
 fn rows_with_scales_and_long_rows() {
     let fp8 = case(&[9, 8], 3, 4, Style::DistinctTopK);
-    for columns in tier::pick(vec![3], vec![3, 4]) {
+    for columns in [3, 4] {
         let scales = Scales::Columns(columns);
         Case { dtype: DType::Fp8E4m3, scales, ..fp8.clone() }.check_by_expert(8);
     }
@@ -109,6 +109,30 @@ fn the_checker_finds_nothing_in_copies() {
         let row_bytes = [1040, 256][seed as usize / 2 % 2];
         let case =
             Case { schedule_seed: Some(seed), tuning, num_channels: 1, ..Case::new(routing, row_bytes) };
+        let mut setup = case.setup_by_expert(4);
+        setup.device.checker = Some(Checker::new(config));
+        setup.run(|rank| rank.check_by_expert(&case, 4));
+    }
+}
+
+/// Scales that leave by ordinary stores from the stage of their row, and more tokens than all warps
+/// claim at first.
+#[test]
+fn the_checker_finds_nothing_in_claims_with_scales() {
+    for seed in 0..tier::pick(4, 8) {
+        let weak = (seed % 2 == 1).then_some(seed);
+        let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
+        let routing = Routing::random(&mut rng_of(&[seed, 10]), &[29, 2, 17], 6, 6, Style::DistinctTopK);
+        let tuning =
+            Tuning { dispatch_warps: 1, dispatch_stages: 3, dispatch_copy_warps: 2, ..Tuning::default() };
+        let case = Case {
+            schedule_seed: Some(seed),
+            tuning,
+            num_channels: 2,
+            dtype: DType::Fp8E4m3,
+            scales: Scales::Columns(4),
+            ..Case::new(routing, 256)
+        };
         let mut setup = case.setup_by_expert(4);
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_by_expert(&case, 4));

@@ -7,9 +7,9 @@
 //! tokens. A warp of the receiver takes every n-th token of a source, waits for its record, loads
 //! the first row into shared memory and stores it to the others.
 //!
-//! Blocks take parts of the tokens by the same fractions, whatever their number on each rank
-//! ([`part_of`]). So a block waits for none that comes behind the like of itself, and blocks that
-//! follow each other are enough.
+//! Any block of the source sends any token (`by_expert.rs`), and sending waits for no copy. So all
+//! records come as soon as one block of the source runs, and blocks that follow each other are
+//! enough.
 //!
 //! Soundness: a record's word has one writer, and carries its flag; a peer writes it behind this
 //! rank's ready word of the same epoch, with which the operation before has ended here. The release
@@ -18,7 +18,7 @@
 //! came through the async proxy and is read through it again, behind a proxy fence. A row that is
 //! copied to has this one writer. Collectives stand where all lanes of a warp arrive.
 
-use super::rows::{Cursor, Tail, copy_scales, load_stage, scale_place};
+use super::rows::{Cursor, Tail, copy_scales, load_stage, scale_place, store_scales};
 use crate::kernels::epoch::pool_at;
 use crate::kernels::list::Destination;
 use crate::kernels::peer_wait::PeerWait;
@@ -70,15 +70,6 @@ impl Place for WithinNode {
     }
 }
 
-/// The part of `count` tokens that this block has: of the same fractions with any number of blocks.
-#[device]
-pub fn part_of(count: u32) -> (u32, u32) {
-    let blocks = nctaid();
-    // count * block / blocks, without a product that is too large.
-    let up_to = |block: u32| count / blocks * block + count % blocks * block / blocks;
-    (up_to(ctaid()), up_to(ctaid() + 1))
-}
-
 /// The lanes whose row, if they have one, is at the same rank; none for a lane without.
 ///
 /// # Safety
@@ -118,9 +109,6 @@ pub unsafe fn wait_two_behind(args: &DispatchArgs) {
 }
 
 impl Copies {
-    /// Those of a dispatch without rows by expert.
-    pub const NONE: Copies = Copies { warps: 0, words: 0, max_tokens: 0, place: WithinNode };
-
     #[device]
     pub fn of(args: &ExpertDispatchArgs) -> Copies {
         Copies {
@@ -162,47 +150,6 @@ impl Copies {
                 st_relaxed_sys_u64(at, epoch << 32 | args.num_tokens as u64);
             }
         });
-    }
-
-    /// Asks each other rank for the copies of the token two turns in front of `token`, whose
-    /// destinations are `to`, if the warp has one there; its tokens begin at `begin` and are `step`
-    /// apart. The whole warp calls it, behind the first store of `token`.
-    ///
-    /// # Safety
-    /// Stores of other rows than those of `to`, since, are the groups of two tokens or less.
-    #[device]
-    pub unsafe fn ask_for(
-        &self,
-        args: &DispatchArgs,
-        epoch: u64,
-        token: u32,
-        begin: u32,
-        step: u32,
-        to: Destination,
-    ) {
-        if token >= begin + 2 * step {
-            wait_two_behind(args);
-            self.send(args, epoch, token - 2 * step, to);
-        }
-    }
-
-    /// The same of the last two tokens in front of `token`, all of whose stores have landed.
-    #[device]
-    pub unsafe fn ask_for_last(
-        &self,
-        args: &DispatchArgs,
-        epoch: u64,
-        token: u32,
-        begin: u32,
-        step: u32,
-        to: [Destination; 2],
-    ) {
-        if token >= begin + 2 * step {
-            self.send(args, epoch, token - 2 * step, to[0]);
-        }
-        if token >= begin + step {
-            self.send(args, epoch, token - step, to[1]);
-        }
     }
 }
 
@@ -277,29 +224,30 @@ impl Copies {
         }
         let ring = Ring::at(rings, COPY_STAGES, args.stage_bytes, nth, self.warps);
         ring.init();
-        // Lane r: this block's part of the tokens of rank r, and of the rank 32 further.
-        let mut parts = [(0, 0); 2];
+        // Lane r: the tokens of rank r, and of the rank 32 further.
+        let mut tokens = [0; 2];
         stride!(source in 0..comm.num_ranks => {
             if source != comm.rank {
-                let Some((tokens, _)) = self.wait(comm, source, 0, epoch) else { return };
-                let part = part_of(shfl_u32(tokens, 0));
+                let Some((count, _)) = self.wait(comm, source, 0, epoch) else { return };
+                let count = shfl_u32(count, 0);
                 unroll!(2, HALF => {
                     if lane + HALF as u32 * 32 == source {
-                        parts[HALF] = part;
+                        tokens[HALF] = count;
                     }
                 });
             }
         });
-        let (mut turn, mut at, mut is_left) = (Turn::first(), nth, true);
+        let (mut turn, mut is_left) = (Turn::first(), true);
+        // Every block's first warps have the first tokens.
+        let mut token = nth * nctaid() + ctaid();
         while is_left {
             is_left = false;
             // Ranks begin with the one behind them, so that all are waited for alike.
             stride!(distance in 1..comm.num_ranks => {
                 let source = comm.rank + distance;
                 let source = if source < comm.num_ranks { source } else { source - comm.num_ranks };
-                let (begin, end) = if source < 32 { parts[0] } else { parts[1] };
-                let token = shfl_u32(begin, source & 31) + at;
-                if token < shfl_u32(end, source & 31) {
+                let of_source = shfl_u32(if source < 32 { tokens[0] } else { tokens[1] }, source & 31);
+                if token < of_source {
                     is_left = true;
                     let Some((row, count)) = self.wait(comm, source, 1 + token, epoch) else { return };
                     // The same in all lanes.
@@ -309,7 +257,7 @@ impl Copies {
                     }
                 }
             });
-            at += self.warps;
+            token += self.warps * nctaid();
         }
     }
 }
@@ -372,11 +320,11 @@ impl<R: Place> Copies<R> {
             let (buffer, bytes) = (ring.buffer(turn.slot), piece.bytes(args));
             if is_copied_to {
                 bulk_store(row_at(row as u32) + piece.offset as u64, buffer, bytes);
-                if scale_bytes != 0 && piece.offset == 0 {
-                    bulk_store(to_scales, buffer + args.piece_bytes, scale_bytes);
-                }
             }
             bulk_commit();
+            if scale_bytes != 0 && piece.offset == 0 {
+                store_scales(buffer + args.piece_bytes, scale_bytes, to_scales);
+            }
             turn.advance(ring);
             piece.advance(args);
         }

@@ -6,6 +6,7 @@
 //! block ends. Collectives stand where all lanes of a warp arrive: the conditions around them are
 //! the same in all lanes.
 
+mod by_expert;
 mod copies;
 mod late;
 mod metadata;
@@ -42,7 +43,7 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
     requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
-    send_rows::<false, false>(&args, &Copies::NONE);
+    send_rows::<false>(&args);
 }
 
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
@@ -52,7 +53,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
     requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
-    send_rows::<true, false>(&args, &Copies::NONE);
+    send_rows::<true>(&args);
 }
 
 /// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
@@ -66,17 +67,17 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
         ..DispatchArgs(args.dispatch),
         args.dispatch.num_topk <= 32,
         args.dispatch.metadata_warps >= 1,
+        args.dispatch.num_tokens < 1 << (by_expert::CLAIMS_SHIFT - 1),
     )
 )]
 pub unsafe fn dispatch_by_expert(args: ExpertDispatchArgs) {
-    send_rows::<true, true>(&args.dispatch, &Copies::of(&args));
+    by_expert::send_rows(&args.dispatch, &Copies::of(&args));
 }
 
 #[device]
-unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs, copies: &Copies) {
+unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
     let comm = &args.comm;
-    let copy_warps = if BY_EXPERT { copies.warps } else { 0 };
-    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps - copy_warps);
+    let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
     trace(comm, Phase::Enter);
     let entry = ReadyEntry::read(comm, args.header.0);
     let epoch = current_epoch(comm);
@@ -89,8 +90,7 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
     // With no valid plan, no row moves; the words still do, so that the next operation finds
     // them in step.
     let planned = entry.is_planned();
-    let (begin, end) =
-        if BY_EXPERT { copies::part_of(args.num_tokens) } else { block_range(args.num_tokens) };
+    let (begin, end) = block_range(args.num_tokens);
     // A warp that moves rows finds no entries to send, and one that sends metadata no rows to
     // move.
     let (each, mut first, mut begin) = (tokens_at_once(args), end, begin + warp);
@@ -98,8 +98,8 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
     if warp < warps {
         ring.init();
     } else {
-        if args.with_metadata != 0 && (!BY_EXPERT || warp >= warps + copy_warps) {
-            first = begin - warp + (warp - warps - copy_warps) * each;
+        if args.with_metadata != 0 {
+            first = begin - warp + (warp - warps) * each;
         }
         begin = end;
     }
@@ -121,11 +121,9 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         Destination { row, rank: lane }
     };
     let mut next = rows_of(begin);
-    let mut entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
+    let mut entries = Entries::<MANY, false>::fetch(args, first, end, planned);
     let mut turn = Turn::first();
-    let rings = ring_bytes(warps, args.stages, args.stage_bytes);
-    let copy_rings = dynamic_shared() + copy_rings_behind(rings);
-    let joined = if BY_EXPERT { copies.end_of_rings(args, copy_rings) } else { dynamic_shared() + rings };
+    let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
     let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
     if joined && planned {
         // The peers have released the rows to this thread that are overwritten now; the copy
@@ -134,11 +132,8 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         while first < end {
             let these = entries;
             first += args.metadata_warps * each;
-            entries = Entries::<MANY, BY_EXPERT>::fetch(args, first, end, planned);
+            entries = Entries::<MANY, false>::fetch(args, first, end, planned);
             these.send(args);
-        }
-        if BY_EXPERT && warp >= warps && warp < warps + copy_warps {
-            copies.make(args, epoch, copy_rings, warp - warps);
         }
         let mut peer = if MANY { 0 } else { pool_of(comm, lane) };
         let own = pool_at::<MANY>(comm, comm.rank);
@@ -147,26 +142,19 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         let mut row = -1;
         let mut send = Cursor::new(begin, warps);
         let mut previous = 0;
-        // Rows by expert: whether the lane's row is written here, and not copied there; and the
-        // destinations of the two tokens before, whose copies are not asked for yet.
-        let (mut is_first, mut late) = (true, [Destination { row: -1, rank: 0 }; 2]);
         while send.token < end {
             if send.offset == 0 {
-                late = [late[1], Destination { row, rank: to }];
                 (row, to) = (next.row, next.rank);
                 if MANY {
                     peer = next.pool(comm);
                 }
-                if BY_EXPERT {
-                    is_first = copies::is_first_of_rank(row >= 0, to) | (to == comm.rank);
-                }
-                if MANY && !BY_EXPERT {
+                if MANY {
                     own_lane = ballot(row >= 0 && to == comm.rank).trailing_zeros();
                 }
                 next = rows_of(send.token + warps);
                 if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
                     let scale_bytes = args.num_scales as u64 * 4;
-                    let to = scale_place(args, peer, if BY_EXPERT && !is_first { -1 } else { row });
+                    let to = scale_place(args, peer, row);
                     copy_scales(args.scales.row(send.token, scale_bytes), args.num_scales, to);
                 }
             }
@@ -174,30 +162,21 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
             let row_offset = comm.pool.recv_x + send.offset as u64;
             let stride = row_stride(args.row_bytes as u64);
             ring.wait(&turn);
-            // A row that is not sent is copied by its rank.
-            let sent = if BY_EXPERT && !is_first { -1 } else { row };
-            if sent >= 0 {
-                // Several rows of the own rank are more than ordinary stores have time for.
-                if BY_EXPERT || to != comm.rank {
-                    bulk_store(peer + row_offset + sent as u64 * stride, buffer, bytes);
+            if row >= 0 {
+                if to != comm.rank {
+                    bulk_store(peer + row_offset + row as u64 * stride, buffer, bytes);
                 }
                 let scale_bytes = bulk_scale_bytes(args.num_scales);
                 if scale_bytes != 0 && send.offset == 0 {
-                    bulk_store(scale_place(args, peer, sent), buffer + args.piece_bytes, scale_bytes);
+                    bulk_store(scale_place(args, peer, row), buffer + args.piece_bytes, scale_bytes);
                 }
             }
             bulk_commit();
-            if BY_EXPERT {
-                if same_in_lanes(send.offset) == 0 {
-                    copies.ask_for(args, epoch, send.token, begin, warps, late[0]);
-                }
-            } else {
-                // -1 where the own rank is no destination.
-                let own_row = shfl_u32(row as u32, own_lane & 31) as i32;
-                let own_row = if MANY && own_lane == 32 { -1 } else { own_row };
-                if own_row >= 0 {
-                    store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
-                }
+            // -1 where the own rank is no destination.
+            let own_row = shfl_u32(row as u32, own_lane & 31) as i32;
+            let own_row = if MANY && own_lane == 32 { -1 } else { own_row };
+            if own_row >= 0 {
+                store_plain(own + row_offset + own_row as u64 * stride, buffer, bytes, lane);
             }
 
             // Refill the stage before this one: its store has had a whole turn to read it.
@@ -214,16 +193,6 @@ unsafe fn send_rows<const MANY: bool, const BY_EXPERT: bool>(args: &DispatchArgs
         // The stores have landed for this thread, so that the releases in `leave` pass them on:
         // no proxy fence.
         bulk_wait::<0>();
-        if BY_EXPERT && warp < warps {
-            copies.ask_for_last(
-                args,
-                epoch,
-                send.token,
-                begin,
-                warps,
-                [late[1], Destination { row, rank: to }],
-            );
-        }
     } else {
         // The loads in flight must land before the block gives its shared memory back.
         let mut loaded = load.piece;

@@ -125,6 +125,23 @@ pub unsafe fn store_plain(to: u64, buffer: u32, bytes: u32, lane: u32) {
     }
 }
 
+/// Stores `bytes` of scales, a multiple of 16, from a stage to the address that each lane names, 0
+/// for none, by ordinary stores: 16 bytes a lane. The whole warp calls it.
+///
+/// # Safety
+/// The addresses are live. The stage is not loaded again before the warp has met.
+#[device]
+pub unsafe fn store_scales(scales: u32, bytes: u32, to: u64) {
+    let mut left = ballot(to != 0);
+    while left != 0 {
+        let to = shfl_u64(to, left.trailing_zeros());
+        left &= left - 1;
+        stride!(at in laneid() * 16..bytes, 512 => {
+            st_v4(to + at as u64, ld_shared_v4(scales + at));
+        });
+    }
+}
+
 /// Where a row's scales go in the pool `pool`; 0 where the row is -1.
 #[device]
 pub fn scale_place(args: &DispatchArgs, pool: u64, row: i32) -> u64 {
