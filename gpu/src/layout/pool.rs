@@ -103,7 +103,8 @@ pub const fn message_offset(src: u32, word: u32) -> u64 {
 }
 
 /// Offset of the records of copies in a pool of one node with rows by expert, in bytes from
-/// [`PoolLayout::messages`]: u64 `[num_ranks][1 + max_tokens][max_topk]`.
+/// [`PoolLayout::messages`]: u64 `[num_ranks][1 + max_tokens][max_topk]`. The first word of the own
+/// rank's is its counter of claims.
 #[inline(always)]
 pub const fn copies_offset(num_ranks: u32) -> u64 {
     message_offset(num_ranks, 0)
