@@ -644,7 +644,7 @@ pub(crate) enum Op {
     Alu {
         f: AluFn,
         s: [u32; 6],
-        /// What `f` does, for compiled code.
+        /// The operation of `f`, for compiled code.
         #[cfg_attr(not(all(target_arch = "x86_64", not(miri))), allow(dead_code))]
         native: Native,
     },

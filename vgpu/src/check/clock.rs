@@ -490,7 +490,7 @@ impl VectorClock {
         Arc::make_mut(self.root.get_or_insert_default())
     }
 
-    /// What is kept of the block of `key` beside the tree.
+    /// The part of the block of `key` that is kept beside the tree.
     #[inline]
     fn own(&self, key: Key) -> Option<&BlockPart> {
         self.own.as_ref().filter(|own| own.block == block_of(key)).map(|own| &*own.part)

@@ -287,7 +287,7 @@ pub(crate) struct Violations {
 }
 
 impl Violations {
-    /// Those of a read that repeats another.
+    /// The violations of a read that repeats another.
     pub(super) fn of_repeat() -> Self {
         Self { repeats: true, ..Self::default() }
     }

@@ -45,7 +45,7 @@ pub(super) struct Vector(pub(super) u8, pub(super) u8, pub(super) bool, pub(supe
 #[derive(Clone, Copy, Debug)]
 struct Masked(u8, u8, bool, bool, u8);
 
-/// What a vector instruction has besides its operands: the mask register, an immediate, and the
+/// The parts of a vector instruction besides its operands: the mask register, an immediate, and the
 /// length of a last operand in memory.
 #[derive(Clone, Copy, Debug)]
 struct Tail {

@@ -40,7 +40,7 @@ const REGISTERS: i32 = std::mem::offset_of!(Surroundings, regs) as i32;
 const BEHIND: i32 = std::mem::offset_of!(Surroundings, behind) as i32;
 const AHEAD: i32 = std::mem::offset_of!(Surroundings, ahead) as i32;
 
-/// What compiled code is told besides the registers, the lanes and the budget.
+/// The arguments of compiled code besides the registers, the lanes and the budget.
 #[repr(C)]
 pub(super) struct Surroundings {
     pub(super) regs: *mut Regs,
@@ -100,7 +100,7 @@ unsafe extern "sysv64" fn call_function(regs: *mut Regs, inst: *const Inst, lane
 /// A register of the warp.
 pub(super) type Slot = (File, u32);
 
-/// What compiled code is made from.
+/// The input of a translation.
 pub(super) struct Program<'a> {
     pub(super) code: &'a [Inst],
     /// By instruction: its slots, the guard included as one that is read. See [`slots_of`].
@@ -348,7 +348,7 @@ struct Translator<'a> {
 }
 
 impl Translator<'_> {
-    /// What stands in front of a block where others enter it.
+    /// The code in front of a block where others enter it.
     fn enter(&mut self) {
         self.asm.subtract_wide(RSP, self.frame);
         if self.lanes == Lanes::Some {

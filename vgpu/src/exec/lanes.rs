@@ -187,7 +187,7 @@ pub(crate) const fn arg<T: Lane>() -> Sig {
 pub(crate) struct Spec {
     pub(crate) f: AluFn,
     pub(crate) sig: &'static [Sig],
-    /// What it does, where compiled code has instructions for it.
+    /// The operation, where compiled code has instructions for it.
     pub(crate) native: Native,
 }
 
