@@ -135,7 +135,7 @@ fn same_blocks(kernel: &Kernel, rng: &mut Rng, rounds: usize) -> usize {
                         (bits(want.pred[at]), bits(got.pred[at]))
                     }
                 };
-                // Nobody reads the sink, whatever the signature says.
+                // The sink is never read, whatever the signature says.
                 if slot != SINK && want != got {
                     let lane = (0..32).find(|&i| want[i] != got[i]).unwrap_or(0);
                     let text: Vec<_> = (start..end).map(|pc| kernel.origin(pc as u32).1).collect();

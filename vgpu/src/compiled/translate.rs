@@ -677,6 +677,20 @@ impl Translator<'_> {
         Some(())
     }
 
+    /// Leaves in RAX its own bits where the guard, whose predicate is in R11, lets lanes run, and
+    /// those of the predicate `p` elsewhere.
+    fn keep_unguarded(&mut self, guard: u32, p: u32) {
+        if guard & GUARD_NOT != 0 {
+            self.asm.not(R11);
+        }
+        let old = self.predicate(p);
+        // old ^ ((old ^ new) & guard)
+        self.asm.load_half(R10, old);
+        self.asm.xor(RAX, R10);
+        self.asm.and(RAX, R11);
+        self.asm.xor(RAX, R10);
+    }
+
     /// Makes the low 16 bits of RAX the predicate `p`, for the lanes of the guard.
     fn define_predicate(&mut self, guard: u32, p: u32) {
         if p == SINK {
@@ -685,15 +699,7 @@ impl Translator<'_> {
         if guard != NO_GUARD {
             let at = self.predicate(guard & !GUARD_NOT);
             self.asm.load_half(R11, at);
-            if guard & GUARD_NOT != 0 {
-                self.asm.not(R11);
-            }
-            let old = self.predicate(p);
-            // old ^ ((old ^ new) & guard)
-            self.asm.load_half(R10, old);
-            self.asm.xor(RAX, R10);
-            self.asm.and(RAX, R11);
-            self.asm.xor(RAX, R10);
+            self.keep_unguarded(guard, p);
         }
         let to = self.frame_predicate(p).plus(2 * self.strip);
         self.asm.store_half(to, RAX);
@@ -1026,14 +1032,7 @@ impl Translator<'_> {
             self.asm.load_wide(RAX, Mem { base: RSP, offset: at });
             if guard != NO_GUARD {
                 self.asm.load_wide(R11, Mem { base: RSP, offset: SAVED + 16 });
-                if guard & GUARD_NOT != 0 {
-                    self.asm.not(R11);
-                }
-                let old = self.predicate(slot);
-                self.asm.load_half(R10, old);
-                self.asm.xor(RAX, R10);
-                self.asm.and(RAX, R11);
-                self.asm.xor(RAX, R10);
+                self.keep_unguarded(guard, slot);
             }
             self.define_predicate(NO_GUARD, slot);
         }
