@@ -14,7 +14,8 @@
 //!
 //! `--fast` leaves out check mode, `--check` leaves out everything else. `--runs N` sets the number
 //! of runs; few of them are enough for a tool that counts instructions. `--deepep` takes the PTX
-//! that `vgpu/peers/check.sh deepep` compiles, of the step `as-shipped`.
+//! that `vgpu/peers/check.sh deepep` compiles, of the step `repaired`: the kernel as it is shipped
+//! ends with a fault.
 //!
 //! Programs of one set-up run in turn, whichever of them are measured. `--perf CONTROL,ACK` has
 //! `perf` take samples while those run that are measured:
