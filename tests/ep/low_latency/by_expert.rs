@@ -2,6 +2,7 @@
 
 use epoxide::Result;
 use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::internal::Instruments;
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Quantise, Shape};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
@@ -64,6 +65,26 @@ fn rows_with_scales() {
         let case = case(routing(&[9, 8], 3, 4, Style::DistinctTopK), hidden, 8);
         LowLatencyCase { quantise, ..case.clone() }.check();
         LowLatencyCase { quantise, segments: in_memory_of_the_caller(8, false), ..case }.check();
+    }
+}
+
+/// A block that receives no rows of others does not wait for calls.
+#[test]
+fn traces_have_no_times_of_phases_that_were_left_out() {
+    let segments = case(routing(&[16, 16], 8, 256, Style::DistinctTopK), 7168, 64);
+    for case in [LowLatencyCase { segments: None, ..segments.clone() }, segments] {
+        LowLatencyCase { sm_count: 132, ..case.clone() }.run(|rank| {
+            rank.buffer.start_trace(1 << 14)?;
+            case.verify(rank)?;
+            let (launches, _) = rank.buffer.take_trace(&rank.stream)?;
+            for launch in launches {
+                for block in &launch.blocks {
+                    let phases = [block.enter, block.ready, block.moved];
+                    rank.check(phases.iter().all(|&at| at <= block.done), format!("{block:?}"));
+                }
+            }
+            Ok(())
+        });
     }
 }
 

@@ -16,7 +16,7 @@ const ENTRY: u64 = size_of::<BlockTrace>() as u64;
 pub struct TracedLaunch {
     /// The kernel's operation: `notify`, `dispatch` or `combine`.
     pub operation: &'static str,
-    /// Times by block.
+    /// Times by block; 0 for a phase that the block has no part in.
     pub blocks: Vec<BlockTrace>,
 }
 
@@ -36,6 +36,10 @@ impl Trace {
             return Err(Error::argument("blocks", blocks, "must be at least 1"));
         }
         let memory = Memory::alloc(device, blocks * ENTRY, MemoryKind::Device, "trace")?;
+        let stream = Stream::new(device)?;
+        // SAFETY: the memory is live, and nothing else knows it yet.
+        unsafe { stream.fill(memory.ptr(), 0, memory.bytes())? };
+        stream.synchronize()?;
         Ok(Trace { memory, launches: Vec::new(), used: 0, dropped: 0 })
     }
 
