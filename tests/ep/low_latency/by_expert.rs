@@ -48,6 +48,22 @@ fn more_blocks_than_tokens_have_parts_of_long_rows() {
     LowLatencyCase { sm_count: 7, ..case(routing(&[2, 1], 2, 4, Style::DistinctTopK), hidden, 8) }.check();
 }
 
+/// Blocks with tokens of each rank in numbers from few to several for each block: whole rows, parts of
+/// one row, parts of several, and rows of other ranks alone.
+#[test]
+fn blocks_share_rows_of_one_token_or_several() {
+    let counts = [[3, 2], [6, 9], [8, 12], [11, 13], [20, 26], [27, 1]];
+    for (number, counts) in counts.into_iter().enumerate() {
+        for sm_count in [12, 13] {
+            let quantise = if number % 2 == 0 { Quantise::Not } else { Quantise::Fp8 };
+            let routing = routing(&counts, 4, 8, Style::DistinctTopK);
+            LowLatencyCase { sm_count, quantise, ..case(routing, 1024 * 5 + 128, 8) }.check();
+        }
+    }
+    let routing = routing(&[7, 6, 8, 7], 4, 8, Style::DistinctTopK);
+    LowLatencyCase { sm_count: 9, ..case(routing, 1024 * 3 + 8, 8) }.check();
+}
+
 #[test]
 fn nothing_is_selected() {
     let topk_idx = vec![vec![vec![-1, -1]; 3], vec![], vec![vec![-1, -1]]];
@@ -194,6 +210,23 @@ fn the_checker_finds_nothing() {
             gathers: true,
             nodes,
             ..case(routing(&[7, 3, 5], 3, 6, Style::ALL[seed as usize % 4]), 48, 4)
+        }
+        .check();
+    }
+}
+
+#[test]
+fn the_checker_finds_nothing_in_parts_of_several_rows() {
+    for seed in 0..tier::pick(4, 24) {
+        let weak = (seed % 2 == 1).then_some(seed);
+        let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
+        let counts = [[6, 7], [3, 8]][seed as usize / 2 % 2];
+        LowLatencyCase {
+            schedule_seed: Some(seed),
+            checker: Some(Checker::new(config)),
+            rounds: 2,
+            sm_count: 9,
+            ..case(routing(&counts, 3, 6, Style::DistinctTopK), 1024 + 8, 4)
         }
         .check();
     }

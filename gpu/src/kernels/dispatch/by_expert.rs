@@ -10,8 +10,9 @@
 //! Soundness: each token has one claim, so one warp sends its rows and its record. Claims order
 //! nothing. A warp that sends waits for no other rank behind the ready words, so all tokens are sent
 //! as soon as one block runs. A record is sent when the row's stores to other ranks have landed for
-//! the thread that sends it. A stage is loaded again once the stores from it have read it, and the
-//! lanes that read its scales have met.
+//! the thread that sends it. Its scales leave by ordinary stores of all lanes in front of the record: a
+//! barrier of the warp orders them before the release. A stage is loaded again once the stores from
+//! it have read it, and the lanes that read its scales have met.
 
 use super::copies::{self, Copies, copy_rings_behind};
 use super::metadata::{Entries, tokens_at_once};
@@ -180,29 +181,26 @@ pub unsafe fn send_rows(args: &DispatchArgs, copies: &Copies) {
             let buffer = ring.buffer(turn.slot);
             let row_offset = comm.pool.recv_x + send.offset as u64;
             ring.wait(&turn);
-            let to_scales = scale_place(args, peer, if is_sent { to.row } else { -1 });
             let is_own = to.rank == comm.rank;
             let place = peer + row_offset + to.row as u64 * row_stride(args.row_bytes as u64);
             // Rows of other ranks leave first, in a group of their own: the ranks wait for them.
             if is_sent && !is_own {
                 bulk_store(place, buffer, bytes);
-                if scale_bytes != 0 && send.offset == 0 {
-                    bulk_store(to_scales, buffer + args.piece_bytes, scale_bytes);
-                }
             }
             bulk_commit();
             if is_sent && is_own {
                 bulk_store(place, buffer, bytes);
             }
             bulk_commit();
+            // The copy engine takes as long for a few scales as for half a kilobyte.
+            if same_in_lanes(send.offset) == 0 && scale_bytes != 0 {
+                let to = scale_place(args, peer, if is_sent { to.row } else { -1 });
+                store_scales(buffer + args.piece_bytes, scale_bytes, to);
+            }
             if same_in_lanes(send.offset) + bytes == args.row_bytes {
                 // The stores to other ranks have landed; those of the own rank may be pending.
                 bulk_wait::<1>();
                 copies.send(args, epoch, send.token, to);
-            }
-            // The copy engine takes as long for a few scales as for a kilobyte.
-            if same_in_lanes(send.offset) == 0 && scale_bytes != 0 {
-                store_scales(buffer + args.piece_bytes, scale_bytes, if is_own { to_scales } else { 0 });
             }
 
             // The stage of the next load is the one before this, or one that was never filled: the
@@ -253,5 +251,5 @@ pub unsafe fn send_rows(args: &DispatchArgs, copies: &Copies) {
 unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Piece, stage: u32) {
     let row = args.x.row(piece.token, args.row_bytes);
     let scales = args.scales.row(piece.token, bulk_scale_bytes(args.num_scales));
-    load_stage(ring, args, stage, row, scales, Tail::NONE, piece.offset);
+    load_stage::<true>(ring, args, stage, row, scales, Tail::NONE, piece.offset);
 }

@@ -15,10 +15,10 @@
 //! rank's ready word of the same epoch, with which the operation before has ended here. The release
 //! of each word comes behind the completion of the row's stores, by the same thread or in front of
 //! a barrier of the warp; the acquire of each word comes before one, in front of the load. The row
-//! came through the async proxy and is read through it again, behind a proxy fence. A row that is
-//! copied to has this one writer. Collectives stand where all lanes of a warp arrive.
+//! came through the async proxy and is read through it again, behind a proxy fence. Its scales are
+//! read by ordinary loads behind the same acquire. A row that is copied to has this one writer. Collectives stand where all lanes of a warp arrive.
 
-use super::rows::{Cursor, Tail, copy_scales, load_stage, scale_place, store_scales};
+use super::rows::{Cursor, Tail, copy_scales, copy_scales_by_lanes, load_stage, scale_place};
 use crate::kernels::epoch::pool_at;
 use crate::kernels::list::Destination;
 use crate::kernels::peer_wait::PeerWait;
@@ -315,16 +315,17 @@ impl<R: Place> Copies<R> {
             // The store before the last one has read this stage.
             bulk_wait_read::<1>();
             syncwarp();
-            load_stage(ring, args, turn.slot, row_at(first), scales, Tail::NONE, piece.offset);
+            load_stage::<false>(ring, args, turn.slot, row_at(first), 0, Tail::NONE, piece.offset);
+            // The copy engine takes as long for a few scales as for half a kilobyte.
+            if scale_bytes != 0 && piece.offset == 0 {
+                copy_scales_by_lanes(scales, scale_bytes, to_scales);
+            }
             ring.wait(turn);
             let (buffer, bytes) = (ring.buffer(turn.slot), piece.bytes(args));
             if is_copied_to {
                 bulk_store(row_at(row as u32) + piece.offset as u64, buffer, bytes);
             }
             bulk_commit();
-            if scale_bytes != 0 && piece.offset == 0 {
-                store_scales(buffer + args.piece_bytes, scale_bytes, to_scales);
-            }
             turn.advance(ring);
             piece.advance(args);
         }

@@ -43,7 +43,7 @@ impl Cursor {
 pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
     let row = args.x.row(piece.token, args.row_bytes);
     let scales = args.scales.row(piece.token, bulk_scale_bytes(args.num_scales));
-    load_stage(ring, args, stage, row, scales, Tail::NONE, piece.offset);
+    load_stage::<true>(ring, args, stage, row, scales, Tail::NONE, piece.offset);
 }
 
 /// Bytes that are loaded into a stage with the first piece of a row, behind the scales; multiples
@@ -65,12 +65,12 @@ impl Tail {
 }
 
 /// Lane 0 starts the load of the piece at `offset` of a row. With the first piece it starts those
-/// of the row's tail, and of its scales where the copy engine moves them.
+/// of the row's tail, and with `SCALES` of its scales where the copy engine moves them.
 ///
 /// # Safety
 /// All lanes call it. The row, its scales and its tail are live, and no thread reads the stage.
 #[device]
-pub unsafe fn load_stage(
+pub unsafe fn load_stage<const SCALES: bool>(
     ring: &Ring,
     args: &DispatchArgs,
     stage: u32,
@@ -84,7 +84,8 @@ pub unsafe fn load_stage(
         let bytes = (args.row_bytes - offset).min(args.piece_bytes);
         let (mut scale_bytes, mut tail_bytes) = (0, 0);
         if offset == 0 {
-            (scale_bytes, tail_bytes) = (bulk_scale_bytes(args.num_scales), tail.bytes);
+            let all = bulk_scale_bytes(args.num_scales);
+            (scale_bytes, tail_bytes) = (if SCALES { all } else { 0 }, tail.bytes);
         }
         // Own rows were read by ordinary loads; the copy engine writes the stage next.
         fence_proxy_async_shared();
@@ -140,6 +141,28 @@ pub unsafe fn store_scales(scales: u32, bytes: u32, to: u64) {
             st_v4(to + at as u64, ld_shared_v4(scales + at));
         });
     }
+}
+
+/// Copies `bytes` of scales, a multiple of 16, to the address that each lane names, 0 for none, by
+/// ordinary loads and stores: 16 bytes a lane. The whole warp calls it.
+///
+/// # Safety
+/// The addresses are live, and multiples of 16.
+#[device]
+pub unsafe fn copy_scales_by_lanes(from: u64, bytes: u32, to: u64) {
+    let wanted = ballot(to != 0);
+    stride!(first in 0..bytes, 512 => {
+        let at = first + laneid() * 16;
+        let scales = ld_stream_v4_if(at < bytes, from + at as u64);
+        let mut left = wanted;
+        while left != 0 {
+            let to = shfl_u64(to, left.trailing_zeros());
+            left &= left - 1;
+            if at < bytes {
+                st_v4(to + at as u64, scales);
+            }
+        }
+    });
 }
 
 /// Where a row's scales go in the pool `pool`; 0 where the row is -1.

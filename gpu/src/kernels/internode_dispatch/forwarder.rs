@@ -205,7 +205,7 @@ pub unsafe fn forward<const BY_EXPERT: bool>(
             } else {
                 Tail { from: forward_row(args, entry), bytes: FORWARD_ROW_BYTES }
             };
-            load_stage(ring, rows, load_slot, slot, slot + shape.scales as u64, tail, load.offset);
+            load_stage::<true>(ring, rows, load_slot, slot, slot + shape.scales as u64, tail, load.offset);
             load_slot = if load_slot + 1 == ring.count { 0 } else { load_slot + 1 };
             in_flight += 1;
             load.advance(rows.row_bytes, rows.piece_bytes);
