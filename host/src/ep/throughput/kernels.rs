@@ -27,6 +27,13 @@ use crate::error::{Error, Result};
 
 /// Most warps of a dispatch, on all multiprocessors together.
 const DISPATCH_WARPS: u32 = 150;
+/// Most warps that send rows by expert within a node, on all multiprocessors together: rows of up
+/// to [`SHORT_ROW`] bytes, and longer ones. A warp has about a token's rows in flight.
+const SHORT_ROW_WARPS: u32 = 600;
+const LONG_ROW_WARPS: u32 = 390;
+const SHORT_ROW: u32 = 8192;
+/// Most of them in a block: it also has warps that send metadata and warps that copy.
+const MOST_WARPS_BY_EXPERT: u32 = 10;
 /// Most warps of a combine that gather, on all multiprocessors together.
 const COMBINE_WARPS: u32 = 300;
 /// Fewest blocks that stage rows unless the caller sets a number, even if no multiprocessor is left
@@ -516,7 +523,10 @@ impl Kernels {
         let t = &self.tuning;
         let (warps, most) = match self.mode {
             // They wait for their stores to land, and half of the stores or more are local.
-            Spread::OneNode(..) if is_by_expert => (t.dispatch_warps + 2, 2 * DISPATCH_WARPS),
+            Spread::OneNode(..) if is_by_expert => {
+                let most = if row_bytes <= SHORT_ROW { SHORT_ROW_WARPS } else { LONG_ROW_WARPS };
+                ((t.dispatch_warps + 3).min(MOST_WARPS_BY_EXPERT), most)
+            }
             Spread::OneNode(..) => (t.dispatch_warps, DISPATCH_WARPS),
             Spread::SeveralNodes(..) if is_by_expert => (t.internode_dispatch_warps, 2 * DISPATCH_WARPS),
             Spread::SeveralNodes(..) => (t.internode_dispatch_warps, DISPATCH_WARPS),

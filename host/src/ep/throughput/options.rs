@@ -185,7 +185,8 @@ impl Options {
 /// bytes in flight crowd the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tuning {
-    /// Warps per block in dispatch, 1 to 8.
+    /// Warps per block in dispatch, 1 to 8. A dispatch of rows by expert within a node has three
+    /// more, at most 10.
     pub dispatch_warps: u32,
     /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half
     /// of the blocks send.
