@@ -3,9 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::driver::virt::{CheckConfig, Checker, Loaded};
 use epoxide::low_latency::Quantise;
-use epoxide_gpu::layout::{PIECE_PACKET_BYTES, pieces_of};
+use epoxide_gpu::layout::{PIECE_PACKET_BYTES, PUSHED_TOKENS, pieces_of};
 use epoxide_testing::harness::PATIENCE;
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, Segments};
 use epoxide_testing::oracle::{Routing, Style, by_expert};
@@ -64,7 +64,10 @@ fn predicted(case: &LowLatencyCase) -> Links {
         // tokens asks for.
         let (rows, tokens) = (rows_between(routing, to, from), u64::from(routing.num_tokens(to)));
         let (combine, row_bytes, scales) = travels_back(case, from);
-        if tokens <= case.packet_tokens.min(case.max_tokens).into() {
+        if case.combine_rows == ReturnPath::InPool {
+            let packets = u64::from(pieces_of(row_bytes) * PIECE_PACKET_BYTES);
+            add(combine, "returned_packets", pushed_between(case, to, from) * packets);
+        } else if tokens <= case.packet_tokens.min(case.max_tokens).into() {
             let packets = u64::from(pieces_of(row_bytes) * PIECE_PACKET_BYTES);
             add(combine, "returned_packets", rows * packets);
             add(combine, "returned_scales", rows * scales * 8);
@@ -83,6 +86,7 @@ fn travels_back(case: &LowLatencyCase, from: u32) -> (&'static str, u32, u64) {
     let tokens = case.routing.num_tokens(from);
     let has_many = tokens > 2 * case.sm_count && tokens > case.packet_tokens;
     match case.quantise_back {
+        _ if case.combine_rows == ReturnPath::InPool => ("low_latency_combine_pooled", case.hidden * 2, 0),
         Quantise::Not if case.combine_rows == ReturnPath::ByRow && has_many => {
             ("low_latency_combine_summed", case.hidden * 2, 0)
         }
@@ -94,6 +98,15 @@ fn travels_back(case: &LowLatencyCase, from: u32) -> (&'static str, u32, u64) {
 /// Tokens of one rank that have an expert on another.
 fn rows_between(routing: &Routing, from: u32, to: u32) -> u64 {
     (0..routing.num_tokens(from)).filter(|&token| routing.hits(from, token, to)).count() as u64
+}
+
+/// Those whose rows return as packets though owners gather rows: the first ones of the rank.
+fn pushed_between(case: &LowLatencyCase, from: u32, to: u32) -> u64 {
+    let routing = &case.routing;
+    // Half of them among three ranks, a quarter up to five, and so on.
+    let most = (PUSHED_TOKENS / (routing.num_ranks() - 1).next_power_of_two()).min(case.packet_tokens);
+    let pushed = routing.num_tokens(from).min(most);
+    (0..pushed).filter(|&token| routing.hits(from, token, to)).count() as u64
 }
 
 /// Runs a case, every bit of it against the oracle, and compares what its kernels stored in peers'
@@ -128,6 +141,9 @@ fn check(case: &LowLatencyCase) {
         .map(|key| format!("{key:?}: {:?}, predicted {:?}", got.get(key), want.get(key)))
         .collect();
     assert!(differing.is_empty(), "{}\n{case:?}", differing.join("\n"));
+    if case.combine_rows == ReturnPath::InPool {
+        gathers_the_others(&case, &loads);
+    }
     let Some(segments) = case.segments else { return };
     // Within a rank: a row is read once, and stored once for each selection. The own rows come from
     // the input, whose loads are not counted.
@@ -144,6 +160,20 @@ fn check(case: &LowLatencyCase) {
         let others = (0..routing.num_ranks()).filter(|from| *from != rank);
         let rows: u64 = others.map(|from| rows_between(routing, from, rank)).sum();
         assert_eq!(loaded.sum::<u64>(), rows * row_bytes, "loaded by rank {rank}");
+    }
+}
+
+/// Compares the rows that were read in other ranks' pools with those that did not come as packets.
+/// Rows are of whole pieces, so that every load is of another part of a row.
+fn gathers_the_others(case: &LowLatencyCase, loads: &[Loaded]) {
+    let (routing, ranks) = (&case.routing, 0..case.routing.num_ranks());
+    for (by, on) in ranks.clone().flat_map(|by| ranks.clone().map(move |on| (by, on))) {
+        let read = loads.iter().filter(|it| it.by == by && it.on == on && it.part == "returned_x");
+        let rows = rows_between(routing, by, on) - pushed_between(case, by, on);
+        let bytes = rows * u64::from(case.hidden) * 2;
+        if by != on {
+            assert_eq!(read.map(|it| it.loads * 16).sum::<u64>(), bytes, "rank {by} of rank {on}");
+        }
     }
 }
 
@@ -172,6 +202,18 @@ fn rows_in_packets_go_to_each_rank_once() {
     }
     // Some ranks with packets, some with words.
     each_kind(&LowLatencyCase { packet_tokens: 5, ..case });
+}
+
+/// Ranks that gather a part of their rows, all of them, or none: the first ones come as packets.
+#[test]
+fn rows_in_the_pool_cross_a_link_once() {
+    let case = LowLatencyCase {
+        combine_rows: ReturnPath::InPool,
+        ..LowLatencyCase::new(routing(&[23, 6, 0, 12], 5, 8, Style::WithHoles), 3072)
+    };
+    for packet_tokens in tier::sample([32, 0, 5]) {
+        check(&LowLatencyCase { packet_tokens, ..case.clone() });
+    }
 }
 
 /// Rows of whole pieces, so that every load is of another part of the row.

@@ -47,7 +47,7 @@ fn leave(rank: &Ones, rows: DevicePtr, value: f32) -> Result<()> {
 /// Whether the last rank, whose GPU stops after so many instructions of a combine, was told that
 /// others gave up; and how many it has executed, if it has not stopped. If it was not told, its sums are those of the
 /// combine. `go_on` is what the others do while it stands. `packet_tokens` decides how large the
-/// pieces are that a warp sums.
+/// pieces are that a warp sums, and how many tokens' rows come as packets.
 fn stopped_combine(
     ranks: u32,
     after: u64,
@@ -111,7 +111,7 @@ fn sweep(ranks: u32, go_on: impl Fn(&mut Ones, &dyn ProcessGroup) + Sync) {
     // Ranks that regroup may be so early that it is told, though it does not stop.
     let (_, executed) = stopped_combine(ranks, u64::MAX / 2, 0, &go_on);
     let points = tier::pick(8, 60);
-    let packet_tokens = |point| [0, TOKENS as u32][point as usize % 2];
+    let packet_tokens = |point| [0, TOKENS as u32, 5][point as usize % 3];
     let told = (0..points)
         .filter(|point| stopped_combine(ranks, executed * point / points, packet_tokens(*point), &go_on).0);
     // It is, at least, where it stops before the first instruction. The others are where the busy

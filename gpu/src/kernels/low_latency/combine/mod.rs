@@ -172,6 +172,13 @@ pub(super) fn sum_bytes<const FP8: bool>(args: &LowLatencyCombineArgs) -> u32 {
     if FP8 { args.row_bytes * 2 } else { args.row_bytes }
 }
 
+/// Where this rank's experts left their row for token `token` of rank `source`, which its owner
+/// gathers.
+#[device]
+unsafe fn own_row(args: &LowLatencyCombineArgs, source: u32, token: u32) -> u64 {
+    args.x.row(source * args.common.max_tokens + token, args.x_stride)
+}
+
 /// Adds to `sums` the vectors at the bytes `at` of the rows of several ranks, in the order of the
 /// ranks, as [`add_rows`] does.
 #[device]

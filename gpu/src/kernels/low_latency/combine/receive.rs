@@ -12,7 +12,7 @@ use super::super::{
     is_piece_late, last_warp, late_with, load_packets, packet_seen, wait_piece,
 };
 use super::scale_offset;
-use super::{add, add_ranks, sum_bytes};
+use super::{add, add_ranks, own_row, sum_bytes};
 use crate::layout::{
     Comm, FEW_RANKS, LowLatencyCombineArgs, NAN_BITS, PIECE_BYTES, SCALE_BLOCK, Wait, pieces_of, row_stride,
 };
@@ -255,7 +255,7 @@ unsafe fn receive_pieces<E: Element, R: Ranks, const FP8: bool>(
         let is_done = if FP8 {
             sum_quantised_pieces(args, &piece, ranks, to, opened)
         } else {
-            sum_pieces::<E, R>(args, &piece, ranks, to, opened)
+            sum_pieces::<E, R, false>(args, &piece, ranks, to, opened)
         };
         if !is_done {
             return spoil_pieces::<FP8, 3>(args, number);
@@ -342,29 +342,41 @@ pub(super) unsafe fn spoil_pieces<const FP8: bool, const VECTORS: usize>(
     args: &LowLatencyCombineArgs,
     first: u32,
 ) {
-    let bytes = sum_bytes::<FP8>(args);
-    // Elements are twice as long as they travelled.
-    let scale = if FP8 { 2 } else { 1 };
     let pieces = args.common.num_tokens * PieceOf::<VECTORS>::count(args.row_bytes);
     stride!(number in first..pieces, nctaid() * (ntid() / 32) => {
-        let piece = PieceOf::<VECTORS>::of(number, args.row_bytes, 1);
-        if laneid() == 0 {
-            note_missing_token(&args.common.comm, piece.token);
-        }
-        let row = args.combined_x.row(piece.token, bytes);
-        let end = ((piece.index + 1) * PieceOf::<VECTORS>::BYTES * scale).min(bytes);
-        let mut at = piece.index * PieceOf::<VECTORS>::BYTES * scale + laneid() * 16;
-        while at < end && args.spoils != 0 {
-            st_v4(row + at as u64, [NAN_BITS; 4]);
-            at += 512;
-        }
+        spoil_piece::<FP8, VECTORS>(args, &PieceOf::<VECTORS>::of(number, args.row_bytes, 1));
     });
 }
 
-/// Sums the ranks' pieces of a row, and stores the sum in the row at `to`. False when a wait
-/// expired: the same in all lanes. The whole warp calls it.
+/// The same in one piece.
+///
+/// # Safety
+/// The sums have room for every token.
 #[device]
-unsafe fn sum_pieces<E: Element, R: Ranks>(
+pub(super) unsafe fn spoil_piece<const FP8: bool, const VECTORS: usize>(
+    args: &LowLatencyCombineArgs,
+    piece: &PieceOf<VECTORS>,
+) {
+    let bytes = sum_bytes::<FP8>(args);
+    // Elements are twice as long as they travelled.
+    let scale = if FP8 { 2 } else { 1 };
+    if laneid() == 0 {
+        note_missing_token(&args.common.comm, piece.token);
+    }
+    let row = args.combined_x.row(piece.token, bytes);
+    let end = ((piece.index + 1) * PieceOf::<VECTORS>::BYTES * scale).min(bytes);
+    let mut at = piece.index * PieceOf::<VECTORS>::BYTES * scale + laneid() * 16;
+    while at < end && args.spoils != 0 {
+        st_v4(row + at as u64, [NAN_BITS; 4]);
+        at += 512;
+    }
+}
+
+/// Sums the ranks' pieces of a row, and stores the sum in the row at `to`. False when a wait
+/// expired: the same in all lanes. The whole warp calls it. `POOLED`: this rank's own row is in its
+/// pool, where the experts left it, and no packet.
+#[device]
+pub(super) unsafe fn sum_pieces<E: Element, R: Ranks, const POOLED: bool>(
     args: &LowLatencyCombineArgs,
     piece: &Piece,
     ranks: R,
@@ -374,15 +386,26 @@ unsafe fn sum_pieces<E: Element, R: Ranks>(
     let (common, comm) = (&args.common, &args.common.comm);
     let packets = R::pool(comm, comm.rank) + common.place.returned_packets;
     let (mut sums, mut left) = ([[0.0; 8]; 3], ranks);
+    // In flight beside the packets; any numbers where the row did not stay here.
+    let mut own = [[0; 4]; 3];
+    if POOLED {
+        let from = own_row(args, comm.rank, piece.token);
+        unroll!(3, V => { own[V] = ld_stream_v4(from + inside(piece.at(V as u32), args.row_bytes) as u64) });
+    }
     while !left.is_empty() {
         let from = left.first();
         left = left.without_first();
+        if POOLED && from == comm.rank {
+            unroll!(3, V => { add(&mut sums[V], E::numbers(own[V]), 1.0) });
+            continue;
+        }
         let at = packets + piece.offset(common, args.row_bytes, from);
         let seen = load_packets(at);
         let wait = PeerWait::new(comm, from, opened.epoch(), Wait::LowLatencyReturned);
         let vectors = match wait_piece(wait, at, seen) {
             Ok(vectors) => vectors,
             Err(waited) => {
+                let left = if POOLED { left.without(R::only(comm.rank)) } else { left };
                 record_late_piece(args, piece, from, left, waited, opened.epoch());
                 return false;
             }

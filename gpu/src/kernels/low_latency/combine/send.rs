@@ -11,8 +11,10 @@ use super::super::{
     tokens_in_chunk,
 };
 use super::scale_offset;
-use super::{add_rows, sum_bytes};
-use crate::layout::{LowLatencyCombineArgs, SCALE_BLOCK, pieces_of, row_stride};
+use super::{add_rows, own_row, sum_bytes};
+use crate::layout::{
+    LowLatencyArgs, LowLatencyCombineArgs, PUSHED_TOKENS, SCALE_BLOCK, pieces_of, row_stride,
+};
 use crate::simt::*;
 
 /// Bytes of a row as it travels that a warp writes at a time.
@@ -303,6 +305,124 @@ pub(super) unsafe fn return_pieces<E: Element, R: Ranks, const FP8: bool>(
             send_packets(pool + at, &vectors, epoch);
         }
         (number, ahead) = (next, after);
+    }
+}
+
+/// Tokens of a rank whose rows leave the pool as packets in a combine of rows that owners gather:
+/// they are on their way before the owners know that they may read, when links are idle. The first
+/// ones, if the rank has more.
+#[device]
+pub(super) fn pushed_tokens(args: &LowLatencyArgs) -> u32 {
+    (PUSHED_TOKENS >> halvings(args)).min(args.packet_tokens)
+}
+
+/// How often the tokens are halved: not at all between two ranks, once among three, and so on.
+#[device]
+fn halvings(args: &LowLatencyArgs) -> u32 {
+    32 - args.comm.num_ranks.saturating_sub(2).leading_zeros()
+}
+
+/// The pieces that a warp sends of the rows that leave the pool as packets. A block has some tokens,
+/// or pieces of one, and its last warps come first, since its first ones have sums. Nothing is
+/// divided: warps compute this in front of the first barrier.
+pub(super) struct Pushing {
+    token: u32,
+    /// The next of the block's tokens.
+    token_step: u32,
+    /// Among the pieces of all peers' rows of the token.
+    item: u32,
+    /// The warp's next one.
+    item_step: u32,
+    /// The first piece, loaded ahead.
+    ahead: PushedAhead,
+}
+
+/// A lane's vectors of a piece, and whether its row is there.
+struct PushedAhead {
+    row: RowAhead,
+    vectors: [[u32; 4]; 3],
+}
+
+impl Pushing {
+    /// Nothing where not `sends`.
+    ///
+    /// # Safety
+    /// Rows are there from the kernel's start, as is what [`RowAhead`] loads.
+    #[device]
+    pub(super) unsafe fn first(args: &LowLatencyCombineArgs, sends: bool) -> Pushing {
+        // Block 0 publishes the call: its fence would wait for what it stores.
+        let (blocks, block) = if nctaid() > 1 { (nctaid() - 1, ctaid().wrapping_sub(1)) } else { (1, 0) };
+        let of_group = u32::BITS - (PUSHED_TOKENS - 1).leading_zeros();
+        let of_buffer = u32::BITS - args.common.max_tokens.saturating_sub(1).leading_zeros();
+        let log2 = of_group.saturating_sub(halvings(&args.common)).min(of_buffer);
+        let (mut groups, mut group, mut token, mut token_step) = (1, 0, block, blocks);
+        if blocks >> log2 != 0 {
+            token_step = 1 << log2;
+            (groups, group, token) = (blocks >> log2, block >> log2, block & (token_step - 1));
+        }
+        let warps = ntid() / 32;
+        let item = group + groups * (warps - 1 - tid() / 32);
+        let is_there = sends & (block < blocks) & (group < groups);
+        if !is_there {
+            token = u32::MAX;
+        }
+        let ahead = PushedAhead::of(args, token, item);
+        Pushing { token, token_step, item, item_step: groups * warps, ahead }
+    }
+}
+
+impl PushedAhead {
+    /// # Safety
+    /// As of [`Pushing::first`].
+    #[device]
+    unsafe fn of(args: &LowLatencyCombineArgs, token: u32, item: u32) -> PushedAhead {
+        let mut ahead =
+            PushedAhead { row: RowAhead { tokens: 0, slot: -1, weight: 0.0 }, vectors: [[0; 4]; 3] };
+        if token < pushed_tokens(&args.common) && item < items(args) {
+            let piece = pushed_piece(args, token, item);
+            ahead.row = RowAhead::of_row(args, piece.rank, token, true);
+            let from = own_row(args, piece.rank, token);
+            unroll!(3, V => {
+                ahead.vectors[V] = ld_stream_v4(from + inside(piece.at(V as u32), args.row_bytes) as u64);
+            });
+        }
+        ahead
+    }
+}
+
+/// Pieces of all peers' rows of a token.
+#[device]
+fn items(args: &LowLatencyCombineArgs) -> u32 {
+    sources::<true>(args) * pieces_of(args.row_bytes)
+}
+
+/// One of them.
+#[device]
+fn pushed_piece(args: &LowLatencyCombineArgs, token: u32, item: u32) -> Piece {
+    let (mut rank, mut index) = (0, item);
+    while index >= pieces_of(args.row_bytes) {
+        (rank, index) = (rank + 1, index - pieces_of(args.row_bytes));
+    }
+    Piece { rank: rank + (rank >= args.common.comm.rank) as u32, token, index }
+}
+
+/// Sends the rows of each peer's first tokens as packets from this rank's pool, a piece to a warp.
+#[device]
+pub(super) unsafe fn push_pieces<R: Ranks>(args: &LowLatencyCombineArgs, pushing: Pushing, epoch: u64) {
+    let (common, comm) = (&args.common, &args.common.comm);
+    let Pushing { mut token, token_step, item: first, item_step, mut ahead } = pushing;
+    let mut item = first;
+    while token < pushed_tokens(common) && item < items(args) {
+        let piece = pushed_piece(args, token, item);
+        if ballot(ahead.row.slot >= 0) != 0 && token < ahead.row.tokens {
+            let at = common.place.returned_packets + piece.offset(common, args.row_bytes, comm.rank);
+            send_packets(R::pool(comm, piece.rank) + at, &ahead.vectors, epoch);
+        }
+        item += item_step;
+        if item >= items(args) {
+            (token, item) = (token + token_step, first);
+        }
+        ahead = PushedAhead::of(args, token, item);
     }
 }
 
