@@ -108,14 +108,14 @@ impl Lane {
 }
 
 /// Adds fenced causal pasts to others.
-pub(super) fn join_fenced(all: &mut Option<Fenced>, more: &Option<Fenced>) {
+pub(super) fn join_fenced(all: &mut Option<Fenced>, more: Option<&Fenced>) {
     match (all, more) {
         (_, None) => {}
         (Some((scope, past)), Some((narrower, more))) => {
             *scope = (*scope).min(*narrower);
             past.join(more);
         }
-        (all, Some(_)) => all.clone_from(more),
+        (all, more) => *all = more.cloned(),
     }
 }
 
@@ -161,9 +161,10 @@ struct Warp {
     /// in global memory. Kept outside the groups: it would split lanes whose causal pasts are equal
     /// otherwise.
     fenced: [[u32; 32]; 2],
-    /// By lane, the causal past at its last fence, outside of the groups for the same reason. A
-    /// strong store after the fence publishes it. `None` before the first.
-    fences: Option<Box<[Option<Fenced>; 32]>>,
+    /// By lane, the causal past at its last fence, outside of the groups for the same reason, and
+    /// before it those at the last fences of wider scopes, the widest first. A strong store after
+    /// the fences publishes them. `None` before the first.
+    fences: Option<Box<[Vec<Fenced>; 32]>>,
     /// Lanes that have fenced since [`Lane::ahead`] was set.
     fenced_since: u32,
     /// Tick of each lane's last `fence.mbarrier_init`. `None` before the first.
@@ -340,17 +341,24 @@ impl Warp {
     fn fences_of(&self, mask: u32) -> Option<Fenced> {
         let mut all = None;
         if let Some(fences) = &self.fences {
-            lanes(mask).for_each(|lane| join_fenced(&mut all, &fences[lane]));
+            lanes(mask)
+                .filter_map(|lane| fences[lane].last())
+                .for_each(|fence| join_fenced(&mut all, Some(fence)));
         }
         for (_, lane) in self.groups.iter().filter(|(lanes, _)| lanes & mask & !self.fenced_since != 0) {
-            join_fenced(&mut all, &lane.ahead);
+            join_fenced(&mut all, lane.ahead.as_ref());
         }
         all
     }
 
+    /// The causal past of a lane at its last fence, and before it at the last of wider scopes.
+    fn fences(&self, lane: usize) -> &[Fenced] {
+        self.fences.as_ref().map_or(&[], |fences| &fences[lane])
+    }
+
     /// The causal past of a lane at its last fence.
     fn fence(&self, lane: usize) -> Option<&Fenced> {
-        self.fences.as_ref()?[lane].as_ref()
+        self.fences(lane).last()
     }
 
     /// [`Lane::ahead`] of a lane.
@@ -510,21 +518,35 @@ impl BlockCheck {
         Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane).in_tree() }
     }
 
-    /// The release pattern of a relaxed store by `lane` behind a fence. `assumed`: fences ahead of
-    /// a barrier count as well ([`Assumptions::fence_before_barrier`]).
+    /// The release pattern of a relaxed store by `lane` behind a fence, and those of fences of wider
+    /// scopes before it. `assumed`: fences ahead of a barrier count as well
+    /// ([`Assumptions::fence_before_barrier`]).
     ///
     /// [`Assumptions::fence_before_barrier`]: crate::Assumptions::fence_before_barrier
-    pub(crate) fn fenced(&mut self, warp: u32, lane: usize, scope: Scope, assumed: bool) -> Option<Release> {
+    pub(crate) fn fenced(
+        &self,
+        warp: u32,
+        lane: usize,
+        scope: Scope,
+        assumed: bool,
+    ) -> Option<(Release, Vec<Release>)> {
         let warp = &self.warps[warp as usize];
         let by = clock::lane(warp.key, lane);
         let (mut fence, ahead) = (warp.fence(lane).cloned(), warp.ahead(lane));
         // A wide fence of its own is not narrowed by those of others.
         let narrower = |(own, _): &Fenced| ahead.is_some_and(|a| a.0 < *own);
         if assumed && !fence.as_ref().is_some_and(narrower) {
-            join_fenced(&mut fence, &ahead.cloned());
+            join_fenced(&mut fence, ahead);
         }
         let (fence, past) = fence?;
-        Some(Release { scope: scope.min(fence), by, shared: false, chain: 0, past })
+        let release =
+            |fence: Scope, past| Release { scope: scope.min(fence), by, shared: false, chain: 0, past };
+        let last = release(fence, past);
+        let [wider @ .., _] = warp.fences(lane) else { return Some((last, vec![])) };
+        // A store of narrow scope makes them no wider.
+        let wider = wider.iter().filter(|(fence, _)| scope.min(*fence) > last.scope);
+        let wider = wider.map(|(fence, past)| release(*fence, past.clone())).collect();
+        Some((last, wider))
     }
 
     /// Accesses before fences that stood ahead of a barrier, as seen from `lane` behind it.
@@ -661,11 +683,15 @@ impl BlockCheck {
                         !acquired.is_empty() || w.lane(l).is_some_and(|lane| !lane.seen.is_empty());
                     w.each(if acquires { 1 << l } else { 0 }, |lane| {
                         acquired.iter().for_each(|k| lane.past.join(k));
-                        for (read, r) in std::mem::take(&mut lane.seen) {
-                            if grids.mutual(r.scope, r.by, scope.min(read), own) {
-                                lane.past.join(&r.past);
+                        let Lane { seen, past, .. } = lane;
+                        // A wider fence may follow.
+                        seen.retain(|(read, r)| {
+                            let reaches = grids.mutual(r.scope, r.by, scope.min(*read), own);
+                            if reaches {
+                                past.join(&r.past);
                             }
-                        }
+                            !reaches
+                        });
                     });
                     let past = w.publish(1 << l).in_tree();
                     if sequential {
@@ -679,7 +705,9 @@ impl BlockCheck {
                         });
                         all.past.join(&past);
                     }
-                    w.fences.get_or_insert_default()[l] = Some((scope, past));
+                    let fences = &mut w.fences.get_or_insert_default()[l];
+                    fences.retain(|(wider, _)| *wider > scope);
+                    fences.push((scope, past));
                     w.fenced_since |= 1 << l;
                 }
             }
@@ -719,7 +747,7 @@ impl BlockCheck {
         let w = &mut self.warps[warp as usize];
         let gathering = &mut self.gathering[barrier];
         if self.has_fences {
-            join_fenced(&mut gathering.fenced, &w.fences_of(mask));
+            join_fenced(&mut gathering.fenced, w.fences_of(mask).as_ref());
         }
         // Raised behind the joins: mostly in place then, without a copy for each warp.
         w.gather(mask, &mut gathering.past);
@@ -859,7 +887,7 @@ impl BlockCheck {
     pub(super) fn fenced_by(&self, warp: u32, mask: u32) -> (CausalPast, Vec<(Key, u32)>) {
         let warp = &self.warps[warp as usize];
         let mut fenced = CausalPast::default();
-        let fences = lanes(mask).filter_map(|lane| warp.fence(lane));
+        let fences = lanes(mask).flat_map(|lane| warp.fences(lane));
         fences.filter(|(scope, _)| *scope >= Scope::Cluster).for_each(|(_, past)| fenced.join(past));
         let ticks = warp.init_fences.iter().flat_map(|fences| fences.iter().enumerate());
         let inits = ticks.filter(|(l, tick)| mask >> l & 1 != 0 && **tick > 0);
@@ -1016,9 +1044,9 @@ mod tests {
         let (mut b, grids, mut fences) = (block(), Grids::default(), FastMap::default());
         b.fence(&grids, &mut fences, 0, 1 << 2, Fence::AcqRel(Scope::Gpu));
         let fenced = b.tick(0) - 1;
-        let released = |b: &mut BlockCheck, lane| b.fenced(0, lane, Scope::Gpu, false);
-        assert!(released(&mut b, 3).is_none());
-        let release = released(&mut b, 2).unwrap();
+        let released = |b: &BlockCheck, lane| b.fenced(0, lane, Scope::Gpu, false).map(|(last, _)| last);
+        assert!(released(&b, 3).is_none());
+        let release = released(&b, 2).unwrap();
         assert!(release.past.all.includes(lane(0, 2), fenced) && !release.past.all.includes(lane(0, 3), 1));
         assert_eq!(b.alike(0, FULL), FULL, "the lanes' causal pasts are still the same");
         // Behind a meeting the fence stands ahead of all lanes, until they fence themselves.
@@ -1027,7 +1055,7 @@ mod tests {
         assert!(b.fenced_ahead(0, 3).is_some() && b.fenced_ahead(0, 4).is_some());
         b.fence(&grids, &mut fences, 0, 1 << 3, Fence::AcqRel(Scope::Gpu));
         assert!(b.fenced_ahead(0, 3).is_none() && b.fenced_ahead(0, 4).is_some());
-        assert!(released(&mut b, 3).is_some_and(|release| release.past.all.includes(lane(0, 9), fenced)));
+        assert!(released(&b, 3).is_some_and(|release| release.past.all.includes(lane(0, 9), fenced)));
     }
 
     #[test]

@@ -656,13 +656,14 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn wrote(&mut self, place: Place, lane: usize, pc: u32, sem: Sem, scope: Scope, rmw: bool) {
-        let release = match sem {
-            Sem::Release | Sem::AcqRel => Some(self.block.release(self.warp, lane, scope)),
+        let (release, wider) = match sem {
+            Sem::Release | Sem::AcqRel => (Some(self.block.release(self.warp, lane, scope)), vec![]),
             Sem::Relaxed | Sem::Acquire => {
                 let assumed = self.world.config.assume.fence_before_barrier;
-                self.block.fenced(self.warp, lane, scope, assumed)
+                let fenced = self.block.fenced(self.warp, lane, scope, assumed);
+                fenced.map_or((None, vec![]), |(last, wider)| (Some(last), wider))
             }
-            Sem::Weak => None,
+            Sem::Weak => (None, vec![]),
         };
         let ahead = match sem {
             Sem::Relaxed | Sem::Acquire => self.block.fenced_ahead(self.warp, lane),
@@ -685,13 +686,18 @@ impl Hooks for CheckHooks<'_> {
         }
         let patterns = releases.patterns.get_or_insert_default();
         if rmw {
-            join_fenced(&mut patterns.ahead, &ahead);
+            join_fenced(&mut patterns.ahead, ahead.as_ref());
         } else {
             patterns.ahead = ahead;
         }
         if hidden {
-            if let Some(r) = release.filter(|r| r.scope == Scope::Sys) {
-                world.outside.join(&r.past);
+            let releases = release.iter().chain(&wider).filter(|r| r.scope == Scope::Sys);
+            let mut outside = false;
+            for release in releases {
+                world.outside.join(&release.past);
+                outside = true;
+            }
+            if outside {
                 // The host polls such words. A sleep now and then gives it time to read the present
                 // value.
                 if world.path.is_none() && world.rng.below(4) == 0 {
@@ -705,18 +711,19 @@ impl Hooks for CheckHooks<'_> {
         // and so is a chain of read-modify-writes.
         let goes_on = sem == Sem::Relaxed && release.is_none();
         patterns.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
-        let Some(mut new) = release else { return };
-        world.chains += 1;
-        new.chain = world.chains;
-        // A chain of read-modify-writes goes on from the releases before it.
-        let same_chain =
-            |r: &&mut Release| r.scope == new.scope && world.grids.same_scopes(new.scope, r.by, new.by);
-        match patterns.last.iter_mut().find(same_chain) {
-            Some(old) => {
-                old.shared |= old.by != new.by;
-                old.past.join(&new.past);
+        for mut new in release.into_iter().chain(wider) {
+            world.chains += 1;
+            new.chain = world.chains;
+            // A chain of read-modify-writes goes on from the releases before it.
+            let same_chain =
+                |r: &&mut Release| r.scope == new.scope && world.grids.same_scopes(new.scope, r.by, new.by);
+            match patterns.last.iter_mut().find(same_chain) {
+                Some(old) => {
+                    old.shared |= old.by != new.by;
+                    old.past.join(&new.past);
+                }
+                None => patterns.last.push(new),
             }
-            None => patterns.last.push(new),
         }
     }
 
