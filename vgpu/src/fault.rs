@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::check::Class;
+use crate::exec::state::RecentStep;
 use crate::ir::CLUSTER_BARRIER;
 use crate::kernel::Kernel;
 use crate::memory_error::{MemoryError, NearRegion, Spot, place};
@@ -634,6 +635,8 @@ pub struct TraceStep {
     pub ptx_text: String,
     /// Rust file and line in the kernel, when the PTX carries line information.
     pub source: Option<(String, u32)>,
+    /// The lanes that executed it lately, one bit each; 0 where they are not known.
+    pub lanes: u32,
 }
 
 /// Steps of a warp that a fault lists.
@@ -641,8 +644,17 @@ const TRACED_STEPS: usize = 12;
 
 impl TraceStep {
     /// Instructions as reports name them.
-    pub(crate) fn list(kernel: &Kernel, steps: impl Iterator<Item = u32>) -> Vec<TraceStep> {
-        let mut steps: Vec<TraceStep> = steps.map(|pc| TraceStep::at(kernel, pc)).collect();
+    pub(crate) fn list(kernel: &Kernel, steps: impl Iterator<Item = RecentStep>) -> Vec<TraceStep> {
+        // Lanes that are apart execute an instruction one after the other.
+        let mut merged: Vec<RecentStep> = vec![];
+        for (pc, lanes) in steps {
+            match merged.iter_mut().find(|(known, _)| *known == pc) {
+                Some((_, all)) => *all |= lanes,
+                None => merged.push((pc, lanes)),
+            }
+        }
+        let step = |(pc, lanes)| TraceStep { lanes, ..TraceStep::at(kernel, pc) };
+        let mut steps: Vec<TraceStep> = merged.into_iter().map(step).collect();
         // Keep only the last instruction of a Rust line that became several.
         steps.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
         steps.truncate(TRACED_STEPS);
@@ -652,7 +664,7 @@ impl TraceStep {
     /// An instruction as reports name it.
     pub(crate) fn at(kernel: &Kernel, pc: u32) -> TraceStep {
         let (ptx_line, ptx_text, source) = kernel.origin(pc);
-        TraceStep { ptx_line, ptx_text, source }
+        TraceStep { ptx_line, ptx_text, source, lanes: 0 }
     }
 }
 
@@ -665,12 +677,32 @@ impl fmt::Display for Trace {
 
 impl fmt::Display for TraceStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { ptx_line, ptx_text, source } = self;
+        let Self { ptx_line, ptx_text, source, lanes } = self;
         if let Some((file, line)) = source {
             write!(f, "{file}:{line} ")?;
         }
-        write!(f, "PTX {ptx_line}: {}", ptx_text.trim())
+        write!(f, "PTX {ptx_line}: {}", ptx_text.trim())?;
+        match lanes {
+            0 => Ok(()),
+            lanes => write!(f, " [{}]", lane_numbers(*lanes)),
+        }
     }
+}
+
+/// The lanes of a mask, as in `lanes 0-3, 8`.
+fn lane_numbers(mask: u32) -> String {
+    let mut ranges: Vec<[u32; 2]> = vec![];
+    for lane in (0..32).filter(|lane| mask >> lane & 1 != 0) {
+        match ranges.last_mut() {
+            Some([_, last]) if *last + 1 == lane => *last = lane,
+            _ => ranges.push([lane; 2]),
+        }
+    }
+    let range = |[first, last]: [u32; 2]| {
+        if first == last { first.to_string() } else { format!("{first}-{last}") }
+    };
+    let ranges: Vec<String> = ranges.into_iter().map(range).collect();
+    format!("{} {}", if mask.is_power_of_two() { "lane" } else { "lanes" }, ranges.join(", "))
 }
 
 /// A kernel that was stopped, and where.

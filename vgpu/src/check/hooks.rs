@@ -19,6 +19,7 @@ use super::world::World;
 use crate::exec::bulk_queue::Landed;
 use crate::exec::cluster::offset_of;
 use crate::exec::lanes::lanes;
+use crate::exec::state::RecentStep;
 use crate::explore::Touch;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Order, Scope, Sem};
@@ -220,7 +221,7 @@ pub(crate) trait Hooks {
         &mut self,
         _lane: usize,
         _pc: u32,
-        _recent: impl Iterator<Item = u32>,
+        _recent: impl Iterator<Item = RecentStep>,
     ) -> Option<FaultKind> {
         None
     }
@@ -243,7 +244,7 @@ pub(crate) trait Hooks {
     fn waited_products(&mut self, _group: u32) {}
     /// Reports a violation by an access of a lane, with the steps of its warp before. The fault, if
     /// the run must end.
-    fn report(&mut self, blamed: &Blamed, _recent: impl Iterator<Item = u32>) -> Option<FaultKind> {
+    fn report(&mut self, blamed: &Blamed, _recent: impl Iterator<Item = RecentStep>) -> Option<FaultKind> {
         Some(FaultKind::Unsupported(format!("a report on '{}' without checks", blamed.label)))
     }
 }
@@ -763,7 +764,7 @@ impl Hooks for CheckHooks<'_> {
         &mut self,
         lane: usize,
         pc: u32,
-        recent: impl Iterator<Item = u32>,
+        recent: impl Iterator<Item = RecentStep>,
     ) -> Option<FaultKind> {
         if self.world.config.assume.cluster_arrivals || !self.world.config.races {
             return None;
@@ -941,7 +942,7 @@ impl Hooks for CheckHooks<'_> {
         }
     }
 
-    fn report(&mut self, blamed: &Blamed, recent: impl Iterator<Item = u32>) -> Option<FaultKind> {
+    fn report(&mut self, blamed: &Blamed, recent: impl Iterator<Item = RecentStep>) -> Option<FaultKind> {
         let past = self.block.past(self.warp, blamed.lane);
         let pair = self.pair(blamed, &past);
         if self.world.reports.count_again(&pair) {

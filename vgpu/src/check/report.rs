@@ -12,6 +12,7 @@ use super::releases::OWN;
 use super::reports::Class;
 use super::world::World;
 use crate::exec::cluster::offset_of;
+use crate::exec::state::RecentStep;
 use crate::fault::{Attempt, Fault, FaultKind, Launch, Party, Race, Trace, TraceStep};
 use crate::ir::{Scope, Sem};
 
@@ -311,7 +312,7 @@ pub(crate) fn collected(
     kind: FaultKind,
     own: Key,
     pc: u32,
-    recent: impl Iterator<Item = u32>,
+    recent: impl Iterator<Item = RecentStep>,
 ) -> Fault {
     let Party { kernel, block, warp, lane, ptx_line, ptx_text, source, inlined, .. } =
         party(grids, String::new(), own, pc, own);

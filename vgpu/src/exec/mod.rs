@@ -249,7 +249,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             self.cover();
         }
         if W::ON && inst.op.concerns_others() {
-            self.warp.trace.add(self.pc);
+            self.warp.trace.add((self.pc, m));
             self.watch.together(self.mask);
         }
         if W::ON && !self.warp.late.is_empty() {

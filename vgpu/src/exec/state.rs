@@ -66,27 +66,30 @@ pub(super) struct Poll {
 /// Instructions that are kept of a warp's past.
 const TRACED: usize = 32;
 
-/// The last instructions of a warp that concern others, each once, latest last: for reports. Empty
-/// without checks.
+/// An instruction, and the lanes that executed it.
+pub(crate) type RecentStep = (u32, u32);
+
+/// The last instructions of a warp that concern others, each once for the same lanes, latest last:
+/// for reports. Empty without checks.
 #[derive(Debug, Default)]
 pub(crate) struct RecentSteps {
-    pub(crate) steps: VecDeque<u32>,
+    pub(crate) steps: VecDeque<RecentStep>,
 }
 
 impl RecentSteps {
-    pub(super) fn add(&mut self, pc: u32) {
-        match self.steps.iter().rposition(|step| *step == pc) {
+    pub(super) fn add(&mut self, new: RecentStep) {
+        match self.steps.iter().rposition(|step| *step == new) {
             Some(at) if at + 1 == self.steps.len() => return,
             Some(at) => drop(self.steps.remove(at)),
             None if self.steps.len() == TRACED => drop(self.steps.pop_front()),
             None => {}
         }
-        self.steps.push_back(pc);
+        self.steps.push_back(new);
     }
 
     /// The steps other than `pc`, latest first.
-    pub(crate) fn before(&self, pc: u32) -> impl Iterator<Item = u32> + '_ {
-        self.steps.iter().rev().copied().filter(move |step| *step != pc)
+    pub(crate) fn before(&self, pc: u32) -> impl Iterator<Item = RecentStep> + '_ {
+        self.steps.iter().rev().copied().filter(move |(step, _)| *step != pc)
     }
 }
 

@@ -523,8 +523,35 @@ READER:
     if let Some(writer) = writer.first() {
         assert_eq!(texts(writer)[0], "st.relaxed.gpu.global.u32 [%rd40+8], 1;", "{fault}");
     }
+    assert!(fault.to_string().contains("%r3, [%rd40+8]; [lane 0]"), "{fault}");
     // Without checks no steps are recorded.
     assert!(fault_of("trap;", 1, None).traces.is_empty());
+}
+
+#[test]
+fn the_last_steps_of_a_warp_name_their_lanes() {
+    // Lanes 2 and up leave, lane 1 stores, and all of those meet ahead of the read.
+    let body = "
+    setp.gt.u32 %p1, %r40, 1;
+    @%p1 ret;
+    setp.ne.u32 %p2, %r40, 1;
+    @!%p2 st.global.u64 [%rd40+8], 7;
+    @%p2 bra LAST;
+    st.global.u64 [%rd40+16], 7;
+LAST:
+    bar.warp.sync 3;
+    mov.u32 %r2, DATA;
+    ld.shared.u32 %r3, [%r2];";
+    for_each_seed(correct_seeds(), |seed| {
+        let outcome = run_numbered(&parse(body), launch(1, 32), seed, Some(CheckConfig::default()));
+        let Err(MachineError::Fault(fault)) = outcome else { panic!("{outcome:?}") };
+        let steps: Vec<_> = fault.traces[0].steps.iter().map(|step| (step.lanes, step.to_string())).collect();
+        let lanes_of = |text: &str| steps.iter().find(|(_, step)| step.contains(text)).unwrap();
+        assert_eq!(lanes_of("bar.warp.sync").0, 3, "{fault}");
+        assert_eq!(lanes_of("[%rd40+8]").0, 2, "{fault}");
+        assert!(lanes_of("[%rd40+16]").1.ends_with("[lane 1]"), "{fault}");
+        assert!(lanes_of("bar.warp.sync").1.ends_with("[lanes 0-1]"), "{fault}");
+    });
 }
 
 #[test]
