@@ -224,6 +224,14 @@ impl Party {
     pub(crate) fn host() -> Self {
         Self::default()
     }
+
+    /// The manner of the access, with its scope.
+    fn access_with(&self, scope: &str) -> String {
+        if self.access.contains(" of scope ") {
+            return self.access.clone();
+        }
+        format!("{} of scope {scope}", self.access)
+    }
 }
 
 impl fmt::Display for Party {
@@ -271,6 +279,135 @@ impl fmt::Display for Attempt {
     }
 }
 
+/// The side of a flag that a gap is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The thread that writes the flag, behind the earlier access.
+    Writer,
+    /// The thread that reads the flag, ahead of the later access. A bulk copy's side too.
+    Reader,
+}
+
+/// The part of an order that is missing or falls short.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum GapKind {
+    /// A relaxed write without a fence ahead of it, or a relaxed read without one behind it.
+    NoFence,
+    /// The scope of a fence leaves the other side out.
+    NarrowFence,
+    /// The scope of a release, an acquire, a relaxed access or an atomic leaves the other side out.
+    NarrowAccess,
+    /// The fence stands ahead of a barrier, in another thread than the one that writes the flag.
+    FenceAheadOfBarrier,
+    /// The release, or the fence ahead of it, stands ahead of the earlier access.
+    AheadOfAccess,
+    /// Nothing orders the threads of one side: the earlier access ahead of the release, or the later
+    /// access behind the acquire.
+    Uncovered,
+    /// No fence of any proxy stands before a bulk copy.
+    NoProxyFence,
+    /// A fence stands there, but it orders the generic proxy alone.
+    OtherProxy,
+    /// A proxy fence stands there, but it orders accesses to the other space.
+    OtherSpace,
+    /// A proxy fence stands ahead of the earlier access or of its order.
+    ProxyFenceAhead,
+}
+
+impl GapKind {
+    /// A short name for tools, such as `narrow-fence`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            GapKind::NoFence => "no-fence",
+            GapKind::NarrowFence => "narrow-fence",
+            GapKind::NarrowAccess => "narrow-access",
+            GapKind::FenceAheadOfBarrier => "fence-ahead-of-barrier",
+            GapKind::AheadOfAccess => "ahead-of-access",
+            GapKind::Uncovered => "uncovered",
+            GapKind::NoProxyFence => "no-proxy-fence",
+            GapKind::OtherProxy => "other-proxy",
+            GapKind::OtherSpace => "other-space",
+            GapKind::ProxyFenceAhead => "proxy-fence-ahead",
+        }
+    }
+}
+
+/// A missing part of an order: one of the causes of a race.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Gap {
+    /// The side of the flag.
+    pub side: Side,
+    /// The kind.
+    pub kind: GapKind,
+    /// The scope that is too narrow, such as `.cta`; empty for other kinds.
+    pub scope: &'static str,
+    /// The narrowest scope that does; empty where scopes do not matter.
+    pub needs: &'static str,
+    /// The instruction that falls short, or beside which a fence is missing.
+    pub at: Party,
+}
+
+impl Gap {
+    /// The gap as a sentence, without its place.
+    #[must_use]
+    pub fn sentence(&self) -> String {
+        let Gap { kind, scope, needs, at, .. } = self;
+        let (side, other, access, place) = match self.side {
+            Side::Writer => ("writer", "reader", "write", "ahead of it"),
+            Side::Reader => ("reader", "writer", "read", "behind it"),
+        };
+        let order = if self.side == Side::Writer { "release" } else { "acquire" };
+        let wide = if *needs == ".sys" { ".sys".to_owned() } else { format!("{needs} or wider") };
+        match kind {
+            GapKind::NoFence => format!(
+                "the flag's {access} is no {order}, and the {side} has no fence {place}: it needs one of scope {wide}"
+            ),
+            GapKind::NarrowFence => format!(
+                "the {side}'s fence has scope {scope}, which leaves the {other} out: it needs {wide}"
+            ),
+            GapKind::NarrowAccess => {
+                format!("this {} leaves the other thread out: it needs {wide}", at.access_with(scope))
+            }
+            GapKind::FenceAheadOfBarrier => {
+                "the fence stands ahead of the barrier: the thread that writes the flag needs one of its own behind the barrier"
+                    .into()
+            }
+            GapKind::AheadOfAccess => format!("this {} stands ahead of the earlier access", at.access),
+            GapKind::Uncovered if self.side == Side::Writer => {
+                format!("nothing orders the earlier access ahead of this {}: a barrier between the two threads", at.access)
+            }
+            GapKind::Uncovered => {
+                format!("nothing orders the later access behind this {}: a barrier between the two threads", at.access)
+            }
+            GapKind::NoProxyFence => "no fence.proxy.async stands before this copy".into(),
+            GapKind::OtherProxy => {
+                "this fence orders the generic proxy alone: a fence.proxy.async is needed beside it".into()
+            }
+            GapKind::OtherSpace => "this fence.proxy.async orders the other space".into(),
+            GapKind::ProxyFenceAhead => {
+                "this fence.proxy.async stands ahead of the earlier access, or of the order between the two".into()
+            }
+        }
+    }
+
+    /// The place in one line, as in `two.cu:6, PTX line 53: membar.gl;`.
+    #[must_use]
+    pub fn place(&self) -> String {
+        let Party { ptx_line, ptx_text, source, .. } = &self.at;
+        let source = source.as_ref().map_or_else(String::new, |(file, line)| format!("{file}:{line}, "));
+        format!("{source}PTX line {ptx_line}: {}", ptx_text.trim())
+    }
+}
+
+impl fmt::Display for Gap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n    {}", self.sentence(), self.place())
+    }
+}
+
 /// Two accesses without an order between them, at least one of them a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -292,6 +429,9 @@ pub struct Race {
     /// The synchronisation that was seen between the two, from the earlier access to the later.
     /// Without one: the last reads of the later access's block.
     pub attempts: Vec<Attempt>,
+    /// The parts of the order that are missing, where the checker knows them: those of the flag that
+    /// comes closest to ordering the two.
+    pub gaps: Vec<Gap>,
     /// [`Class::Corrupts`], [`Class::Model`] or [`Class::Proxy`].
     pub class: Class,
 }
@@ -308,6 +448,7 @@ impl Default for Race {
             other: Party::default(),
             missing: String::new(),
             attempts: vec![],
+            gaps: vec![],
             class: Class::Corrupts,
         }
     }
@@ -315,12 +456,13 @@ impl Default for Race {
 
 impl fmt::Display for Race {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, label, offset, part, access, other, missing, attempts, class: _ } = self;
+        let Self { space, label, offset, part, access, other, missing, attempts, gaps, class: _ } = self;
         let place = Spot { label, offset: *offset, part };
         write!(
             f,
             "data race in {space} memory at {place}: a {access} is not ordered behind\n  a {other}\n  missing: {missing}"
         )?;
+        gaps.iter().try_for_each(|gap| write!(f, "\n  gap: {gap}"))?;
         attempts.iter().try_for_each(|attempt| write!(f, "\n  seen: {attempt}"))
     }
 }

@@ -4,6 +4,7 @@ use super::clock::{self, Key, VectorClock};
 use super::cluster::Visit;
 use super::grids::Grids;
 use super::hash::FastMap;
+use super::history::FenceSite;
 use super::hooks::Place;
 use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
 use super::releases::{Fenced, Release, ReleaseMap};
@@ -165,6 +166,8 @@ struct Warp {
     /// before it those at the last fences of wider scopes, the widest first. A strong store after
     /// the fences publishes them. `None` before the first.
     fences: Option<Box<[Vec<Fenced>; 32]>>,
+    /// For reports: the last fence of each lane. `None` before the first.
+    fence_sites: Option<Box<[Option<FenceSite>; 32]>>,
     /// Lanes that have fenced since [`Lane::ahead`] was set.
     fenced_since: u32,
     /// Tick of each lane's last `fence.mbarrier_init`. `None` before the first.
@@ -430,6 +433,7 @@ impl BlockCheck {
                 has_fenced: false,
                 fenced: [[0; 32]; 2],
                 fences: None,
+                fence_sites: None,
                 fenced_since: 0,
                 init_fences: None,
                 in_step: None,
@@ -632,6 +636,21 @@ impl BlockCheck {
             published.raise(clock::lane(warp.key, lane), warp.fenced[space][lane]);
         }
         published
+    }
+
+    /// For reports: the lanes of a mask fence by this instruction. Returns the warp's tick.
+    pub(super) fn note_fence(&mut self, warp: u32, mask: u32, pc: u32, fence: Fence) -> u32 {
+        let warp = &mut self.warps[warp as usize];
+        if let Fence::AcqRel(scope) | Fence::Sc(scope) = fence {
+            let sites = warp.fence_sites.get_or_insert_default();
+            lanes(mask).for_each(|lane| sites[lane] = Some((pc, scope)));
+        }
+        warp.tick
+    }
+
+    /// For reports: the last fence of a lane.
+    pub(super) fn fence_site(&self, warp: u32, lane: usize) -> Option<FenceSite> {
+        self.warps[warp as usize].fence_sites.as_ref()?[lane]
     }
 
     /// A fence by the lanes of `mask`.

@@ -48,7 +48,7 @@ impl Grids {
     }
 
     /// Whether the scope of an access by `of` includes `other`.
-    fn includes(&self, scope: Scope, of: Key, other: Key) -> bool {
+    pub(crate) fn includes(&self, scope: Scope, of: Key, other: Key) -> bool {
         match scope {
             Scope::Sys => true,
             Scope::Cta => clock::block_of(of) == clock::block_of(other),

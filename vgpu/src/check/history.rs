@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 
 use super::clock::{self, Key};
 use super::hooks::Place;
-use crate::ir::{Scope, Sem};
+use crate::ir::{Fence, Scope, Sem};
 
 /// Strong writes that are kept of a location.
 const MOST_WRITES: usize = 64;
@@ -15,6 +15,8 @@ const MOST_WRITES: usize = 64;
 const MOST_SIGHTS: usize = 32;
 /// Most blocks whose reads are kept, and most threads whose waits are kept.
 const MOST_OLD: usize = 4096;
+/// Fences that are kept of a warp, each instruction once for the same lanes.
+const MOST_FENCES: usize = 8;
 /// Most reads that a report lists if no way is found.
 const MOST_TOLD: usize = 3;
 /// Blocks through which a way leads at the most.
@@ -31,7 +33,22 @@ pub(crate) struct Strong {
     pub(crate) rmw: bool,
     /// It is a release, or behind a fence.
     pub(crate) releases: bool,
+    /// The last fence of its thread before it.
+    pub(crate) fence: Option<FenceSite>,
     at: u64,
+}
+
+/// A fence's instruction, and its scope.
+pub(crate) type FenceSite = (u32, Scope);
+
+/// A fence by lanes of a warp, the last of them by this instruction.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fenced {
+    pub(crate) pc: u32,
+    pub(crate) lanes: u32,
+    /// The warp's tick, which moves on behind it.
+    pub(crate) tick: u32,
+    pub(crate) fence: Fence,
 }
 
 /// The last strong writes of a location. Most locations have one, which needs no allocation.
@@ -78,6 +95,8 @@ pub(crate) struct Sight {
     pub(crate) scope: Scope,
     /// Where; shared memory is the reading block's.
     pub(crate) place: Place,
+    /// The tick of its warp.
+    pub(crate) tick: u32,
     at: u64,
 }
 
@@ -195,21 +214,44 @@ pub(crate) struct History {
     current: Option<(Key, Sights)>,
     /// The last wait of each lane, by lane, and for its copies, by their actor.
     waits: BTreeMap<Key, Wait>,
+    /// The last fences of each warp, latest last.
+    fences: BTreeMap<Key, Vec<Fenced>>,
 }
 
 impl History {
-    /// A lane has written a location, of which `writes` are the writes before.
+    /// A lane has written a location, of which `writes` are the writes before. `releases`: it is a
+    /// release, or behind a fence; and the last fence of the lane.
     pub(crate) fn wrote(
         &mut self,
         writes: &mut Writes,
         (by, pc): (Key, u32),
         (sem, scope): (Sem, Scope),
         rmw: bool,
-        releases: bool,
+        (releases, fence): (bool, Option<FenceSite>),
     ) {
         self.now += 1;
-        let new = Strong { by, pc, sem, scope, rmw, releases, at: self.now };
+        let new = Strong { by, pc, sem, scope, rmw, releases, fence, at: self.now };
         writes.add(new);
+    }
+
+    /// Lanes of a warp have fenced.
+    pub(crate) fn fenced(&mut self, warp: Key, new: Fenced) {
+        let fences = self.fences.entry(warp).or_default();
+        fences.retain(|old| (old.pc, old.lanes) != (new.pc, new.lanes));
+        if fences.len() == MOST_FENCES {
+            fences.remove(0);
+        }
+        fences.push(new);
+        if self.fences.len() > MOST_OLD {
+            self.fences.pop_first();
+        }
+    }
+
+    /// The last fences of a lane, latest first.
+    pub(crate) fn fences_of(&self, lane: Key) -> impl Iterator<Item = &Fenced> {
+        let within = clock::place_of(lane).and_then(|(_, within)| within?.1).unwrap_or(0);
+        let of_warp = self.fences.get(&(lane & !clock::WITHIN_WARP)).into_iter().flatten();
+        of_warp.rev().filter(move |fence| fence.lanes >> within & 1 != 0)
     }
 
     /// The last reads of a block that reads, to add to.
@@ -234,8 +276,9 @@ impl History {
         current.map(|(_, sights)| sights).or_else(|| self.sights.get(&block))
     }
 
-    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), place: Place) {
-        let new = Sight { by, pc, sem, scope, place, at: self.now };
+    /// A lane has read a place at this tick of its warp.
+    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), place: Place, tick: u32) {
+        let new = Sight { by, pc, sem, scope, place, tick, at: self.now };
         self.sights_of_reader(clock::block_of(by)).add(new);
     }
 
@@ -281,6 +324,17 @@ impl History {
     pub(crate) fn blocks_before(&self, grid: u32) -> impl Iterator<Item = Key> {
         let first = clock::block_of(clock::warp(grid, 0, 0));
         self.sights.range(..first).rev().map(|(block, _)| *block)
+    }
+
+    /// The reads by `block` of writes by block `of`, latest first.
+    pub(crate) fn steps_to<'a>(
+        &'a self,
+        block: Key,
+        of: Key,
+        writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
+    ) -> impl Iterator<Item = Step> {
+        let steps = self.steps(block, u64::MAX, writes);
+        steps.filter(move |step| step.write.is_some_and(|write| clock::block_of(write.by) == of))
     }
 
     /// The chain of reads that may have ordered block `block` after block `of`, first to last.
@@ -355,12 +409,12 @@ mod tests {
         let mut history = History::default();
         let mut flag = Writes::default();
         let strong = (Sem::Acquire, Scope::Gpu);
-        history.read((lane(0), 1), strong, Place::Shared { offset: 8 });
-        history.read((lane(0), 2), (Sem::Relaxed, Scope::Gpu), global(8));
-        history.read((lane(0), 3), strong, global(16));
-        history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, true);
+        history.read((lane(0), 1), strong, Place::Shared { offset: 8 }, 1);
+        history.read((lane(0), 2), (Sem::Relaxed, Scope::Gpu), global(8), 1);
+        history.read((lane(0), 3), strong, global(16), 1);
+        history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, (true, None));
         for pc in [4, 4, 5] {
-            history.read((lane(0), pc), strong, global(0));
+            history.read((lane(0), pc), strong, global(0), 1);
         }
         let writes = |_, place| (place == global(0)).then_some(&flag);
         let block = |b| clock::block_of(lane(b));
@@ -383,7 +437,7 @@ mod tests {
         let (mut history, mut flag) = (History::default(), Writes::default());
         for pc in 0..MOST_WRITES as u32 + 3 {
             (0..2).for_each(|_| {
-                history.wrote(&mut flag, (lane(0), pc), (Sem::Relaxed, Scope::Gpu), false, false)
+                history.wrote(&mut flag, (lane(0), pc), (Sem::Relaxed, Scope::Gpu), false, (false, None))
             });
         }
         let pcs: Vec<u32> = flag.latest_first().map(|write| write.pc).collect();
@@ -402,7 +456,7 @@ mod tests {
             let most = if at / 200 % 2 == 0 { 8 } else { 48 };
             let (pc, place) = (r.below(3) as u32, global(8 * r.below(most)));
             let by = clock::lane(clock::warp(1, 0, 0), r.below(32) as usize);
-            sights.add(Sight { by, pc, sem: Sem::Acquire, scope: Scope::Gpu, place, at });
+            sights.add(Sight { by, pc, sem: Sem::Acquire, scope: Scope::Gpu, place, tick: 1, at });
             list.retain(|(of, there, _)| (*of, *there) != (pc, place));
             list.push_back((pc, place, at));
             if list.len() > MOST_SIGHTS {
@@ -417,9 +471,9 @@ mod tests {
     fn reads_of_blocks_that_take_turns_are_all_kept() {
         let (mut history, mut flag) = (History::default(), Writes::default());
         let strong = (Sem::Acquire, Scope::Gpu);
-        history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, true);
+        history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, (true, None));
         for (block, pc) in [(0, 1), (1, 2), (0, 3), (2, 4), (0, 5)] {
-            history.read((lane(block), pc), strong, global(0));
+            history.read((lane(block), pc), strong, global(0), 1);
         }
         let writes = |_, place| (place == global(0)).then_some(&flag);
         let pcs = |block| -> Vec<u32> {
@@ -435,12 +489,12 @@ mod tests {
         let mut history = History::default();
         let (mut first, mut second) = (Writes::default(), Writes::default());
         let (release, acquire) = ((Sem::Release, Scope::Gpu), (Sem::Acquire, Scope::Gpu));
-        history.wrote(&mut first, (lane(1), 10), release, false, true);
-        history.read((lane(2), 20), acquire, global(0));
-        history.wrote(&mut second, (lane(2), 21), release, false, true);
-        history.read((lane(3), 30), acquire, global(8));
+        history.wrote(&mut first, (lane(1), 10), release, false, (true, None));
+        history.read((lane(2), 20), acquire, global(0), 1);
+        history.wrote(&mut second, (lane(2), 21), release, false, (true, None));
+        history.read((lane(3), 30), acquire, global(8), 1);
         // Too late to be part of it.
-        history.read((lane(2), 22), acquire, global(8));
+        history.read((lane(2), 22), acquire, global(8), 1);
         let writes = |_, place| match place {
             Place::Global { offset: 0, .. } => Some(&first),
             Place::Global { offset: 8, .. } => Some(&second),

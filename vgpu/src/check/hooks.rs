@@ -8,7 +8,7 @@ use super::block::{BlockCheck, Poll, join_fenced};
 use super::clock::{self, Key};
 use super::cluster::Peers;
 use super::grids::Grids;
-use super::history::Wait;
+use super::history::{Fenced, Wait};
 use super::past::{CausalPast, GLOBAL, PastView, SHARED};
 use super::record::{Accessor, How, ROW_LANES, Record, Row, Violation, ViolationAt, Violations};
 use super::releases::{OWN, Release};
@@ -201,7 +201,7 @@ pub(crate) trait Hooks {
     fn observe_again(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope) {}
     /// A lane has written a location.
     fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
-    fn fence(&mut self, _mask: u32, _: Fence) {}
+    fn fence(&mut self, _mask: u32, _pc: u32, _: Fence) {}
     fn sync_warp(&mut self, _mask: u32) {}
     /// The lanes of a mask have run in step, or have met at a collective, which orders no memory.
     /// They are about to take different ways.
@@ -602,7 +602,8 @@ impl Hooks for CheckHooks<'_> {
 
     fn observe_again(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope) {
         let lane = mask.trailing_zeros() as usize % 32;
-        self.world.history.read((self.own(lane), pc), (sem, scope), place);
+        let tick = self.block.tick(self.warp);
+        self.world.history.read((self.own(lane), pc), (sem, scope), place, tick);
     }
 
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
@@ -670,7 +671,7 @@ impl Hooks for CheckHooks<'_> {
             Sem::Relaxed | Sem::Acquire => self.block.fenced_ahead(self.warp, lane),
             _ => None,
         };
-        let own = self.own(lane);
+        let (own, fence) = (self.own(lane), self.block.fence_site(self.warp, lane));
         let hidden = self.hidden(place);
         let CheckHooks { world, block, peers, .. } = self;
         let releases = match place {
@@ -681,7 +682,8 @@ impl Hooks for CheckHooks<'_> {
             Place::Global { shadow, offset } => world.releases.get_or_default(shadow, offset),
         };
         let manner = (sem, scope);
-        world.history.wrote(&mut releases.writes, (own, pc), manner, rmw, release.is_some());
+        let order = (release.is_some(), fence);
+        world.history.wrote(&mut releases.writes, (own, pc), manner, rmw, order);
         if ahead.is_none() && release.is_none() && releases.patterns.is_none() {
             return;
         }
@@ -728,8 +730,12 @@ impl Hooks for CheckHooks<'_> {
         }
     }
 
-    fn fence(&mut self, mask: u32, fence: Fence) {
-        let World { grids, fences, .. } = &mut *self.world;
+    fn fence(&mut self, mask: u32, pc: u32, fence: Fence) {
+        let World { grids, fences, history, .. } = &mut *self.world;
+        if fence != Fence::Other {
+            let tick = self.block.note_fence(self.warp, mask, pc, fence);
+            history.fenced(self.block.key(self.warp), Fenced { pc, lanes: mask, tick, fence });
+        }
         self.block.fence(grids, fences, self.warp, mask, fence);
     }
 
@@ -950,6 +956,7 @@ impl Hooks for CheckHooks<'_> {
         }
         let &Blamed { lane, pc, how, write, beside, place, violation, .. } = blamed;
         let (own, mine) = (self.own(lane), self.record(lane, pc, how, write));
+        let recent: Vec<_> = recent.collect();
         let me = report::Me {
             record: &mine,
             own,
@@ -958,12 +965,13 @@ impl Hooks for CheckHooks<'_> {
             block: self.block,
             peers: &self.peers,
             beside,
+            recent: &recent,
         };
         let kind = report::fault(self.world, blamed.label.clone(), place, violation, &me);
         if self.world.reports.is_full() {
             return Some(kind);
         }
-        let fault = report::collected(&self.world.grids, kind, own, pc, recent);
+        let fault = report::collected(&self.world.grids, kind, own, pc, recent.into_iter());
         self.world.reports.add(pair, fault);
         None
     }

@@ -33,6 +33,7 @@
 //! | `stores.rs` | counts of stored bytes and of loads, for tests |
 //! | `hash.rs` | maps with small keys |
 //! | `history.rs` | recent synchronisation, for the part of a report on what was seen |
+//! | `gaps.rs` | the fences, scopes and barriers that a race lacks |
 //! | `report.rs` | reports as text |
 //! | `reports.rs` | collected reports, their classes, and lists of accepted ones |
 
@@ -40,6 +41,7 @@ pub(crate) mod block;
 mod checker;
 pub(crate) mod clock;
 pub(crate) mod cluster;
+mod gaps;
 pub(crate) mod grids;
 mod hash;
 pub(crate) mod history;

@@ -3,6 +3,7 @@
 use super::block::BlockCheck;
 use super::clock::{self, Key};
 use super::cluster::Peers;
+use super::gaps;
 use super::grids::Grids;
 use super::history::{Sight, Step, Strong};
 use super::hooks::Place;
@@ -13,7 +14,7 @@ use super::reports::Class;
 use super::world::World;
 use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
-use crate::fault::{Attempt, Fault, FaultKind, Launch, Party, Race, Trace, TraceStep};
+use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Launch, Party, Race, Side, Trace, TraceStep};
 use crate::ir::{Scope, Sem};
 
 /// The access that was stopped, and the causal past of its lane.
@@ -27,9 +28,11 @@ pub(crate) struct Me<'a> {
     pub(crate) peers: &'a Peers<'a>,
     /// Lanes that execute the instruction together.
     pub(crate) beside: u32,
+    /// The last steps of its warp, latest first.
+    pub(crate) recent: &'a [RecentStep],
 }
 
-fn scope_name(scope: Scope) -> &'static str {
+pub(super) fn scope_name(scope: Scope) -> &'static str {
     match scope {
         Scope::Cta => ".cta",
         Scope::Cluster => ".cluster",
@@ -56,7 +59,7 @@ pub(super) fn manner(how: How, wrote: bool) -> String {
 }
 
 /// Describes the actor of `access` by instruction `pc`, as seen from the lane `me`.
-fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
+pub(super) fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
     let (Some(facts), Some((block, within))) = (grids.facts(actor), clock::place_of(actor)) else {
         return Party { access, ..Party::host() };
     };
@@ -82,7 +85,7 @@ fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key) -> Party {
 }
 
 /// The actor of an access; of several lanes the first.
-fn actor_of(record: &Record) -> Key {
+pub(super) fn actor_of(record: &Record) -> Key {
     match record.lanes {
         0 => record.actor,
         lanes => clock::lane(record.actor, lanes.trailing_zeros() as usize),
@@ -227,7 +230,8 @@ fn writer(grids: &Grids, &Strong { by, pc, sem, scope, rmw, .. }: &Strong, me: K
     party(grids, manner, by, pc, me)
 }
 
-fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
+/// `gaps`: those of this step, where they were looked for.
+fn read_attempt(grids: &Grids, step: &Step, me: Key, gaps: Option<&[Gap]>) -> Attempt {
     let Step { read: Sight { by, pc, sem, scope, .. }, write } = *step;
     let acquires = matches!(sem, Sem::Acquire | Sem::AcqRel);
     let what = if acquires { "acquire" } else { "relaxed read" };
@@ -236,9 +240,21 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
         return Attempt { what, of: None, verdict: "finds nothing that a strong write has left".into() };
     };
     let of = Some(writer(grids, &write, me));
+    let has =
+        |side, kind| gaps.is_some_and(|gaps| gaps.iter().any(|gap| (gap.side, gap.kind) == (side, kind)));
+    let is_fenced = gaps.is_some() && !has(Side::Reader, GapKind::NoFence);
     let verdict = match () {
         () if !write.releases => NO_RELEASE,
         () if !grids.mutual(scope, by, write.scope, write.by) => NO_REACH,
+        () if has(Side::Writer, GapKind::NarrowFence) => {
+            "orders nothing: the scope of the fence before the write does not reach the reader"
+        }
+        () if has(Side::Reader, GapKind::NarrowFence) => {
+            "orders nothing: the scope of the fence behind the read does not reach the writer"
+        }
+        () if !acquires && is_fenced => {
+            "orders what its thread did before the write's fence, or before its release, and what this thread does behind its fence"
+        }
         () if !acquires => "orders nothing, unless a fence follows: the read is no acquire",
         () if !matches!(write.sem, Sem::Release | Sem::AcqRel) => {
             "orders what its thread did before its fence, and what this thread does behind the read"
@@ -251,9 +267,17 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key) -> Attempt {
 /// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
-/// The synchronisation between the two accesses that was seen, with the step at which it failed,
-/// and the chain of reads that leads from the earlier block to the later, if there is one.
-fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> (Vec<Attempt>, Vec<Step>) {
+/// What a report has on an order between two accesses.
+struct Order {
+    /// The synchronisation that was seen, with the step at which it failed.
+    attempts: Vec<Attempt>,
+    gaps: Vec<Gap>,
+    /// The assumption under which the race would be none.
+    assumed: Option<String>,
+}
+
+/// The synchronisation between the two accesses of a race at a place.
+fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: Place) -> Order {
     let theirs = actor_of(other);
     let mut found = vec![];
     if let (true, Some((_, Some((_, Some(lane)))))) =
@@ -301,9 +325,26 @@ fn attempts(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> (V
     let earlier = earlier.filter(|block| device(*block) == device(here)).take(MOST_EARLIER);
     let mut starts = std::iter::once(here).chain(earlier);
     let way = of.and_then(|of| starts.find_map(|start| world.history.way(start, of, writes)));
-    let steps = way.clone().unwrap_or_else(|| world.history.last_reads(here, of, writes));
-    found.extend(steps.iter().map(|step| read_attempt(&world.grids, step, me.own)));
-    (found, way.unwrap_or_default())
+    let assumed = assumption(world, me, other, way.as_deref().unwrap_or_default());
+    let (grids, how) = (&world.grids, me.record.how);
+    let is_proxy = lacks_proxy_fence(grids, how, me.own, me.past, other);
+    let (steps, judged) = match (way, of) {
+        (Some(way), Some(of)) if !is_proxy && !how.read_only && !other.how.read_only && !other.how.late => {
+            // The assumption holds for this way alone.
+            let flags = world.history.steps_to(here, of, writes).filter(|_| assumed.is_none());
+            gaps::closest(world, me, other, way, flags)
+        }
+        (way, _) => (way.unwrap_or_else(|| world.history.last_reads(here, of, writes)), None),
+    };
+    let of_step = judged.as_deref().filter(|_| steps.len() == 1);
+    found.extend(steps.iter().map(|step| read_attempt(grids, step, me.own, of_step)));
+    let scopes = gaps::of_scopes(grids, me, other, other_wrote);
+    let gaps = match () {
+        () if is_proxy => gaps::of_proxy(world, me, other, place),
+        () if !scopes.is_empty() => scopes,
+        () => judged.unwrap_or_default(),
+    };
+    Order { attempts: found, gaps, assumed }
 }
 
 /// A fault that is collected, so that no grid has described where it is.
@@ -339,8 +380,7 @@ pub(crate) fn fault(
         Violation::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },
         Violation::Race { other, wrote: other_wrote } => {
             let grids = &world.grids;
-            let (attempts, way) = attempts(world, me, &other, other_wrote);
-            let assumed = assumption(world, me, &other, &way);
+            let Order { attempts, gaps, assumed } = order(world, me, &other, other_wrote, place);
             let class = match assumed {
                 _ if lacks_proxy_fence(grids, me.record.how, me.own, me.past, &other) => Class::Proxy,
                 Some(_) => Class::Model,
@@ -356,6 +396,7 @@ pub(crate) fn fault(
                 other: party(grids, manner(other.how, other_wrote), actor_of(&other), other.pc, me.own),
                 missing,
                 attempts,
+                gaps,
                 class,
             }))
         }

@@ -275,7 +275,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             Op::Atom(atomic) => return self.atomic(atomic, m),
             Op::Fence(fence) => {
                 std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
-                self.watch.fence(m, *fence);
+                self.watch.fence(m, self.pc, *fence);
             }
             Op::Timer { what, d } => self.timer(*what, *d, m),
             Op::ActiveMask { d } => lanes::lanes(m).for_each(|i| self.warp.regs.r32[*d as usize][i] = m),

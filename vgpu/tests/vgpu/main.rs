@@ -12,6 +12,7 @@ mod common;
 mod convert;
 mod explore;
 mod foreign;
+mod gaps;
 mod load;
 mod memory;
 mod mma;

@@ -1,0 +1,263 @@
+//! The gaps that a race report names: each missing or narrow fence, scope or barrier, with its line.
+
+use epoxide_vgpu::{
+    CheckConfig, FaultKind, Gap, GapKind, Machine, MachineError, Module, Side, for_each_seed,
+};
+
+use crate::cases::SHARED;
+use crate::common::{broken_seeds, device, kernel, launch, replaying};
+
+/// Where the reader of the flag runs, as seen from the writer.
+#[derive(Clone, Copy)]
+enum Reader {
+    OtherBlock,
+    OtherDevice,
+}
+use GapKind::{
+    AheadOfAccess, FenceAheadOfBarrier, NarrowAccess, NarrowFence, NoFence, NoProxyFence, OtherProxy,
+    OtherSpace, ProxyFenceAhead, Uncovered,
+};
+use Reader::{OtherBlock, OtherDevice};
+
+/// Every thread writes its word, and one of them the flag.
+const DATA: &str = "st.global.u32 [%rd2], %r40;";
+/// The threads meet, and all but one leave.
+const MEET: &str = "bar.sync 0;\n@%p2 ret;";
+/// The thread that reads the flag waits.
+fn wait(load: &str) -> String {
+    format!("@%p2 bra READ;\nWAIT: {load}\nsetp.eq.u32 %p3, %r3, 0;\n@%p3 bra WAIT;")
+}
+
+/// Runs a writer and a reader of 64 threads each, in one launch or on two devices, until one of
+/// them is reported.
+fn gaps_of(seed: u64, place: Reader, writer: &str, reader: &str) -> (Vec<Gap>, String) {
+    let head = "
+    setp.ne.u32 %p2, %r40, 0;
+    mov.u32 %r7, 1;
+    mul.wide.u32 %rd1, %r40, 4;
+    add.s64 %rd2, %rd40, %rd1;";
+    let reader = format!("{reader}\nREAD: bar.sync 0;\nld.global.u32 %r5, [%rd2]; // data");
+    let parse = |body: &str| {
+        let ptx = kernel(SHARED, &format!("{head}\n{body}"));
+        Module::parse(&ptx).unwrap_or_else(|e| panic!("{e}\n{ptx}"))
+    };
+    let devices = if matches!(place, OtherDevice) { 2 } else { 1 };
+    let mut machine = Machine::with_config(devices, device(seed), Some(CheckConfig::default()));
+    let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+    match place {
+        OtherBlock => {
+            let both = format!(
+                "mov.u32 %r1, %ctaid.x;\nsetp.ne.u32 %p1, %r1, 0;\n@%p1 bra READER;\n{writer}\nret;\nREADER:\n{reader}"
+            );
+            machine.launch_with(0, &parse(&both), "k", launch(2, 64), &[&buf]).unwrap();
+        }
+        OtherDevice => {
+            let peer = machine.map(1, &buf).unwrap();
+            machine.launch_with(0, &parse(writer), "k", launch(1, 64), &[&buf]).unwrap();
+            machine.launch_with(1, &parse(&reader), "k", launch(1, 64), &[&peer]).unwrap();
+            return match machine.run() {
+                Err(MachineError::Fault(fault)) => gaps(*fault),
+                other => panic!("{other:?}\n{writer}\n{reader}"),
+            };
+        }
+    }
+    match machine.run() {
+        Err(MachineError::Fault(fault)) => gaps(*fault),
+        other => panic!("{other:?}\n{writer}\n{reader}"),
+    }
+}
+
+fn gaps(fault: epoxide_vgpu::Fault) -> (Vec<Gap>, String) {
+    let text = fault.to_string();
+    let FaultKind::Race(race) = fault.kind else { panic!("{text}") };
+    (race.gaps, text)
+}
+
+/// Side, kind, the scope that is needed, and a part of the line.
+type Expected = (Side, GapKind, &'static str, &'static str);
+
+const W: Side = Side::Writer;
+const R: Side = Side::Reader;
+
+fn assert_gaps(name: &str, (gaps, text): &(Vec<Gap>, String), expected: &[Expected]) {
+    let got: Vec<_> = gaps.iter().map(|gap| (gap.side, gap.kind, gap.needs)).collect();
+    let want: Vec<_> = expected.iter().map(|(side, kind, needs, _)| (*side, *kind, *needs)).collect();
+    assert_eq!(got, want, "{name}: {text}");
+    for (gap, (.., line)) in gaps.iter().zip(expected) {
+        assert!(gap.at.ptx_text.contains(line), "{name}: not at '{line}': {text}");
+        assert!(text.contains(&format!("\n  gap: {}\n    ", gap.sentence())), "{name}: {text}");
+    }
+}
+
+#[test]
+fn a_report_names_the_fence_scope_or_barrier_that_is_missing() {
+    let fenced = |fence: &str, store: &str| format!("{DATA}\n{MEET}\n{fence}\n{store}");
+    let relaxed = "st.relaxed.sys.global.u32 [%rd40+400], %r7;";
+    let load = |load: &str, fence: &str| format!("{}\n{fence}", wait(load));
+    let acquire = "ld.acquire.sys.global.u32 %r3, [%rd40+400];";
+    let plain = "ld.relaxed.sys.global.u32 %r3, [%rd40+400];";
+    let atomic = "atom.relaxed.sys.global.add.u32 %r3, [%rd40+400], 0;";
+    let table: Vec<(&str, Reader, String, String, &[Expected])> = vec![
+        (
+            "the writer's fence is too narrow for another block",
+            OtherBlock,
+            fenced("fence.acq_rel.cta;", relaxed),
+            load(plain, "fence.acq_rel.gpu;"),
+            &[(W, NarrowFence, ".gpu", "fence.acq_rel.cta")],
+        ),
+        (
+            "the writer's fence is too narrow for another device",
+            OtherDevice,
+            fenced("membar.gl;", "atom.relaxed.sys.global.exch.b32 %r6, [%rd40+400], 1;"),
+            load(atomic, "membar.sys;"),
+            &[(W, NarrowFence, ".sys", "membar.gl")],
+        ),
+        (
+            "the reader's fence is too narrow",
+            OtherBlock,
+            fenced("fence.acq_rel.gpu;", relaxed),
+            load(plain, "fence.acq_rel.cta;"),
+            &[(R, NarrowFence, ".gpu", "fence.acq_rel.cta")],
+        ),
+        (
+            "both fences are too narrow",
+            OtherDevice,
+            fenced("fence.sc.gpu;", relaxed),
+            load(plain, "fence.acq_rel.cta;"),
+            &[(W, NarrowFence, ".sys", "fence.sc.gpu"), (R, NarrowFence, ".sys", "fence.acq_rel.cta")],
+        ),
+        (
+            "both fences are absent",
+            OtherBlock,
+            fenced("", relaxed),
+            load(plain, ""),
+            &[(W, NoFence, ".gpu", "st.relaxed"), (R, NoFence, ".gpu", "ld.relaxed")],
+        ),
+        (
+            "the reader has a fence, the writer none",
+            OtherDevice,
+            fenced("", relaxed),
+            load(plain, "fence.acq_rel.sys;"),
+            &[(W, NoFence, ".sys", "st.relaxed")],
+        ),
+        (
+            "the writer has a fence, the reader none",
+            OtherDevice,
+            fenced("fence.acq_rel.sys;", relaxed),
+            load(plain, ""),
+            &[(R, NoFence, ".sys", "ld.relaxed")],
+        ),
+        (
+            "the reader's fence stands ahead of its read",
+            OtherBlock,
+            fenced("fence.acq_rel.gpu;", relaxed),
+            wait(&format!("fence.acq_rel.gpu; {plain}")),
+            &[(R, NoFence, ".gpu", "ld.relaxed")],
+        ),
+        (
+            "the fence stands ahead of the barrier",
+            OtherBlock,
+            format!("{DATA}\nfence.acq_rel.gpu;\n{MEET}\n{relaxed}"),
+            load(acquire, ""),
+            &[(W, FenceAheadOfBarrier, ".gpu", "fence.acq_rel.gpu")],
+        ),
+        (
+            "the fence stands ahead of the barrier, and is too narrow",
+            OtherDevice,
+            format!("@%p2 {DATA}\n@%p2 fence.acq_rel.gpu;\n{MEET}\n{relaxed}"),
+            load(acquire, ""),
+            &[
+                (W, FenceAheadOfBarrier, ".sys", "fence.acq_rel.gpu"),
+                (W, NarrowFence, ".sys", "fence.acq_rel.gpu"),
+            ],
+        ),
+        (
+            "the release stands ahead of the barrier",
+            OtherBlock,
+            format!("{DATA}\n@%p2 ret;\nst.release.gpu.global.u32 [%rd40+400], %r7;"),
+            load(acquire, ""),
+            &[(W, Uncovered, ".gpu", "st.release.gpu")],
+        ),
+        (
+            "the release stands ahead of the data",
+            OtherBlock,
+            format!("@%p2 ret;\nst.release.gpu.global.u32 [%rd40+400], %r7;\n{DATA}"),
+            load(acquire, ""),
+            &[(W, AheadOfAccess, ".gpu", "st.release.gpu")],
+        ),
+    ];
+    for (name, place, writer, reader, expected) in table {
+        let mut found = 0;
+        for_each_seed(broken_seeds(), |seed| {
+            let (gaps, text) = gaps_of(seed, place, &writer, &reader);
+            // Without a barrier the writer may come later than the reader: no flag is meant for that.
+            if text.contains("is not ordered behind\n  a weak write") {
+                assert_gaps(name, &(gaps, text), expected);
+                found += 1;
+            }
+        });
+        assert!(found >= broken_seeds() / 2 || replaying(), "{name}: {found}");
+    }
+}
+
+#[test]
+fn a_flag_of_too_narrow_a_scope_is_a_race_itself_and_is_named() {
+    let release = |scope: &str| format!("@%p2 ret;\nst.release.{scope}.global.u32 [%rd40+400], %r7;");
+    let acquire = |scope: &str| wait(&format!("ld.acquire.{scope}.global.u32 %r3, [%rd40+400];"));
+    let add = "@%p2 ret;\natom.acq_rel.gpu.global.add.u32 %r6, [%rd40+400], 1;".to_owned();
+    let table: Vec<(&str, Reader, String, String, &[Expected])> = vec![
+        (
+            "a release store",
+            OtherBlock,
+            release("cta"),
+            acquire("gpu"),
+            &[(W, NarrowAccess, ".gpu", "st.release.cta")],
+        ),
+        ("an atomic", OtherDevice, add, acquire("sys"), &[(W, NarrowAccess, ".sys", "atom.acq_rel.gpu")]),
+        (
+            "an acquire",
+            OtherDevice,
+            release("sys"),
+            acquire("gpu"),
+            &[(R, NarrowAccess, ".sys", "ld.acquire.gpu")],
+        ),
+    ];
+    for (name, place, writer, reader, expected) in table {
+        for_each_seed(broken_seeds(), |seed| {
+            assert_gaps(name, &gaps_of(seed, place, &writer, &reader), expected);
+        });
+    }
+}
+
+#[test]
+fn a_missing_proxy_fence_names_the_fence_that_stands_in_its_place() {
+    let body = |before: &str, between: &str| {
+        format!(
+            "mov.u32 %r1, DATA;
+            {before}
+            st.shared.u64 [%r1], %rd40;
+            st.shared.u64 [%r1+8], %rd40;
+            {between}
+            cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16;
+            cp.async.bulk.commit_group;
+            cp.async.bulk.wait_group 0;"
+        )
+    };
+    let table: [(&str, &str, Expected); 4] = [
+        ("", "", (R, NoProxyFence, "", "cp.async.bulk.global")),
+        ("", "fence.acq_rel.cta;", (R, OtherProxy, "", "fence.acq_rel.cta")),
+        ("", "fence.proxy.async.global;", (R, OtherSpace, "", "fence.proxy.async.global")),
+        ("fence.proxy.async;", "", (R, ProxyFenceAhead, "", "fence.proxy.async;")),
+    ];
+    for (before, between, expected) in table {
+        let ptx = kernel(SHARED, &body(before, between));
+        let module = Module::parse(&ptx).unwrap();
+        for_each_seed(broken_seeds(), |seed| {
+            let mut machine = Machine::with_config(1, device(seed), Some(CheckConfig::default()));
+            let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+            machine.launch_with(0, &module, "k", launch(1, 1), &[&buf]).unwrap();
+            let Err(MachineError::Fault(fault)) = machine.run() else { panic!("no report: {ptx}") };
+            assert_gaps(between, &gaps(*fault), &[expected]);
+        });
+    }
+}
