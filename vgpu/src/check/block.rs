@@ -615,7 +615,8 @@ impl BlockCheck {
                 if acquire {
                     lane.acquire(r.chain, &r.past);
                 } else {
-                    lane.seen.retain(|(_, old)| old.by != r.by);
+                    // A writer's releases of several scopes cover different accesses.
+                    lane.seen.retain(|(by, old)| (*by, old.by, old.scope) != (scope, r.by, r.scope));
                     lane.seen.push((scope, Release::clone(r)));
                 }
             }
