@@ -88,8 +88,8 @@ mod symmetric;
 mod tensor_map;
 
 pub use check::{
-    AcceptList, Accepted, Assumptions, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
-    Stored, Timeline, host_meets,
+    AcceptList, Accepted, Assumptions, Cause, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
+    Stored, Summary, Timeline, host_meets,
 };
 pub use device::{
     CHECKED_LIVELOCK_LIMIT, Clock, Cluster, ClusterSizes, DeviceConfig, GridConfig, Output, Schedule,

@@ -71,6 +71,8 @@ fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal) -> 
         occurrences: 1,
         seeds: vec![],
         accepted: None,
+        gaps: vec![],
+        cause: None,
     }
 }
 

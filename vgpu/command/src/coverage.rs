@@ -103,6 +103,8 @@ pub fn run(args: &Args) -> Result<Verdict> {
             occurrences: *count,
             seeds: vec![],
             accepted: None,
+            gaps: vec![],
+            cause: None,
         });
     }
     document.notes.push(format!(

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use epoxide_vgpu::{Class, Report, ReportPlace};
+use epoxide_vgpu::{Class, Gap, Party, Report, ReportPlace, Side};
 use serde_json::{Value, json};
 
 use crate::names::readable;
@@ -95,6 +95,10 @@ pub struct Finding {
     pub seeds: Vec<u64>,
     /// The reason for which a list accepts it.
     pub accepted: Option<String>,
+    /// The gaps of a race, with readable names.
+    pub gaps: Vec<Value>,
+    /// The number of its cause among those of the document, from 0.
+    pub cause: Option<usize>,
 }
 
 /// Seeds that a finding lists.
@@ -111,6 +115,8 @@ impl Finding {
             occurrences: report.occurrences,
             seeds: vec![],
             accepted: None,
+            gaps: report.gaps().iter().map(|gap| gap_json(ptx, gap)).collect(),
+            cause: None,
         }
     }
 
@@ -148,6 +154,8 @@ impl Finding {
             "occurrences": self.occurrences,
             "seeds": self.seeds,
             "accepted": self.accepted,
+            "gaps": self.gaps,
+            "cause": self.cause,
         })
     }
 
@@ -162,7 +170,12 @@ impl Finding {
             "level": level,
             "message": { "text": self.text },
             "occurrenceCount": self.occurrences,
-            "properties": { "class": self.class.name(), "seeds": self.seeds },
+            "properties": {
+                "class": self.class.name(),
+                "seeds": self.seeds,
+                "gaps": self.gaps,
+                "cause": self.cause,
+            },
         });
         if let [first, others @ ..] = self.places.as_slice() {
             result["locations"] = json!([first.location()]);
@@ -181,6 +194,19 @@ impl Finding {
         }
         result
     }
+}
+
+fn gap_json(ptx: &Path, gap: &Gap) -> Value {
+    let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = gap.at.clone();
+    let place = ReportPlace { kernel, ptx_line, ptx_text: ptx_text.trim().to_owned(), source, inlined };
+    json!({
+        "side": if gap.side == Side::Writer { "writer" } else { "reader" },
+        "kind": gap.kind.name(),
+        "scope": gap.scope,
+        "needs": gap.needs,
+        "text": gap.sentence(),
+        "place": Place::of(ptx, place).json(),
+    })
 }
 
 fn with_id(mut location: Value, id: u64) -> Value {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
-    AcceptList, Array, Assumptions, CheckConfig, Class, Cluster, ClusterSizes, Coverage, DeviceConfig,
+    AcceptList, Array, Assumptions, Cause, CheckConfig, Class, Cluster, ClusterSizes, Coverage, DeviceConfig,
     Explore, GridConfig, LaunchError, Machine, MachineError, Module, Path, Refusal, Report,
 };
 use serde_json::{Map, Value, json};
@@ -292,6 +292,8 @@ impl Args {
             occurrences: 1,
             seeds: vec![],
             accepted: None,
+            gaps: vec![],
+            cause: None,
         }
     }
 }
@@ -415,12 +417,17 @@ pub fn run(args: &Args) -> Result<Verdict> {
     }
     let Runs { collected, last, differs, .. } = runs;
     let mut document = Document { command: "run", findings: vec![], notes: vec![], more: Map::new() };
+    let mut open_reports = vec![];
     for (report, seeds) in collected.reports.iter().zip(&collected.seeds) {
         let text = names::make_readable(&format!("  {}", report.fault), &module);
         let accepted = accepts.accepts(report, &names::readable);
         let finding = Finding::of(&args.file, report, text);
+        if accepted.is_none() {
+            open_reports.push((document.findings.len(), report.clone()));
+        }
         document.findings.push(Finding { seeds: seeds.clone(), accepted, ..finding });
     }
+    let causes = causes(&open_reports, &mut document);
     document.findings.extend(
         collected
             .others
@@ -457,8 +464,24 @@ pub fn run(args: &Args) -> Result<Verdict> {
         ("outputs".to_owned(), outputs),
         ("outputs_differ".to_owned(), json!(differs.map(|(one, other)| [one, other]))),
         ("unused_accepts".to_owned(), json!(unused)),
+        ("causes".to_owned(), causes),
     ]);
     document.print(args.format)
+}
+
+/// Numbers the causes of reports, given with their findings. Where a cause has several reports, the
+/// notes list all causes. Returns them as JSON.
+fn causes(open: &[(usize, Report)], document: &mut Document) -> Value {
+    let reports: Vec<Report> = open.iter().map(|(_, report)| report.clone()).collect();
+    let summary = Report::summary(&reports, &names::readable);
+    for (number, cause) in summary.causes.iter().enumerate() {
+        cause.reports.iter().for_each(|at| document.findings[open[*at].0].cause = Some(number));
+    }
+    if summary.causes.iter().any(|cause| cause.reports.len() > 1) {
+        document.notes.extend(summary.causes.iter().map(ToString::to_string));
+    }
+    let json = |cause: &Cause| json!({ "text": cause.text, "reports": cause.reports.len(), "occurrences": cause.occurrences });
+    summary.causes.iter().map(json).collect()
 }
 
 fn explored_json((runs, coverage): (u64, Coverage)) -> Value {

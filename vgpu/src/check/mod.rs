@@ -35,9 +35,11 @@
 //! | `history.rs` | recent synchronisation, for the part of a report on what was seen |
 //! | `gaps.rs` | the fences, scopes and barriers that a race lacks |
 //! | `report.rs` | reports as text |
+//! | `causes.rs` | reports grouped by their causes |
 //! | `reports.rs` | collected reports, their classes, and lists of accepted ones |
 
 pub(crate) mod block;
+mod causes;
 mod checker;
 pub(crate) mod clock;
 pub(crate) mod cluster;
@@ -58,6 +60,7 @@ mod stores;
 mod word;
 pub(crate) mod world;
 
+pub use causes::{Cause, Summary};
 pub use checker::{Assumptions, CheckConfig, Checker, host_meets};
 pub(crate) use past::CausalPast;
 pub use past::{Past, Timeline};

@@ -1,7 +1,7 @@
 //! The gaps that a race report names: each missing or narrow fence, scope or barrier, with its line.
 
 use epoxide_vgpu::{
-    CheckConfig, FaultKind, Gap, GapKind, Machine, MachineError, Module, Side, for_each_seed,
+    CheckConfig, FaultKind, Gap, GapKind, Machine, MachineError, Module, Report, Side, for_each_seed,
 };
 
 use crate::cases::SHARED;
@@ -260,4 +260,58 @@ fn a_missing_proxy_fence_names_the_fence_that_stands_in_its_place() {
             assert_gaps(between, &gaps(*fault), &[expected]);
         });
     }
+}
+
+#[test]
+fn reports_with_the_same_gaps_have_one_cause() {
+    // Two words behind a narrow fence, and one without any order.
+    let body = "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r7, 1;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    st.global.u32 [%rd40], %r7;
+    st.global.u32 [%rd40+4], %r7;
+    fence.acq_rel.cta;
+    st.relaxed.gpu.global.u32 [%rd40+8], %r7;
+    ret;
+READER:
+    ld.relaxed.gpu.global.u32 %r3, [%rd40+8];
+    setp.eq.u32 %p3, %r3, 0;
+    @%p3 bra READER;
+    fence.acq_rel.gpu;
+    ld.global.u32 %r5, [%rd40];
+    ld.global.u32 %r5, [%rd40+4];
+    ld.shared.u32 %r5, [DATA];";
+    let module = Module::parse(&kernel(SHARED, body)).unwrap();
+    for_each_seed(broken_seeds(), |seed| {
+        let mut machine = Machine::with_config(1, device(seed), Some(CheckConfig::collecting()));
+        let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+        machine.launch_with(0, &module, "k", launch(2, 1), &[&buf]).unwrap();
+        machine.run().unwrap();
+        let reports = machine.reports();
+        let summary = Report::summary(&reports, &|name| format!("{name}()"));
+        let [narrow, unwritten] = summary.causes.as_slice() else { panic!("{summary}") };
+        assert_eq!((narrow.reports.as_slice(), narrow.occurrences), ([0, 1].as_slice(), 2), "{summary}");
+        assert_eq!((narrow.gaps[0].kind, unwritten.gaps.len()), (NarrowFence, 0), "{summary}");
+        let text = summary.to_string();
+        for part in [
+            "cause: 2 reports, 2 times: the writer's fence has scope .cta, which leaves the reader out",
+            "fence.acq_rel.cta;, in kernel 'k()')\n  race (corrupts) on 'buf' at PTX line ",
+            "cause: 1 report, 1 times: read of 4 bytes of unwritten shared memory",
+        ] {
+            assert!(text.contains(part), "without '{part}': {text}");
+        }
+        // One change would not mend a race with another gap as well.
+        let mut other = reports[1].clone();
+        if let FaultKind::Race(race) = &mut other.fault.kind {
+            let gap = race.gaps[0].clone();
+            race.gaps.push(gap);
+            assert!(reports[0].has_cause_of(&other), "the same gap twice");
+        }
+        if let FaultKind::Race(race) = &mut other.fault.kind {
+            race.gaps[1].side = R;
+        }
+        assert!(!reports[0].has_cause_of(&other));
+    });
 }

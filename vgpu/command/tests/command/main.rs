@@ -250,6 +250,41 @@ fn faults_hangs_and_unwritten_registers_are_reports() {
 }
 
 #[test]
+fn reports_of_one_cause_are_grouped() {
+    // The parts are read on two lines.
+    let text = std::fs::read_to_string(file("last_block.ptx")).unwrap();
+    let read = "ld.global.f32 %f3, [%rd1];";
+    let text = text.replacen(read, &format!("{read}\n.loc 1 9 9\n{read}"), 1);
+    let mut twice = tempfile::NamedTempFile::new().unwrap();
+    std::io::Write::write_all(&mut twice, text.as_bytes()).unwrap();
+    let path = twice.path().to_str().unwrap();
+    let call = [&["run", path, "last_block"], &LAST_BLOCK[..], &["--check"]].concat();
+    let (code, text) = vgpu(&call);
+    assert_eq!(code, 1, "{text}");
+    for part in [
+        "\n  gap: the flag's write is no release, and the writer has no fence ahead of it",
+        "\ncause: 2 reports, ",
+        "; the flag's read is no acquire, and the reader has no fence behind it: it needs one of scope .gpu or wider \
+         (kernels/last_block.cu:5, PTX line ",
+        ", in kernel 'last_block(float*, unsigned int*, float*)')\n",
+        "1 runs, 2 reports\n",
+    ] {
+        assert!(text.contains(part), "without '{part}': {text}");
+    }
+    let (_, text) = vgpu(&[&call[..], &["--format", "json"]].concat());
+    let all = json(&text);
+    assert_eq!(all["causes"][0]["reports"], 2, "{text}");
+    for report in all["reports"].as_array().unwrap() {
+        assert_eq!(report["cause"], 0, "{text}");
+        let [write, read] = report["gaps"].as_array().unwrap().as_slice() else { panic!("{text}") };
+        assert_eq!((&write["kind"], &write["side"]), (&"no-fence".into(), &"writer".into()));
+        assert_eq!((&read["needs"], &read["place"]["line"]), (&".gpu".into(), &5.into()));
+    }
+    let (_, text) = vgpu(&[&call[..], &["--format", "sarif"]].concat());
+    assert_is_sarif(&json(&text));
+}
+
+#[test]
 fn devices_address_each_others_buffers() {
     let arguments = ["--block", "1", "--arg", "buf:u32:4=iota", "--arg", "peer:0", "--arg", "device"];
     let (code, text) = run("peers", &[&arguments[..], &["--devices", "2", "--check", "--out", "0"]].concat());

@@ -1,0 +1,178 @@
+//! Reports grouped by their causes.
+
+use std::fmt;
+
+use super::reports::{Report, ReportPlace};
+use crate::fault::{Fault, FaultKind, Gap, Party};
+
+/// Reports that one change of the kernel would mend: races with the same gaps, or without gaps of
+/// the same flags. Reports of other kinds have a cause each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Cause {
+    /// The cause as a sentence, with readable names and the line of each gap.
+    pub text: String,
+    /// The gaps, of the first report.
+    pub gaps: Vec<Gap>,
+    /// Indices of the reports.
+    pub reports: Vec<usize>,
+    /// Occurrences of all of them.
+    pub occurrences: u64,
+}
+
+/// Reports by their causes, as [`Report::summary`] groups them. Its text has a line for each cause
+/// and each report.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Summary {
+    /// The causes, in the order of their first reports.
+    pub causes: Vec<Cause>,
+    /// One line for each report: its kind, class, kernels and places.
+    pub reports: Vec<String>,
+}
+
+fn place_of(party: &Party) -> ReportPlace {
+    let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = party;
+    ReportPlace {
+        kernel: kernel.clone(),
+        ptx_line: *ptx_line,
+        ptx_text: ptx_text.trim().to_owned(),
+        source: source.clone(),
+        inlined: inlined.clone(),
+    }
+}
+
+fn is_same_place(a: &Party, b: &Party) -> bool {
+    place_of(a).is_same_line(&place_of(b))
+}
+
+fn is_same_gap(a: &Gap, b: &Gap) -> bool {
+    (a.side, a.kind, a.needs) == (b.side, b.kind, b.needs) && is_same_place(&a.at, &b.at)
+}
+
+/// Whether both lists have the same elements, in any order.
+fn is_same_set<T>(a: &[T], b: &[T], same: impl Fn(&T, &T) -> bool) -> bool {
+    let within = |a: &[T], b: &[T]| a.iter().all(|x| b.iter().any(|y| same(x, y)));
+    within(a, b) && within(b, a)
+}
+
+impl Report {
+    /// Whether one change of the kernel would mend both.
+    #[must_use]
+    pub fn has_cause_of(&self, other: &Report) -> bool {
+        let (FaultKind::Race(a), FaultKind::Race(b)) = (&self.fault.kind, &other.fault.kind) else {
+            return self.is_alike(other);
+        };
+        if self.kind() != other.kind() || a.gaps.is_empty() != b.gaps.is_empty() {
+            return false;
+        }
+        if !a.gaps.is_empty() {
+            return is_same_set(&a.gaps, &b.gaps, is_same_gap);
+        }
+        let seen_alike = |x: &crate::fault::Attempt, y: &crate::fault::Attempt| {
+            let same_write = match (&x.of, &y.of) {
+                (Some(x), Some(y)) => is_same_place(x, y),
+                (x, y) => x.is_none() && y.is_none(),
+            };
+            is_same_place(&x.what, &y.what) && same_write && x.verdict == y.verdict
+        };
+        let same_flags = !a.attempts.is_empty() && is_same_set(&a.attempts, &b.attempts, seen_alike);
+        self.is_alike(other) || same_flags && a.missing == b.missing
+    }
+
+    /// Groups reports by their causes. `name_of` gives the readable name of a kernel.
+    #[must_use]
+    pub fn summary(reports: &[Report], name_of: &dyn Fn(&str) -> String) -> Summary {
+        let mut summary = Summary::default();
+        for (at, report) in reports.iter().enumerate() {
+            summary.reports.push(report.line(name_of));
+            let known = |cause: &&mut Cause| reports[cause.reports[0]].has_cause_of(report);
+            match summary.causes.iter_mut().find(known) {
+                Some(cause) => {
+                    cause.reports.push(at);
+                    cause.occurrences += report.occurrences;
+                }
+                None => summary.causes.push(Cause {
+                    text: report.cause(name_of),
+                    gaps: report.gaps().to_vec(),
+                    reports: vec![at],
+                    occurrences: report.occurrences,
+                }),
+            }
+        }
+        summary
+    }
+
+    /// The gaps of a race; empty for other kinds.
+    #[must_use]
+    pub fn gaps(&self) -> &[Gap] {
+        match &self.fault.kind {
+            FaultKind::Race(race) => &race.gaps,
+            _ => &[],
+        }
+    }
+
+    fn cause(&self, name_of: &dyn Fn(&str) -> String) -> String {
+        let gap = |gap: &Gap| {
+            format!("{} ({}, in kernel '{}')", gap.sentence(), gap.place(), name_of(&gap.at.kernel))
+        };
+        match &self.fault.kind {
+            FaultKind::Race(race) if race.gaps.is_empty() => format!("missing: {}", race.missing),
+            FaultKind::Race(race) => race.gaps.iter().map(gap).collect::<Vec<_>>().join("; "),
+            kind => kind.to_string().lines().next().unwrap_or_default().to_owned(),
+        }
+    }
+
+    fn line(&self, name_of: &dyn Fn(&str) -> String) -> String {
+        let Fault { kind, .. } = &self.fault;
+        let on = match kind {
+            FaultKind::Race(race) if race.space == "shared" => " on shared memory".to_owned(),
+            FaultKind::Race(race) => format!(" on '{}'", race.label),
+            _ => String::new(),
+        };
+        let place = |place: &ReportPlace| match (&place.source, place.kernel.as_str()) {
+            (_, "") => "the host".to_owned(),
+            (Some((file, line)), _) => format!("{file}:{line}"),
+            (None, _) => format!("PTX line {}", place.ptx_line),
+        };
+        let places = self.places();
+        let mut kernels: Vec<String> = places
+            .iter()
+            .filter(|at| !at.kernel.is_empty())
+            .map(|at| format!("'{}'", name_of(&at.kernel)))
+            .collect();
+        kernels.dedup();
+        format!(
+            "{} ({}){on} at {} in kernel {}, {} times",
+            self.kind(),
+            self.class(),
+            places.iter().map(place).collect::<Vec<_>>().join(" and "),
+            kernels.join(" and "),
+            self.occurrences
+        )
+    }
+}
+
+impl Cause {
+    /// The cause in one line, with the number of its reports.
+    fn head(&self) -> String {
+        let reports = if self.reports.len() == 1 { "report" } else { "reports" };
+        format!("cause: {} {reports}, {} times: {}", self.reports.len(), self.occurrences, self.text)
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.head())
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, cause) in self.causes.iter().enumerate() {
+            write!(f, "{}{cause}", if at == 0 { "" } else { "\n" })?;
+            cause.reports.iter().try_for_each(|report| write!(f, "\n  {}", self.reports[*report]))?;
+        }
+        Ok(())
+    }
+}
