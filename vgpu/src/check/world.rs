@@ -331,7 +331,6 @@ impl World {
             shadow.read(grids, at, bytes, &who).first()
         };
         match found {
-            // The host may read unwritten memory, as a debugger does.
             Some(violation @ (_, Violation::Race { .. })) if config.races => Err(violation),
             _ => Ok(()),
         }
