@@ -135,6 +135,11 @@ pub struct DeviceConfig {
     pub livelock_limit: Option<u64>,
     /// Destination of `printf` in kernels.
     pub output: Output,
+    /// Without check mode: most reports at different lines behind which a launch goes on. These are
+    /// bulk copies that outlive their blocks ([`Machine::reports`](crate::Machine::reports) has
+    /// them). All other faults leave nothing to go on with. In check mode
+    /// [`CheckConfig::collect`](crate::CheckConfig::collect) counts instead.
+    pub collect: usize,
 }
 
 /// Default of [`DeviceConfig::livelock_limit`] in check mode and on a
@@ -154,6 +159,7 @@ impl Default for DeviceConfig {
             max_blocks_resident: None,
             livelock_limit: None,
             output: Output::default(),
+            collect: 0,
         }
     }
 }

@@ -467,6 +467,10 @@ impl fmt::Display for Race {
     }
 }
 
+/// The text of a hang.
+pub(crate) const HANG: &str =
+    "all kernels only wait, for each other or for the host, and no deadline of theirs has ended that";
+
 /// Why a kernel was stopped.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -615,6 +619,9 @@ pub enum FaultKind {
         /// Position of every live warp.
         report: StuckReport,
     },
+    /// All kernels of a machine wait for events that no kernel will cause: the devices, and the
+    /// waits of their kernels. The place is that of the first.
+    Hang(Vec<(usize, StuckReport)>),
     /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
     Unsupported(String),
 }
@@ -646,6 +653,7 @@ impl FaultKind {
             FaultKind::Unwritten { .. } => "unwritten-read",
             FaultKind::Deadlock(_) => "deadlock",
             FaultKind::Livelock { .. } => "livelock",
+            FaultKind::Hang(_) => "hang",
             FaultKind::Unsupported(_) => "unsupported",
         }
     }
@@ -673,7 +681,8 @@ impl FaultKind {
             | FaultKind::Mbarrier { .. }
             | FaultKind::Wgmma { .. }
             | FaultKind::Deadlock(_)
-            | FaultKind::Livelock { .. } => Class::Synchronisation,
+            | FaultKind::Livelock { .. }
+            | FaultKind::Hang(_) => Class::Synchronisation,
             FaultKind::Trap | FaultKind::Unsupported(_) => Class::Stopped,
         }
     }
@@ -752,6 +761,10 @@ impl fmt::Display for FaultKind {
                 "livelock: {instructions} warp instructions, and no block has begun or ended meanwhile; if the kernel needs as many, \
                  raise the device's livelock limit\n{report}"
             ),
+            FaultKind::Hang(devices) => {
+                write!(f, "{HANG}")?;
+                devices.iter().try_for_each(|(at, report)| write!(f, "\ndevice {at}: {report}"))
+            }
             FaultKind::Unsupported(what) => write!(f, "not supported by the virtual GPU: {what}"),
         }
     }

@@ -9,7 +9,7 @@ use crate::check::block::BlockCheck;
 use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
 use crate::check::hooks::{CheckHooks, Hooks};
 use crate::check::world::World;
-use crate::check::{CausalPast, Checker, Past, Timeline};
+use crate::check::{CausalPast, Checker, Past, Report, Reports, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::BulkQueue;
@@ -251,6 +251,8 @@ pub struct Grid {
     check: Option<GridCheck>,
     digest: u64,
     stats: Stats,
+    /// Reports without check mode.
+    collected: Reports,
     livelock_limit: u64,
     /// Warp instructions when a block last began or ended, or all warps only waited.
     progress_at: u64,
@@ -436,6 +438,7 @@ impl Grid {
             check,
             digest: 0,
             stats: Stats::default(),
+            collected: Reports::new(dev.collect),
             livelock_limit,
             progress_at: 0,
             epoch: 1,
@@ -926,7 +929,7 @@ impl Grid {
             let FaultKind::CopyOutlivesBlock { .. } = fault.kind else { return Err(fault) };
             match locked.world() {
                 Some(world) => world.reports.note(fault)?,
-                None => return Err(fault),
+                None => self.collected.note(fault)?,
             }
             // The shared memory is still there.
             let state = &mut self.blocks[slot as usize].state;
@@ -1068,6 +1071,12 @@ impl Grid {
 
     fn deadlock(&self, at: WarpRef, pc: u32) -> Box<Fault> {
         self.fault_at(at, pc, None, FaultKind::Deadlock(self.stuck_report()))
+    }
+
+    /// The reports behind which the grid went on without check mode ([`DeviceConfig::collect`]).
+    #[must_use]
+    pub fn collected(&self) -> &[Report] {
+        self.collected.all()
     }
 
     /// Every live group of lanes, and the event that it waits for.

@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::check::{CheckConfig, Checker, Past, Report, Timeline};
 use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig};
 use crate::explore::{Actor, Path};
-use crate::fault::{Fault, LaunchError};
+use crate::fault::{Fault, FaultKind, HANG, LaunchError, StuckReport, StuckWarp};
 use crate::grid::{Grid, Progress, Residency, Step};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region, Reservation};
@@ -91,10 +92,20 @@ pub enum MachineError {
         given: usize,
     },
     /// All kernels wait for events that no kernel will cause.
-    #[error(
-        "all kernels only wait, for each other or for the host, and no deadline of theirs has ended that{0}"
-    )]
+    #[error("{HANG}{0}")]
     Stuck(String),
+    /// Numbers of an array that it does not have.
+    #[error("numbers {start}..{end} of '{label}', an array of {len}")]
+    BadRange {
+        /// The label of its memory.
+        label: String,
+        /// Numbers of the array.
+        len: usize,
+        /// The first number.
+        start: usize,
+        /// The first number behind them.
+        end: usize,
+    },
 }
 
 impl std::fmt::Debug for MachineError {
@@ -203,13 +214,26 @@ impl<T: Number> Array<T> {
         self.len == 0
     }
 
-    /// Copies it to the host.
+    /// Copies it to the host. Numbers that nobody wrote are poison.
     ///
     /// # Errors
-    /// In check mode, a race with a running kernel and a read of unwritten memory are errors.
+    /// In check mode, a race with a kernel that has not ended, or that a fault has stopped.
     pub fn download(&self) -> Result<Vec<T>, MachineError> {
-        let mut bytes = vec![0; self.len * size_of::<T>()];
-        self.memory.read(self.addr(), &mut bytes)?;
+        self.download_range(0..self.len)
+    }
+
+    /// Copies a part of it to the host. In check mode kernels that have not ended may use the rest.
+    ///
+    /// # Errors
+    /// As [`Array::download`], and where the array lacks some of the numbers.
+    pub fn download_range(&self, range: Range<usize>) -> Result<Vec<T>, MachineError> {
+        let Range { start, end } = range;
+        if start > end || end > self.len {
+            let label = self.region.label().to_owned();
+            return Err(MachineError::BadRange { label, len: self.len, start, end });
+        }
+        let mut bytes = vec![0; (end - start) * size_of::<T>()];
+        self.memory.read(self.addr() + (start * size_of::<T>()) as u64, &mut bytes)?;
         Ok(bytes.chunks_exact(size_of::<T>()).map(T::get).collect())
     }
 
@@ -264,6 +288,8 @@ struct Device {
     timeline: Option<Timeline>,
     /// The causal past of the next kernel.
     past: Past,
+    /// Reports of its kernels without check mode.
+    collected: Vec<Report>,
     spins: bool,
 }
 
@@ -308,7 +334,7 @@ pub struct Machine {
     longest_turn: u64,
     /// The choices of an exploration.
     path: Option<Path>,
-    /// The faults that have ended runs.
+    /// The faults that have ended runs, and without check mode those that kernels went on behind.
     faults: Vec<Report>,
 }
 
@@ -367,6 +393,7 @@ impl Machine {
             arguments: vec![],
             timeline: checker.as_ref().map(Checker::timeline),
             past: Past::default(),
+            collected: vec![],
             spins: false,
         };
         Machine {
@@ -404,8 +431,9 @@ impl Machine {
         self.checker.as_ref()
     }
 
-    /// The reports so far of a machine that collects them ([`CheckConfig::collect`]). A fault that
-    /// ended a run is among them, in fast mode too.
+    /// The reports so far of a machine that collects them ([`CheckConfig::collect`], without check
+    /// mode [`DeviceConfig::collect`]). A fault or a hang that ended a run is among them, and marked
+    /// ([`Report::ended_run`]), in fast mode too.
     #[must_use]
     pub fn reports(&self) -> Vec<Report> {
         let mut all = self.checker.as_ref().map(Checker::reports).unwrap_or_default();
@@ -594,9 +622,17 @@ impl Machine {
             Some(path) => self.run_explored(&path),
             None => self.run_all(),
         };
-        if let Err(MachineError::Fault(fault)) = &result {
-            self.faults.push(Report::new(Fault::clone(fault)));
+        let ended = match &result {
+            Err(MachineError::Fault(fault)) => Some(Fault::clone(fault)),
+            Err(MachineError::Stuck(_)) => self.hang(),
+            _ => None,
+        };
+        for device in &mut self.devices {
+            device.end_collection();
+            Report::merge(&mut self.faults, std::mem::take(&mut device.collected));
         }
+        let ended = ended.map(|fault| Report { ended_run: true, ..Report::new(fault) });
+        Report::merge(&mut self.faults, ended.into_iter().collect());
         for device in &mut self.devices {
             if let Some(checker) = &self.checker {
                 checker.host_waited(&device.past);
@@ -704,10 +740,34 @@ impl Machine {
         }
     }
 
+    /// The waits of all devices whose kernels run.
+    fn waits(&self) -> Vec<(usize, StuckReport)> {
+        let running = self.devices.iter().enumerate();
+        running.filter_map(|(at, device)| Some((at, device.running.as_ref()?.stuck_report()))).collect()
+    }
+
     fn stuck(&self) -> String {
-        let grids =
-            self.devices.iter().enumerate().filter_map(|(at, device)| Some((at, device.running.as_ref()?)));
-        grids.map(|(at, grid)| format!("\ndevice {at}: {}", grid.stuck_report())).collect()
+        self.waits().into_iter().map(|(at, report)| format!("\ndevice {at}: {report}")).collect()
+    }
+
+    /// A hang as a fault, at the place of the first wait.
+    fn hang(&self) -> Option<Fault> {
+        let waits = self.waits();
+        let (report, first) = waits.iter().find_map(|(_, report)| Some((report, report.warps.first()?)))?;
+        let StuckWarp { block, warp, ptx_line, ptx_text, source, inlined, .. } = first.clone();
+        let (kernel, kind) = (report.kernel.clone(), FaultKind::Hang(waits));
+        Some(Fault {
+            kernel,
+            block,
+            warp,
+            lane: None,
+            ptx_line,
+            ptx_text,
+            source,
+            inlined,
+            kind,
+            traces: vec![],
+        })
     }
 }
 
@@ -760,10 +820,18 @@ impl Device {
 
     /// The kernel that runs has ended.
     fn end(&mut self) {
+        self.end_collection();
         if let Some(grid) = self.running.take() {
             self.past = grid.past();
         }
         self.arguments.clear();
+    }
+
+    /// Takes over the reports of the kernel that runs, which goes on no further.
+    fn end_collection(&mut self) {
+        if let Some(grid) = &self.running {
+            Report::merge(&mut self.collected, grid.collected().to_vec());
+        }
     }
 
     /// In an exploration: starts the next kernel if none runs, and lets its warps compute up to

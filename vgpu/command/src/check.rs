@@ -71,6 +71,7 @@ fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal) -> 
         occurrences: 1,
         seeds: vec![],
         accepted: None,
+        ended_run: false,
         gaps: vec![],
         cause: None,
     }

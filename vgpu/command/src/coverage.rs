@@ -103,6 +103,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
             occurrences: *count,
             seeds: vec![],
             accepted: None,
+            ended_run: false,
             gaps: vec![],
             cause: None,
         });

@@ -91,6 +91,8 @@ pub struct Finding {
     pub text: String,
     pub places: Vec<Place>,
     pub occurrences: u64,
+    /// A run has ended with it.
+    pub ended_run: bool,
     /// Seeds of runs that showed it, the first few.
     pub seeds: Vec<u64>,
     /// The reason for which a list accepts it.
@@ -113,6 +115,7 @@ impl Finding {
             text,
             places: report.places().into_iter().map(|place| Place::of(ptx, place)).collect(),
             occurrences: report.occurrences,
+            ended_run: report.ended_run,
             seeds: vec![],
             accepted: None,
             gaps: report.gaps().iter().map(|gap| gap_json(ptx, gap)).collect(),
@@ -129,6 +132,9 @@ impl Finding {
             let seeds: Vec<_> = self.seeds.iter().map(u64::to_string).collect();
             let more = if self.seeds.len() == MOST_SEEDS { ", .." } else { "" };
             head += &format!(", seeds {}{more}", seeds.join(", "));
+        }
+        if self.ended_run {
+            head += ", ended the run";
         }
         if let Some(reason) = &self.accepted {
             return format!("accepted: {head}: {}\n  {reason}\n", self.where_it_is());
@@ -152,6 +158,7 @@ impl Finding {
             "text": self.text,
             "places": self.places.iter().map(Place::json).collect::<Vec<_>>(),
             "occurrences": self.occurrences,
+            "ended_run": self.ended_run,
             "seeds": self.seeds,
             "accepted": self.accepted,
             "gaps": self.gaps,
@@ -173,6 +180,7 @@ impl Finding {
             "properties": {
                 "class": self.class.name(),
                 "seeds": self.seeds,
+                "ended_run": self.ended_run,
                 "gaps": self.gaps,
                 "cause": self.cause,
             },

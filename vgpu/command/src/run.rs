@@ -148,7 +148,7 @@ impl epoxide_vgpu::Argument for Packed {
 #[derive(Default)]
 struct Outcome {
     reports: Vec<Report>,
-    /// A hang of all kernels, or a launch that check mode refuses.
+    /// A launch that check mode refuses.
     other: Option<Finding>,
     /// The bytes of the buffers that are asked for.
     outputs: Vec<Vec<u8>>,
@@ -195,6 +195,7 @@ impl Args {
             schedule_seed: Some(seed),
             livelock_limit: self.steps,
             sm_count: self.sms,
+            collect: self.reports,
             ..DeviceConfig::default()
         };
         let check = check.map(|check| CheckConfig { weak_memory: (!check.races).then_some(seed), ..check });
@@ -262,8 +263,8 @@ impl Args {
                     outcome.outputs.push(array.download()?);
                 }
             }
-            // The fault is among the reports.
-            Err(MachineError::Fault(_)) => {}
+            // The fault or the hang is among the reports.
+            Err(MachineError::Fault(_) | MachineError::Stuck(_)) => {}
             Err(MachineError::Launch(LaunchError::UnwrittenRegister { read, .. })) => {
                 let place = Place {
                     kernel: names::readable(kernel),
@@ -274,9 +275,6 @@ impl Args {
                 };
                 outcome.other =
                     Some(Args::other("unwritten-register", Class::Lifetime, format!("{read}"), Some(place)));
-            }
-            Err(error @ MachineError::Stuck(_)) => {
-                outcome.other = Some(Args::other("hang", Class::Synchronisation, error.to_string(), None));
             }
             Err(error) => return Err(error.into()),
         }
@@ -292,6 +290,7 @@ impl Args {
             occurrences: 1,
             seeds: vec![],
             accepted: None,
+            ended_run: false,
             gaps: vec![],
             cause: None,
         }

@@ -64,5 +64,6 @@ pub use causes::{Cause, Summary};
 pub use checker::{Assumptions, CheckConfig, Checker, host_meets};
 pub(crate) use past::CausalPast;
 pub use past::{Past, Timeline};
+pub(crate) use reports::Reports;
 pub use reports::{AcceptList, Accepted, Class, Report, ReportPlace};
 pub use stores::{Loaded, Stored};

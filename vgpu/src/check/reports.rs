@@ -124,13 +124,15 @@ pub struct Report {
     pub fault: Fault,
     /// Occurrences at this pair of lines, the first one included.
     pub occurrences: u64,
+    /// A run has ended with it: no kernel has executed anything behind it.
+    pub ended_run: bool,
 }
 
 impl Report {
     /// A report of a fault that occurred once.
     #[must_use]
     pub fn new(fault: Fault) -> Self {
-        Self { fault, occurrences: 1 }
+        Self { fault, occurrences: 1, ended_run: false }
     }
 
     /// The class of the first occurrence.
@@ -188,6 +190,7 @@ impl Report {
             match all.iter_mut().find(|known| known.is_alike(&report)) {
                 Some(known) => {
                     known.occurrences += report.occurrences;
+                    known.ended_run |= report.ended_run;
                     if report.class() < known.class() {
                         known.fault = report.fault;
                     }
@@ -215,7 +218,7 @@ pub(crate) struct Reports {
 }
 
 impl Reports {
-    pub(super) fn new(limit: usize) -> Self {
+    pub(crate) fn new(limit: usize) -> Self {
         Self { limit, ..Self::default() }
     }
 
@@ -248,7 +251,7 @@ impl Reports {
         Ok(())
     }
 
-    pub(super) fn all(&self) -> &[Report] {
+    pub(crate) fn all(&self) -> &[Report] {
         &self.all
     }
 }

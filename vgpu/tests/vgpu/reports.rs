@@ -115,6 +115,91 @@ fn a_copy_that_outlives_its_block_is_collected_and_lands() {
 }
 
 #[test]
+fn fast_mode_collects_copies_that_outlive_their_blocks_and_marks_what_ended_the_run() {
+    // Each block's copy outlives it. The second launch writes to a bad address.
+    let outlives = parse(
+        "
+    mov.u32 %r1, DATA;
+    mov.u64 %rd1, 7;
+    st.shared.u64 [%r1], %rd1;
+    st.shared.u64 [%r1+8], %rd1;
+    fence.proxy.async;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16;
+    cp.async.bulk.commit_group;",
+    );
+    let beyond = parse("add.s64 %rd3, %rd40, 65536;\nst.global.u32 [%rd3], %r40;");
+    for seed in 0..20 {
+        let run = |collect| {
+            let config = DeviceConfig { schedule_seed: Some(seed), collect, ..DeviceConfig::default() };
+            let mut machine = Machine::with_config(1, config, None);
+            let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+            machine.launch_with(0, &outlives, "k", launch(3, 1), &[&buf]).unwrap();
+            machine.launch_with(0, &beyond, "k", launch(1, 1), &[&buf]).unwrap();
+            let outcome = machine.run();
+            assert!(matches!(outcome, Err(MachineError::Fault(_))), "{outcome:?}");
+            let reports: Vec<_> = machine
+                .reports()
+                .iter()
+                .map(|report| (report.kind(), report.occurrences, report.ended_run))
+                .collect();
+            (reports, buf.download().unwrap()[..3].to_vec())
+        };
+        assert_eq!(run(0).0, [("copy-outlives-block", 1, true)]);
+        let (reports, words) = run(4);
+        assert_eq!(reports, [("copy-outlives-block", 3, false), ("out-of-bounds", 1, true)]);
+        assert_eq!(words, [7, 7, 0], "the copies have landed");
+    }
+}
+
+#[test]
+fn a_hang_is_a_report_that_ended_the_run_in_both_modes() {
+    let module =
+        parse("AGAIN: ld.acquire.gpu.global.u32 %r1, [%rd40]; setp.eq.u32 %p1, %r1, 0; @%p1 bra AGAIN;");
+    for check in [None, Some(CheckConfig::default()), Some(CheckConfig::collecting())] {
+        let (outcome, reports, _) = run(&module, launch(1, 1), 1, check);
+        let Err(MachineError::Stuck(text)) = outcome else { panic!("{outcome:?}") };
+        let [report] = reports.as_slice() else { panic!("{reports:?}") };
+        assert_eq!((report.kind(), report.class(), report.ended_run), ("hang", Class::Synchronisation, true));
+        assert!(report.fault.to_string().contains(&text), "{}", report.fault);
+        assert!(report.fault.ptx_text.contains("bra AGAIN") || report.fault.ptx_text.contains("ld.acquire"));
+    }
+}
+
+#[test]
+fn only_the_report_that_ended_the_run_is_marked_so() {
+    let module = parse(&format!("{THREE}\ntrap;"));
+    let (_, reports, _) = run(&module, launch(8, 1), 3, Some(CheckConfig::collecting()));
+    let ended: Vec<_> = reports.iter().filter(|report| report.ended_run).map(Report::kind).collect();
+    assert_eq!(ended, ["trap"]);
+    assert!(reports.len() > 1);
+}
+
+#[test]
+fn a_part_of_an_array_is_downloaded_where_a_kernel_was_stopped_in_the_rest() {
+    let [first, second] =
+        ["st.global.u64 [%rd40], 7; st.global.u64 [%rd40+8], 8;", "st.global.u64 [%rd40+24], 9; trap;"]
+            .map(parse);
+    let mut machine = Machine::checked(1, 1);
+    let buf = machine.alloc::<u64>(0, "buf", 4).unwrap();
+    for module in [&first, &second] {
+        machine.launch_with(0, module, "k", launch(1, 1), &[&buf]).unwrap();
+    }
+    assert!(machine.run().is_err());
+    assert_eq!(buf.download_range(0..2).unwrap(), [7, 8]);
+    assert_eq!(buf.download_range(1..2).unwrap(), [8]);
+    assert_eq!(buf.download_range(4..4).unwrap(), [0; 0]);
+    // Numbers that nobody wrote are poison, and no report.
+    assert_eq!(buf.download_range(1..3).unwrap().len(), 2);
+    for racing in [3..4, 0..4] {
+        let error = buf.download_range(racing).unwrap_err().to_string();
+        assert!(error.contains("data race at 'buf' + 0x18"), "{error}");
+    }
+    assert!(buf.download().is_err());
+    let error = buf.download_range(2..5).unwrap_err().to_string();
+    assert_eq!(error, "numbers 2..5 of 'buf', an array of 4");
+}
+
+#[test]
 fn a_missing_proxy_fence_has_a_class_of_its_own() {
     let module = parse(
         "

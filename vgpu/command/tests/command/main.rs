@@ -243,6 +243,9 @@ fn faults_hangs_and_unwritten_registers_are_reports() {
         for part in parts {
             assert!(text.contains(part), "{kernel}, without '{part}': {text}");
         }
+        assert_eq!(text.contains(", ended the run"), kernel != "register", "{text}");
+        let (_, text) = run(kernel, &[&word, more, &["--format", "json"]].concat());
+        assert_eq!(json(&text)["reports"][0]["ended_run"], kernel != "register", "{text}");
         let (code, text) = run(kernel, &[&word, more, &["--format", "sarif"]].concat());
         assert_eq!(code, 1, "{kernel}: {text}");
         assert_is_sarif(&json(&text));
