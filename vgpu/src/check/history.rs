@@ -150,7 +150,13 @@ impl Sights {
             }
         };
         self.hints[hint] = at;
-        self.all[usize::from(at)].sight = sight;
+        let kept = &mut self.all[usize::from(at)].sight;
+        // A loop that polls reads the same again and again.
+        if found.is_some() && kept.by == sight.by {
+            (kept.tick, kept.at) = (sight.tick, sight.at);
+        } else {
+            *kept = sight;
+        }
         if at != self.latest {
             self.remove(at);
             self.append(at);

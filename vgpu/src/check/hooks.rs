@@ -277,16 +277,35 @@ impl CheckHooks<'_> {
         }
     }
 
+    /// The actor and the record of a read by lanes, which begins at the offset `at`.
+    fn reader(&self, part: Part, at: u64, pc: u32, how: How) -> (Key, Record) {
+        match part.lanes.is_power_of_two() {
+            true => (self.own(part.first()), self.record(part.first(), pc, how, false)),
+            false => (self.block.key(self.warp), self.wide_record(part, at, pc, how)),
+        }
+    }
+
+    /// Collects a report at lines where there was none before. The fault, if there is no room.
+    fn collect(
+        &mut self,
+        pair: Pair,
+        kind: FaultKind,
+        (own, pc): (Key, u32),
+        recent: impl Iterator<Item = RecentStep>,
+    ) -> Option<FaultKind> {
+        if self.world.reports.is_full() {
+            return Some(kind);
+        }
+        let fault = report::collected(&self.world.grids, kind, own, pc, recent);
+        self.world.reports.add(pair, fault);
+        None
+    }
+
     fn read_at_once(&mut self, place: Place, part: Part, pc: u32, how: How) -> Option<Violations> {
-        let alone = part.lanes.is_power_of_two();
-        let own = if alone { self.own(part.first()) } else { self.block.key(self.warp) };
         let (Place::Global { offset, .. } | Place::Shared { offset }) = place else {
             return Some(Violations::default());
         };
-        let record = match alone {
-            true => self.record(part.first(), pc, how, false),
-            false => self.wide_record(part, offset, pc, how),
-        };
+        let (own, record) = self.reader(part, offset, pc, how);
         let weak_memory = self.weak_memory();
         let start = how.read_only.then(|| self.block.start.clone());
         let bytes = part.bytes();
@@ -510,12 +529,7 @@ impl Hooks for CheckHooks<'_> {
         match place {
             Place::Private => true,
             Place::Global { offset, .. } | Place::Shared { offset } => {
-                let alone = part.lanes.is_power_of_two();
-                let own = if alone { self.own(part.first()) } else { self.block.key(self.warp) };
-                let record = match alone {
-                    true => self.record(part.first(), 0, how, false),
-                    false => self.wide_record(part, offset, 0, how),
-                };
+                let (own, record) = self.reader(part, offset, 0, how);
                 self.look(place, part.lanes).is_some_and(|(shadow, grids, at, view)| {
                     let who = Accessor { record, own, published: None, view };
                     shadow.is_settled(grids, at, part.bytes(), &who)
@@ -780,12 +794,7 @@ impl Hooks for CheckHooks<'_> {
         if self.world.reports.count_again(&pair) {
             return None;
         }
-        if self.world.reports.is_full() {
-            return Some(kind);
-        }
-        let fault = report::collected(&self.world.grids, kind, own, pc, recent);
-        self.world.reports.add(pair, fault);
-        None
+        self.collect(pair, kind, (own, pc), recent)
     }
 
     fn complete_mbarrier(&mut self, offset: u64) {
@@ -968,12 +977,7 @@ impl Hooks for CheckHooks<'_> {
             recent: &recent,
         };
         let kind = report::fault(self.world, blamed.label.clone(), place, violation, &me);
-        if self.world.reports.is_full() {
-            return Some(kind);
-        }
-        let fault = report::collected(&self.world.grids, kind, own, pc, recent.into_iter());
-        self.world.reports.add(pair, fault);
-        None
+        self.collect(pair, kind, (own, pc), recent.into_iter())
     }
 }
 

@@ -78,8 +78,10 @@ pub(crate) struct RecentSteps {
 
 impl RecentSteps {
     pub(super) fn add(&mut self, new: RecentStep) {
+        if self.steps.back() == Some(&new) {
+            return;
+        }
         match self.steps.iter().rposition(|step| *step == new) {
-            Some(at) if at + 1 == self.steps.len() => return,
             Some(at) => drop(self.steps.remove(at)),
             None if self.steps.len() == TRACED => drop(self.steps.pop_front()),
             None => {}
