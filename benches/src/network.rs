@@ -103,6 +103,8 @@ pub struct NetworkPlan {
     pub transport: TransportKind,
     /// Queues to each peer.
     pub queues: u32,
+    /// Connections of each queue over tcp, if given.
+    pub connections: Option<u32>,
     /// The ranks of node 0 alone put for a bandwidth, instead of all at once.
     pub one_way: bool,
     /// MiB that each rank puts to each peer for a bandwidth, within 32 to 4096 puts a queue.
@@ -206,6 +208,7 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
 pub fn rank(plan: &NetworkPlan, device: &Device, group: &dyn ProcessGroup) -> epoxide::Result<OfRank> {
     let options = TransportOptions {
         queues_per_peer: plan.queues,
+        connections_per_queue: plan.connections,
         timeout: TIMEOUT,
         ..TransportOptions::new(plan.transport)
     };

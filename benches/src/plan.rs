@@ -87,6 +87,8 @@ pub struct Plan {
     pub transport: TransportKind,
     /// Queues to each peer on another node.
     pub queues: u32,
+    /// Connections of each queue over tcp, if given.
+    pub connections: Option<u32>,
     /// Tokens per rank.
     pub tokens: u32,
     /// Elements per row.
@@ -566,6 +568,11 @@ impl Plan {
 
     /// The transport between nodes; `timeout` bounds a put.
     pub fn transport_options(&self, timeout: Duration) -> TransportOptions {
-        TransportOptions { queues_per_peer: self.queues, timeout, ..TransportOptions::new(self.transport) }
+        TransportOptions {
+            queues_per_peer: self.queues,
+            connections_per_queue: self.connections,
+            timeout,
+            ..TransportOptions::new(self.transport)
+        }
     }
 }

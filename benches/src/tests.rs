@@ -22,6 +22,7 @@ pub fn plan(line: &str) -> Plan {
         is_virtual: true,
         transport: TransportKind::Auto,
         queues: 1,
+        connections: None,
         tokens: 8,
         hidden: 64,
         experts: 8,

@@ -12,7 +12,7 @@ pub use epoxide::internal::Topology;
 use epoxide::internal::driver::Hooks;
 use epoxide::low_latency::Quantise;
 use epoxide::throughput::{Config, Options, Shape};
-use epoxide::transport::{MAX_QUEUES, TransportKind, TransportOptions};
+use epoxide::transport::{MAX_CONNECTIONS, MAX_QUEUES, TransportKind, TransportOptions};
 use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use epoxide_testing::payload::{ELEMENTS_PER_SCALE, Format};
 use epoxide_testing::roundtrip::Cases;
@@ -228,6 +228,10 @@ pub struct NetworkFlags {
     /// GPUs, else 1]
     #[arg(long, value_name = "Q", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_QUEUES)))]
     pub queues: Option<u32>,
+
+    /// Connections of each queue over tcp [default: up to 4, by the processors of a rank]
+    #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CONNECTIONS)))]
+    pub connections: Option<u32>,
 }
 
 impl NetworkFlags {
@@ -245,6 +249,7 @@ impl NetworkFlags {
     pub fn options(&self, device: DeviceKind, timeout: Duration) -> TransportOptions {
         TransportOptions {
             queues_per_peer: self.queues(device),
+            connections_per_queue: self.connections,
             timeout,
             ..TransportOptions::new(self.transport)
         }
@@ -436,6 +441,9 @@ pub struct Settings {
     pub transport: TransportKind,
     /// Queues to each peer on another node.
     pub queues: u32,
+    /// Connections of each queue over tcp, if given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub connections: Option<u32>,
     /// Seed of all random data.
     pub seed: u64,
     /// Multiprocessors for dispatch and for combine.
@@ -526,6 +534,7 @@ impl RoundTripFlags {
             device: self.device,
             transport: self.network.transport,
             queues: self.network.queues(self.device),
+            connections: self.network.connections,
             seed: self.seed,
             num_sms: config.num_sms,
             timeout: self.timeout().as_secs(),
@@ -561,7 +570,8 @@ impl Settings {
 
     /// The network between nodes.
     pub fn network(&self) -> TransportOptions {
-        let flags = NetworkFlags { transport: self.transport, queues: Some(self.queues) };
+        let (transport, connections) = (self.transport, self.connections);
+        let flags = NetworkFlags { transport, queues: Some(self.queues), connections };
         flags.options(self.device, Duration::from_secs(self.timeout))
     }
 }

@@ -372,6 +372,7 @@ impl PlanFlags {
             is_virtual: self.device == DeviceKind::Virtual,
             transport: self.network.transport,
             queues: self.network.queues(self.device),
+            connections: self.network.connections,
             tokens: self.tokens.unwrap_or(if is_low_latency { 1 } else { defaults.tokens }),
             hidden: self.hidden.unwrap_or(defaults.hidden),
             experts: self.experts.unwrap_or(defaults.experts),
@@ -453,6 +454,9 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     }
     if let Some(alignment) = plan.rows_by_expert {
         flag("rows-by-expert", alignment.to_string());
+    }
+    if let Some(connections) = plan.connections {
+        flag("connections", connections.to_string());
     }
     if let Some(low) = &plan.low_latency {
         flag("combine-dtype", row_type(low.combine_dtype));
@@ -585,7 +589,7 @@ mod tests {
         for line in [
             "bench",
             "bench --device cuda --dtype fp8 --num-sms 4,8 --no-ceiling --graph=3 --combine-warps 2 --seed 5",
-            "bench --nodes 2 --ranks-per-node 3 --transport shm --queues 2 --masked 0.25 --nvl-bytes 5 --combine-stagers 1",
+            "bench --nodes 2 --ranks-per-node 3 --transport shm --queues 2 --connections 3 --masked 0.25 --nvl-bytes 5 --combine-stagers 1",
             "bench --mode low-latency",
             "bench --mode low-latency --device cuda --dtype fp8 --combine-dtype fp8 --combine-rows by-row --num-sms 4 --graph=3 --seed 5",
             "bench --mode low-latency --rows-by-expert 64",

@@ -108,6 +108,7 @@ impl Args {
             topology: place.topology(Mode::Internode, launched)?,
             transport: self.network.transport,
             queues: self.network.queues(self.device),
+            connections: self.network.connections,
             one_way: self.one_way,
             mib: self.mib,
             warmup: self.warmup,

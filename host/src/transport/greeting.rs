@@ -11,7 +11,7 @@ use crate::group::ProcessGroup;
 /// Starts everything that a transport says first.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
 /// The version of the greeting and of all that goes over the links.
-pub(super) const VERSION: u32 = 3;
+pub(super) const VERSION: u32 = 4;
 /// Tells these links from others that the same ranks set up, such as those within a node.
 pub(super) const PHASE: u32 = 1;
 
@@ -31,7 +31,7 @@ pub(super) struct Greeting {
     kind: String,
     queues: u32,
     memory: u64,
-    peers: Vec<u32>,
+    pub peers: Vec<u32>,
     /// A connecting process has to know the job's secret.
     secret: bool,
     /// Where it can be reached, in the transport's own words; or why it cannot take part.
@@ -118,7 +118,8 @@ fn compare(setup: &Setup<'_>, peer: u32, ours: &Greeting, theirs: &Greeting) -> 
     same(setup, peer, "the bytes of wire memory", ours.memory, theirs.memory)
 }
 
-fn same<T: PartialEq + ToString>(
+/// An error where `what` differs between this rank and `peer`.
+pub(super) fn same<T: PartialEq + ToString>(
     setup: &Setup<'_>,
     peer: u32,
     what: &'static str,

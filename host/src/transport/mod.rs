@@ -36,7 +36,7 @@ mod verbs;
 mod verbs_options;
 
 pub(crate) use open::{Way, connect, open};
-pub use options::{MAX_QUEUES, TransportKind, TransportOptions};
+pub use options::{MAX_CONNECTIONS, MAX_QUEUES, TransportKind, TransportOptions};
 pub(crate) use proxy::{Proxies, PutTrace, QueueStats};
 pub(crate) use setup::Writer;
 pub use verbs_options::VerbsOptions;

@@ -80,6 +80,11 @@ pub struct TransportOptions {
     /// thread of its own at the sending end, and with [`TransportKind::Tcp`] a connection and a
     /// thread at the receiving end.
     pub queues_per_peer: u32,
+    /// With [`TransportKind::Tcp`]: connections of each queue, 1 to [`MAX_CONNECTIONS`]; the same
+    /// on every rank. Large puts are divided among them, and each has a thread at either end. `None`:
+    /// four, or as many as the host with the fewest processors per rank has processors for; one
+    /// beside a virtual GPU.
+    pub connections_per_queue: Option<u32>,
     /// How long a put waits for the network.
     pub timeout: Duration,
     /// Limits on connections to the sockets of [`TransportKind::Tcp`] while ranks connect.
@@ -100,10 +105,17 @@ pub struct Hooks {
     /// The host that this rank is on: ranks of differing ones do not share memory by descriptors.
     /// `None`: the system's name. A test plays several hosts with it.
     pub host: Option<String>,
+    /// Fewest bytes that a connection of [`TransportKind::Tcp`] has of a divided put.
+    pub smallest_part: Option<u64>,
+    /// Whether threads of [`TransportKind::Tcp`] poll their sockets before they block.
+    pub polls: Option<bool>,
 }
 
 /// Most queues to a peer.
 pub const MAX_QUEUES: u32 = 64;
+
+/// Most connections of a queue.
+pub const MAX_CONNECTIONS: u32 = 16;
 
 impl TransportOptions {
     /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes. It is
@@ -116,6 +128,7 @@ impl TransportOptions {
         TransportOptions {
             kind,
             queues_per_peer,
+            connections_per_queue: None,
             timeout: Duration::from_secs(30),
             limits: ConnectionLimits::default(),
             verbs: None,

@@ -10,6 +10,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::links::{Links, PeerQueue};
 use super::open::wire_memory;
+use super::options::Hooks;
 use super::proxy::Proxy;
 use super::put::{Interrupt, Put, PutQueue};
 use super::setup::JOIN_TIMEOUT;
@@ -153,8 +154,16 @@ impl Poster {
     }
 }
 
+/// With tcp, puts of more than a few bytes are divided among three connections.
 fn options(kind: TransportKind, queues: u32) -> TransportOptions {
-    TransportOptions { queues_per_peer: queues, timeout: TIMEOUT, ..TransportOptions::new(kind) }
+    let hooks = Hooks { smallest_part: Some(24), ..Hooks::default() };
+    TransportOptions {
+        queues_per_peer: queues,
+        connections_per_queue: (kind == TransportKind::Tcp).then_some(3),
+        timeout: TIMEOUT,
+        hooks,
+        ..TransportOptions::new(kind)
+    }
 }
 
 /// The transports whose bytes the host moves.
@@ -189,11 +198,11 @@ fn puts(size: u32, from: u32, queue: u32, count: u64) -> impl Iterator<Item = Pu
     })
 }
 
-fn random_puts(kind: TransportKind, size: u32, queues: u32, count: u64) {
+fn random_puts(options: &TransportOptions, size: u32, queues: u32, count: u64) {
     run_threads(size, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(size * queues));
         it.write(SEND, &source(rank));
-        let mut proxies = it.proxies(&options(kind, queues));
+        let mut proxies = it.proxies(options);
         let mut posters: Vec<(u32, Poster, Vec<Put>)> = Vec::new();
         for queue in 0..queues {
             for peer in &it.peers {
@@ -240,10 +249,17 @@ fn random_puts(kind: TransportKind, size: u32, queues: u32, count: u64) {
 #[test]
 fn random_puts_arrive_exactly_and_rings_wrap() {
     for kind in ALL {
-        random_puts(kind, 2, 1, 5 * RING_ENTRIES + 3);
-        random_puts(kind, 2, 3, 300);
-        random_puts(kind, 4, 1, 300);
-        random_puts(kind, 4, 3, 100);
+        random_puts(&options(kind, 1), 2, 1, 5 * RING_ENTRIES + 3);
+        random_puts(&options(kind, 3), 2, 3, 300);
+        random_puts(&options(kind, 1), 4, 1, 300);
+        random_puts(&options(kind, 3), 4, 3, 100);
+    }
+    // As many connections as there can be, threads that poll, and one connection alone.
+    for (connections, polls) in [(MAX_CONNECTIONS, false), (2, true), (1, true), (1, false)] {
+        let mut options = options(TransportKind::Tcp, 1);
+        options.connections_per_queue = Some(connections);
+        options.hooks.polls = Some(polls);
+        random_puts(&options, 2, 1, 300);
     }
 }
 

@@ -21,34 +21,46 @@ use crate::transport::greeting::{MAGIC, PHASE, VERSION};
 use crate::transport::setup::{POLL_INTERVAL, Setup};
 
 pub(super) const TOKEN: usize = 16;
-/// Magic u64, version u32, phase u32, token, rank u32, queue u32, bytes of wire memory u64; little
-/// endian.
-pub(super) const HELLO: usize = 48;
+/// Magic u64, version u32, phase u32, token, rank u32, queue u32, connection u32, 0 u32, bytes of
+/// wire memory u64; little endian.
+pub(super) const HELLO: usize = 56;
 
-/// The first message of a connection.
-pub(super) fn hello(
-    version: u32,
-    phase: u32,
-    token: &[u8; TOKEN],
-    rank: u32,
-    queue: u32,
-    memory: u64,
-) -> [u8; HELLO] {
+/// A connection among those of a rank: one of a queue's, numbered from 0, from or to a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    pub(super) queue: u32,
+    pub(super) peer: u32,
+    pub(super) connection: u32,
+}
+
+impl Place {
+    /// Those to all peers, and from them, of queues with so many connections; ascending.
+    pub(super) fn all(setup: &Setup<'_>, connections: u32) -> impl Iterator<Item = Place> {
+        let place =
+            move |(queue, peer)| (0..connections).map(move |connection| Place { queue, peer, connection });
+        setup.pairs().flat_map(place)
+    }
+}
+
+/// The first message of a connection; the peer of `place` is the rank itself.
+pub(super) fn hello(version: u32, phase: u32, token: &[u8; TOKEN], place: Place, memory: u64) -> [u8; HELLO] {
     let mut bytes = [0; HELLO];
     bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
     bytes[8..12].copy_from_slice(&version.to_le_bytes());
     bytes[12..16].copy_from_slice(&phase.to_le_bytes());
     bytes[16..32].copy_from_slice(token);
-    bytes[32..36].copy_from_slice(&rank.to_le_bytes());
-    bytes[36..40].copy_from_slice(&queue.to_le_bytes());
-    bytes[40..].copy_from_slice(&memory.to_le_bytes());
+    bytes[32..36].copy_from_slice(&place.peer.to_le_bytes());
+    bytes[36..40].copy_from_slice(&place.queue.to_le_bytes());
+    bytes[40..44].copy_from_slice(&place.connection.to_le_bytes());
+    bytes[48..].copy_from_slice(&memory.to_le_bytes());
     bytes
 }
 
-/// The claims on which both ends of a connection agree: the group, the two ranks, the queue, and
-/// the address.
-pub(super) fn claims(setup: &Setup<'_>, from: u32, to: u32, queue: u32, address: SocketAddr) -> Vec<u8> {
-    let mut claims = [PHASE, from, to, queue].map(u32::to_le_bytes).concat();
+/// The claims on which both ends of a connection agree: the group, the two ranks, the queue, the
+/// connection of it, and the address. The peer of `from` is the connecting rank.
+pub(super) fn claims(setup: &Setup<'_>, from: Place, to: u32, address: SocketAddr) -> Vec<u8> {
+    let Place { queue, peer, connection } = from;
+    let mut claims = [PHASE, peer, to, queue, connection].map(u32::to_le_bytes).concat();
     claims.extend_from_slice(&setup.memory.bytes().to_le_bytes());
     for text in [setup.group.name(), &address.to_string()] {
         claims.extend_from_slice(&(text.len() as u64).to_le_bytes());
@@ -85,10 +97,10 @@ pub(super) fn dial(
     setup: &Setup<'_>,
     address: &str,
     secret: Option<&JobSecret>,
-    queue: u32,
-    peer: u32,
+    place: Place,
     deadline: Instant,
 ) -> Result<Dialed> {
+    let peer = place.peer;
     let fail = |reason: String| setup.ends(peer).error("connect", reason);
     let (token, socket_address) =
         parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
@@ -103,11 +115,11 @@ pub(super) fn dial(
     let limit = u32::try_from(setup.options.timeout.as_millis()).unwrap_or(u32::MAX);
     let _ = sockopt::set_tcp_user_timeout(&socket, limit);
     socket.set_write_timeout(Some(left(deadline))).map_err(failed)?;
-    let rank = setup.group.rank();
-    let mut hello = hello(VERSION, PHASE, &token, rank, queue, setup.memory.bytes()).to_vec();
+    let own = Place { peer: setup.group.rank(), ..place };
+    let mut hello = hello(VERSION, PHASE, &token, own, setup.memory.bytes()).to_vec();
     let mut challenge = None;
     if let Some(secret) = secret {
-        let claims = claims(setup, rank, peer, queue, socket_address);
+        let claims = claims(setup, own, peer, socket_address);
         // The token came over the group and is new, so the proof can go with the opening. No rank
         // waits for an answer before it has accepted.
         let initiator = Initiator::new(secret, Purpose::Transport, claims)?;
@@ -159,8 +171,8 @@ pub(super) struct Acceptor {
 enum Verdict {
     /// The hello is not complete yet.
     Incomplete,
-    /// It is the connection of this (queue, peer).
-    Welcome(u32, u32),
+    /// It is this connection.
+    Welcome(Place),
     /// A connection that does not belong to the group.
     Stranger(String),
     /// A rank of this group that got something wrong.
@@ -168,12 +180,14 @@ enum Verdict {
 }
 
 impl Acceptor {
-    pub(super) fn open(setup: &Setup<'_>) -> Result<Acceptor> {
+    /// `connections`: most connections of a queue.
+    pub(super) fn open(setup: &Setup<'_>, connections: u32) -> Result<Acceptor> {
         let (token, secret) = (random()?, setup.group.job_secret()?);
         // An interface that was named is taken in any case.
         let named = std::env::var_os(SOCKET_IFNAME).is_some_and(|name| !name.is_empty());
         let ip = if setup.group.shares_host() && !named { loopback() } else { interface_address(None)? };
-        let strangers = Strangers::new("tcp transport", &setup.options.limits, setup.pairs().count());
+        let strangers =
+            Strangers::new("tcp transport", &setup.options.limits, Place::all(setup, connections).count());
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
             // All peers connect before any of them is accepted.
@@ -190,42 +204,42 @@ impl Acceptor {
         format!("{:032x}@{}", u128::from_be_bytes(self.token), self.address)
     }
 
-    /// The connections of all peers' queues.
+    /// All connections of all peers' queues, so many of each queue.
     pub(super) fn accept(
         &mut self,
         setup: &Setup<'_>,
+        connections: u32,
         deadline: Instant,
-    ) -> Result<BTreeMap<(u32, u32), Incoming>> {
-        let expected = setup.pairs().count();
+    ) -> Result<BTreeMap<Place, Incoming>> {
+        let expected: Vec<Place> = Place::all(setup, connections).collect();
         let mut accepted = BTreeMap::new();
-        while accepted.len() < expected {
+        loop {
+            let mut missing = expected.iter().filter(|place| !accepted.contains_key(*place));
+            let Some(&Place { queue, peer, connection }) = missing.next() else { break };
             if Instant::now() >= deadline {
-                let missing: Vec<(u32, u32)> =
-                    setup.pairs().filter(|pair| !accepted.contains_key(pair)).collect();
-                let (queue, peer) = missing.first().copied().unwrap_or_default();
                 let reason = format!(
-                    "queue {queue} did not connect within {:?}, as did {} other(s); the rank may have died, or the network \
-                     does not let it through",
+                    "connection {connection} of queue {queue} did not connect within {:?}, as did {} other(s); the rank may \
+                     have died, or the network does not let it through",
                     setup.timeout,
-                    missing.len() - 1
+                    missing.count()
                 );
                 return Err(setup.ends(peer).error("connect", reason));
             }
             let ready = self.strangers.wait_readable(&self.listener, POLL_INTERVAL);
             let ready = ready.map_err(|error| Error::system("poll", error))?;
             for id in ready.strangers {
-                self.greet(id, setup, &mut accepted)?;
+                self.greet(id, setup, &expected, &mut accepted)?;
             }
             while let Some(id) = self.strangers.overdue() {
-                self.look_last(id, setup, &mut accepted)?;
+                self.look_last(id, setup, &expected, &mut accepted)?;
             }
             if !ready.listener {
                 continue;
             }
             for _ in 0..ACCEPT_SLICE {
                 match self.strangers.accept(&self.listener) {
-                    Next::Greet(id) => self.greet(id, setup, &mut accepted)?,
-                    Next::LastLook(id) => self.look_last(id, setup, &mut accepted)?,
+                    Next::Greet(id) => self.greet(id, setup, &expected, &mut accepted)?,
+                    Next::LastLook(id) => self.look_last(id, setup, &expected, &mut accepted)?,
                     Next::Nobody => break,
                 }
             }
@@ -238,7 +252,8 @@ impl Acceptor {
         &mut self,
         id: u64,
         setup: &Setup<'_>,
-        accepted: &mut BTreeMap<(u32, u32), Incoming>,
+        expected: &[Place],
+        accepted: &mut BTreeMap<Place, Incoming>,
     ) -> Result<()> {
         let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
         let length = HELLO + self.secret.as_ref().map_or(0, |_| OPENING + PROOF);
@@ -246,16 +261,14 @@ impl Acceptor {
         let mut signer = None;
         let verdict = match stranger.read(length) {
             Ok(_) => {
-                let expects =
-                    |pair| setup.pairs().any(|other| other == pair) && !accepted.contains_key(&pair);
+                let expects = |place| expected.contains(&place) && !accepted.contains_key(&place);
                 let rules = Rules { token: &self.token, memory: setup.memory.bytes(), expects: &expects };
                 let (hello, rest) = stranger.hello.split_at(stranger.hello.len().min(HELLO));
                 let verdict = judge(&rules, hello);
                 // Without the secret a hello is no evidence about a rank.
                 match (&self.secret, &verdict) {
                     (Some(secret), Verdict::Welcome(..) | Verdict::Wrong(..)) => {
-                        let (peer, queue) = (word32(hello, 32), word32(hello, 36));
-                        let claims = claims(setup, peer, setup.group.rank(), queue, self.address);
+                        let claims = claims(setup, place_in(hello), setup.group.rank(), self.address);
                         match proven(secret, &claims, &self.token, rest) {
                             Ok(Some((own, keys))) => {
                                 answer.extend_from_slice(&own);
@@ -278,10 +291,10 @@ impl Acceptor {
         let mut socket = TcpStream::from(stranger.socket);
         match verdict {
             Verdict::Incomplete => {}
-            Verdict::Welcome(queue, peer) => {
+            Verdict::Welcome(place) => {
                 let ready = socket.write_all(&answer).and_then(|()| socket.set_nonblocking(false));
-                ready.map_err(|error| setup.ends(peer).error("connect", error.to_string()))?;
-                accepted.insert((queue, peer), Incoming { socket, signer });
+                ready.map_err(|error| setup.ends(place.peer).error("connect", error.to_string()))?;
+                accepted.insert(place, Incoming { socket, signer });
             }
             Verdict::Stranger(reason) => {
                 let _ = socket.write_all(&refusal(&reason));
@@ -300,9 +313,10 @@ impl Acceptor {
         &mut self,
         id: u64,
         setup: &Setup<'_>,
-        accepted: &mut BTreeMap<(u32, u32), Incoming>,
+        expected: &[Place],
+        accepted: &mut BTreeMap<Place, Incoming>,
     ) -> Result<()> {
-        self.greet(id, setup, accepted)?;
+        self.greet(id, setup, expected, accepted)?;
         self.strangers.close(id);
         Ok(())
     }
@@ -329,8 +343,13 @@ struct Rules<'a> {
     token: &'a [u8; TOKEN],
     /// Bytes of its wire memory.
     memory: u64,
-    /// Whether it waits for this (queue, peer).
-    expects: &'a dyn Fn((u32, u32)) -> bool,
+    /// Whether it waits for this connection.
+    expects: &'a dyn Fn(Place) -> bool,
+}
+
+/// The place that a hello names.
+fn place_in(hello: &[u8]) -> Place {
+    Place { peer: word32(hello, 32), queue: word32(hello, 36), connection: word32(hello, 40) }
 }
 
 fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
@@ -348,22 +367,23 @@ fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
     if bytes[16..32] != *rules.token {
         return Verdict::Stranger("wrong token: the connection is meant for another rank or group".into());
     }
-    let (phase, peer, queue, memory) =
-        (word32(bytes, 12), word32(bytes, 32), word32(bytes, 36), word64(bytes, 40));
-    let own = rules.memory;
+    let (phase, place, memory) = (word32(bytes, 12), place_in(bytes), word64(bytes, 48));
+    let (Place { queue, peer, connection }, own) = (place, rules.memory);
     if phase != PHASE {
         return Verdict::Wrong(peer, format!("phase {phase}; this rank connects phase {PHASE}"));
     }
     if memory != own {
         return Verdict::Wrong(peer, format!("wire memory of {memory} bytes; this rank has {own}"));
     }
-    if !(rules.expects)((queue, peer)) {
+    if word32(bytes, 44) != 0 || !(rules.expects)(place) {
         return Verdict::Wrong(
             peer,
-            format!("queue {queue} of rank {peer} is not expected, or is there already"),
+            format!(
+                "connection {connection} of queue {queue} of rank {peer} is not expected, or is there already"
+            ),
         );
     }
-    Verdict::Welcome(queue, peer)
+    Verdict::Welcome(place)
 }
 
 const SAMPLE_TOKEN: [u8; TOKEN] = *b"0123456789abcdef";
@@ -375,7 +395,7 @@ pub fn fuzz_tcp_hello(bytes: &[u8]) {
     let rules = Rules {
         token: &SAMPLE_TOKEN,
         memory: SAMPLE_MEMORY,
-        expects: &|(queue, peer)| queue < 2 && peer == 1,
+        expects: &|place| place.queue < 2 && place.peer == 1 && place.connection < 3,
     };
     let whole = &bytes[..bytes.len().min(HELLO)];
     // Byte by byte: a verdict, once there is one, comes at one point.
@@ -383,8 +403,8 @@ pub fn fuzz_tcp_hello(bytes: &[u8]) {
     let early = early.into_iter().find(|verdict| !matches!(verdict, Verdict::Incomplete));
     match early.unwrap_or_else(|| judge(&rules, whole)) {
         Verdict::Incomplete => assert!(whole.len() < HELLO),
-        Verdict::Welcome(queue, peer) => {
-            assert_eq!(whole, hello(VERSION, PHASE, &SAMPLE_TOKEN, peer, queue, SAMPLE_MEMORY));
+        Verdict::Welcome(place) => {
+            assert_eq!(whole, hello(VERSION, PHASE, &SAMPLE_TOKEN, place, SAMPLE_MEMORY));
         }
         Verdict::Stranger(reason) => assert!(refusal(&reason).len() < 200),
         Verdict::Wrong(_, reason) => {
@@ -395,5 +415,6 @@ pub fn fuzz_tcp_hello(bytes: &[u8]) {
 
 /// A hello that is let in.
 pub fn sample_tcp_hello() -> Vec<Vec<u8>> {
-    vec![hello(VERSION, PHASE, &SAMPLE_TOKEN, 1, 1, SAMPLE_MEMORY).to_vec()]
+    let place = Place { queue: 1, peer: 1, connection: 2 };
+    vec![hello(VERSION, PHASE, &SAMPLE_TOKEN, place, SAMPLE_MEMORY).to_vec()]
 }

@@ -1,5 +1,10 @@
-//! Puts over TCP: every queue has a connection of its own to the peer, with a thread there that
-//! takes the puts. Both ends are page-locked host memory, from and to which the sockets copy.
+//! Puts over TCP: every queue has connections of its own to the peer, with a thread there for each
+//! that takes the puts. Both ends are page-locked host memory, from and to which the sockets copy.
+//!
+//! A copy is what limits a connection: one thread sends and one receives. So a large put is divided
+//! among the connections of its queue, and the receiving end stores its counter when all parts have
+//! come. Threads of the first queue poll their sockets before they block, where the host has
+//! processors enough: waking a thread takes longer than sending a token.
 
 mod acceptor;
 mod frame;
@@ -8,54 +13,184 @@ mod sender;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
 
 use rustix::event::{PollFd, Timespec, poll};
 use rustix::io::Errno;
 
-use self::acceptor::{Acceptor, dial};
+use self::acceptor::{Acceptor, Place, dial};
 pub use self::acceptor::{fuzz_tcp_hello, sample_tcp_hello};
 pub use self::frame::{fuzz_tcp_frames, sample_tcp_frames};
 use self::receiver::Receivers;
 use self::sender::TcpQueue;
 use super::greeting;
 use super::links::{Links, PeerQueue};
+use super::options::MAX_CONNECTIONS;
 use super::setup::{Setup, WireHost, deadline};
 use crate::error::{Error, Result};
+use crate::group::internal::host_id;
+
+/// Connections of a queue, where no option says how many and the host has processors for them.
+const CONNECTIONS: u32 = 4;
+/// How long a thread polls without a pause, and until when it polls and gives way to others. Calls
+/// of a model that generates are less than that apart.
+const SPIN: Duration = Duration::from_millis(1);
+const GIVE_WAY: Duration = Duration::from_millis(5);
+
+/// What a rank says of itself before ranks connect.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Offer {
+    /// Where it can be reached.
+    address: String,
+    /// The connections of a queue that its options name.
+    connections: Option<u32>,
+    /// The same for ranks that share processors.
+    host: String,
+    /// Processors of its host that it may use; 1 beside a virtual GPU, whose threads want the same.
+    processors: u32,
+}
+
+impl Offer {
+    fn new(setup: &Setup<'_>) -> Offer {
+        let is_virtual = setup.memory.device().info().is_virtual;
+        let processors = std::thread::available_parallelism().map_or(1, |count| count.get() as u32);
+        Offer {
+            address: String::new(),
+            connections: setup.options.connections_per_queue,
+            host: setup.options.hooks.host.clone().unwrap_or_else(host_id),
+            processors: if is_virtual { 1 } else { processors },
+        }
+    }
+}
+
+/// How many connections and threads the ranks have; the same on all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Plan {
+    /// Of a queue.
+    connections: u32,
+    /// Whether threads of the first queue poll.
+    polls: bool,
+}
+
+impl Plan {
+    /// `peers`: most peers of a rank.
+    fn new(offers: &[Offer], queues: u32, peers: u32) -> Plan {
+        let ranks_of = |host: &str| offers.iter().filter(|other| other.host == host).count() as u32;
+        let share = |offer: &Offer| offer.processors / ranks_of(&offer.host).max(1);
+        let processors = offers.iter().map(share).min().unwrap_or_default();
+        // A connection has a thread at either end, and a rank both kinds.
+        let threads = 2 * queues.saturating_mul(peers).max(1);
+        let chosen = (processors / threads).clamp(1, CONNECTIONS);
+        let connections = offers.first().and_then(|offer| offer.connections).unwrap_or(chosen);
+        Plan { connections, polls: 2 * threads.saturating_mul(connections) <= processors }
+    }
+
+    /// The patience of a queue's threads. Further queues carry rows alone.
+    fn patience(self, setup: &Setup<'_>, queue: u32) -> Patience {
+        Patience { polls: queue == 0 && setup.options.hooks.polls.unwrap_or(self.polls) }
+    }
+}
+
+/// How long a thread polls before it blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Patience {
+    polls: bool,
+}
+
+impl Patience {
+    /// Of a receive: a thread that polls does not block at first, any other blocks for all bytes.
+    fn flags(self) -> libc::c_int {
+        if self.polls { libc::MSG_DONTWAIT } else { libc::MSG_WAITALL }
+    }
+
+    /// Pauses for a moment and returns true, unless the thread is to block after so long a time
+    /// without anything to do.
+    fn polls_on(self, since: Instant) -> bool {
+        let elapsed = if self.polls { since.elapsed() } else { GIVE_WAY };
+        if elapsed < SPIN {
+            for _ in 0..16 {
+                std::hint::spin_loop();
+            }
+        } else if elapsed < GIVE_WAY {
+            std::thread::yield_now();
+        }
+        elapsed < GIVE_WAY
+    }
+}
 
 pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
+    let offer = Offer::new(setup);
     let acceptor = greeting::check_arguments(setup)
+        .and_then(|()| check_connections(offer.connections))
         .and_then(|()| WireHost::of(setup))
-        .and_then(|_| Acceptor::open(setup));
-    let address = acceptor.as_ref().map(Acceptor::address).map_err(Error::clone);
-    let all = greeting::meet(setup, address)?;
+        .and_then(|_| Acceptor::open(setup, offer.connections.unwrap_or(CONNECTIONS)));
+    let text = acceptor.as_ref().map_err(Error::clone).and_then(|acceptor| {
+        let offer = Offer { address: acceptor.address(), ..offer.clone() };
+        serde_json::to_string(&offer).map_err(|error| Error::internal("serialise", error))
+    });
+    let all = greeting::meet(setup, text)?;
     let mut acceptor = acceptor?;
-    let (links, receivers) =
-        greeting::agree(setup.group, setup.options.kind, make_links(setup, &mut acceptor, &all))?;
+    let made = make_links(setup, &mut acceptor, &offer, &all);
+    let (links, receivers) = greeting::agree(setup.group, setup.options.kind, made)?;
     Ok(Links { links, mapped: Vec::new(), receiving: vec![Box::new(receivers)] })
+}
+
+fn check_connections(connections: Option<u32>) -> Result<()> {
+    match connections {
+        Some(count) if count == 0 || count > MAX_CONNECTIONS => {
+            Err(Error::argument("connections_per_queue", count, format!("give 1 to {MAX_CONNECTIONS}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What each rank says of itself, by rank.
+fn offers(setup: &Setup<'_>, own: &Offer, all: &[greeting::Greeting]) -> Result<Vec<Offer>> {
+    let read = |(peer, greeting): (u32, &greeting::Greeting)| {
+        let text = greeting.address.as_deref().unwrap_or_default();
+        let unreadable =
+            |error| setup.ends(peer).error("connect", format!("its offer is unreadable: {error}"));
+        let theirs: Offer = serde_json::from_str(text).map_err(unreadable)?;
+        let name = |count: Option<u32>| count.map_or("unset".to_owned(), |count| count.to_string());
+        let what = "connections_per_queue";
+        greeting::same(setup, peer, what, name(own.connections), name(theirs.connections))?;
+        Ok(theirs)
+    };
+    (0..).zip(all).map(read).collect()
 }
 
 fn make_links(
     setup: &Setup<'_>,
     acceptor: &mut Acceptor,
+    own: &Offer,
     all: &[greeting::Greeting],
 ) -> Result<(Vec<PeerQueue>, Receivers)> {
+    let offers = offers(setup, own, all)?;
+    let peers = all.iter().map(|greeting| greeting.peers.len() as u32).max().unwrap_or_default();
+    let plan = Plan::new(&offers, setup.options.queues_per_peer, peers);
     let deadline = deadline(setup.timeout);
     // Connect, accept, and only then wait for answers: no rank waits for one that waits.
     let mut outgoing = Vec::new();
-    for (queue, peer) in setup.pairs() {
-        let address = all.get(peer as usize).and_then(|greeting| greeting.address.as_deref().ok());
-        let (address, secret) = (address.unwrap_or_default(), acceptor.secret.as_ref());
-        outgoing.push((queue, peer, dial(setup, address, secret, queue, peer, deadline)?));
+    for place in Place::all(setup, plan.connections) {
+        let address = offers.get(place.peer as usize).map_or("", |offer| &offer.address);
+        outgoing.push((place, dial(setup, address, acceptor.secret.as_ref(), place, deadline)?));
     }
-    let incoming = acceptor.accept(setup, deadline)?;
+    let incoming = acceptor.accept(setup, plan.connections, deadline)?;
+    let mut sockets: BTreeMap<(u32, u32), Vec<_>> = BTreeMap::new();
+    for (Place { queue, peer, .. }, dialed) in outgoing {
+        let answered = dialed.answered(deadline);
+        let answered = answered.map_err(|reason| setup.ends(peer).error("connect", reason))?;
+        sockets.entry((queue, peer)).or_default().push(answered);
+    }
     let mut links = Vec::new();
-    for (index, peer, dialed) in outgoing {
-        let ends = setup.ends(peer);
-        let (socket, signer) = dialed.answered(deadline).map_err(|reason| ends.error("connect", reason))?;
-        links.push(PeerQueue { peer, index, queue: Box::new(TcpQueue::new(setup, ends, socket, signer)?) });
+    for ((index, peer), sockets) in sockets {
+        let queue = TcpQueue::new(setup, setup.ends(peer), sockets, plan.patience(setup, index))?;
+        links.push(PeerQueue { peer, index, queue: Box::new(queue) });
     }
-    Ok((links, Receivers::start(setup, incoming)?))
+    Ok((links, Receivers::start(setup, incoming, |queue| plan.patience(setup, queue))?))
 }
 
 /// The time until a deadline, at least 1 ms.

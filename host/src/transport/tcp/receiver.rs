@@ -1,16 +1,23 @@
 //! The receiving ends: a thread per connection.
+//!
+//! The invariant: the bytes of a put are stored behind the counter of the put before it, and its
+//! counter behind all of its bytes. A further connection stores a part once all earlier puts of the
+//! queue are complete. The first connection stores the counter once all parts have been stored. So
+//! puts of a queue happen one after the other, whatever connections they come over.
 
 use std::collections::BTreeMap;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::frame::{FAREWELL, Frame, HEADER, header_length, read_header, refusal};
+use super::acceptor::Place;
+use super::frame::{FAREWELL, Frame, HEADER, PART_HEADER, Part, read_header, read_part, refusal};
+use super::{Patience, left};
 use crate::driver::NoDriverCalls;
 use crate::error::{Error, Result};
 use crate::group::internal::{Signer, TAG};
@@ -32,6 +39,7 @@ pub(super) struct Incoming {
 #[derive(Debug)]
 pub(super) struct Receivers {
     pub(super) readers: Vec<(Arc<TcpStream>, JoinHandle<()>)>,
+    queues: Vec<Arc<Progress>>,
     shared: Arc<ReceiverState>,
 }
 
@@ -43,24 +51,51 @@ struct ReceiverState {
 }
 
 impl Receivers {
-    pub(super) fn start(setup: &Setup<'_>, incoming: BTreeMap<(u32, u32), Incoming>) -> Result<Receivers> {
-        let mut receivers = Receivers { readers: Vec::new(), shared: Arc::default() };
-        for ((queue, peer), Incoming { socket, mut signer }) in incoming {
-            let socket = Arc::new(socket);
-            let target = WireHost::of(setup)?;
-            let reader = Reader { ends: setup.ends(peer), socket: socket.clone(), target };
-            let shared = receivers.shared.clone();
-            let run = move || {
-                let _rule = NoDriverCalls::new("a receiver");
-                if let Err(error) = reader.run(signer.as_mut())
-                    && !shared.closing.load(Ordering::Acquire)
-                {
-                    tracing::debug!("queue {queue}: {error}");
-                    lock(&shared.failure).get_or_insert(error);
-                }
-            };
-            let thread = spawn(format!("from {peer} q{queue}"), run);
-            receivers.readers.push((socket, thread.map_err(|error| Error::system("spawn thread", error))?));
+    /// `incoming` has all connections of each queue. `patience` is that of a queue.
+    pub(super) fn start(
+        setup: &Setup<'_>,
+        incoming: BTreeMap<Place, Incoming>,
+        patience: impl Fn(u32) -> Patience,
+    ) -> Result<Receivers> {
+        let mut receivers = Receivers { readers: Vec::new(), queues: Vec::new(), shared: Arc::default() };
+        let mut queues: BTreeMap<(u32, u32), Vec<(u32, Incoming)>> = BTreeMap::new();
+        for (Place { queue, peer, connection }, incoming) in incoming {
+            queues.entry((queue, peer)).or_default().push((connection, incoming));
+        }
+        for ((queue, peer), connections) in queues {
+            let (sockets, signers): (Vec<_>, Vec<_>) = connections
+                .into_iter()
+                .map(|(connection, Incoming { socket, signer })| (Arc::new(socket), (connection, signer)))
+                .unzip();
+            let stored = sockets.iter().skip(1).map(|_| AtomicU64::new(0)).collect();
+            let progress = Progress { sockets: sockets.clone(), stored, ..Progress::default() };
+            let progress = Arc::new(progress);
+            receivers.queues.push(progress.clone());
+            for (socket, (connection, mut signer)) in sockets.into_iter().zip(signers) {
+                let reader = Reader {
+                    ends: setup.ends(peer),
+                    socket: socket.clone(),
+                    target: WireHost::of(setup)?,
+                    progress: progress.clone(),
+                    timeout: setup.options.timeout,
+                    patience: patience(queue),
+                };
+                let shared = receivers.shared.clone();
+                let run = move || {
+                    let _rule = NoDriverCalls::new("a receiver");
+                    if let Err(error) = reader.run(connection, signer.as_mut()) {
+                        if !shared.closing.load(Ordering::Acquire) {
+                            tracing::debug!("connection {connection} of queue {queue}: {error}");
+                            lock(&shared.failure).get_or_insert(error);
+                        }
+                        // Behind the failure: it ends the other connections of the queue.
+                        reader.progress.fail();
+                    }
+                };
+                let thread = spawn(format!("from {peer} q{queue}.{connection}"), run);
+                let thread = thread.map_err(|error| Error::system("spawn thread", error))?;
+                receivers.readers.push((socket, thread));
+            }
         }
         Ok(receivers)
     }
@@ -79,6 +114,7 @@ impl Receiving for Receivers {
             // Ends the reader's wait.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
+        self.queues.iter().for_each(|queue| queue.fail());
         let until = deadline(JOIN_TIMEOUT);
         for (_, thread) in self.readers.drain(..) {
             while !thread.is_finished() && Instant::now() < until {
@@ -103,58 +139,178 @@ impl Drop for Receivers {
     }
 }
 
+/// How far the connections of a queue have come.
+#[derive(Debug, Default)]
+struct Progress {
+    /// Those of the queue's connections.
+    sockets: Vec<Arc<TcpStream>>,
+    /// Puts that are complete: their counters are stored.
+    complete: AtomicU64,
+    /// For each further connection the number of the last put whose part it has stored.
+    stored: Vec<AtomicU64>,
+    failed: AtomicBool,
+    /// Threads that block in [`Progress::wait`].
+    waiting: AtomicU64,
+    lock: Mutex<()>,
+    changed: Condvar,
+}
+
+impl Progress {
+    /// Publishes a number; everything that this thread has stored is visible behind it.
+    fn publish(&self, word: &AtomicU64, value: u64) {
+        // In one order with `waiting`: either a thread that waits finds the number, or it is woken.
+        word.store(value, Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            drop(lock(&self.lock));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Ends the queue: all waits, and all connections.
+    fn fail(&self) {
+        self.failed.store(true, Ordering::SeqCst);
+        drop(lock(&self.lock));
+        self.changed.notify_all();
+        for socket in &self.sockets {
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    /// Waits until a number that is published has reached `value`.
+    fn wait(&self, word: &AtomicU64, value: u64, timeout: Duration, patience: Patience) -> Outcome {
+        let outcome = || {
+            if word.load(Ordering::SeqCst) >= value {
+                Some(Outcome::Reached)
+            } else if self.failed.load(Ordering::SeqCst) {
+                Some(Outcome::Failed)
+            } else {
+                None
+            }
+        };
+        let begin = Instant::now();
+        let end = deadline(timeout);
+        loop {
+            if let Some(outcome) = outcome() {
+                return outcome;
+            }
+            if !patience.polls_on(begin) {
+                break;
+            }
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut guard = lock(&self.lock);
+        let outcome = loop {
+            if let Some(outcome) = outcome() {
+                break outcome;
+            }
+            if Instant::now() >= end {
+                break Outcome::Expired;
+            }
+            let woken = self.changed.wait_timeout(guard, left(end));
+            guard = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        };
+        drop(guard);
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        outcome
+    }
+}
+
+/// The end of a wait for another connection of the queue.
+enum Outcome {
+    Reached,
+    /// Another connection has failed, or this rank takes nothing any more.
+    Failed,
+    Expired,
+}
+
 fn send_flags() -> rustix::net::SendFlags {
     rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT
 }
 
-/// Reads a header, and where there is a `signer` the signature behind it.
-fn checked_header(
-    bytes: &[u8; HEADER + TAG],
-    signer: Option<&mut Signer>,
-    memory: u64,
-) -> Result<Frame, String> {
-    let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or("cut short")?;
-    if let Some(signer) = signer {
-        let tag = rest.first_chunk::<TAG>().ok_or("cut short")?;
-        signer.check(header, tag).map_err(|forged| forged.to_string())?;
-    }
-    read_header(header, memory)
-}
-
-/// The receiving end of a queue.
+/// The receiving end of a connection.
 struct Reader {
     ends: LinkEnds,
     socket: Arc<TcpStream>,
     target: WireHost,
+    /// That of the queue.
+    progress: Arc<Progress>,
+    /// The longest wait for another connection.
+    timeout: Duration,
+    patience: Patience,
 }
 
 impl Reader {
-    /// Takes puts until the peer says goodbye.
-    fn run(&self, mut signer: Option<&mut Signer>) -> Result<()> {
-        let length = header_length(signer.as_deref());
+    /// Takes puts, or on a further connection parts, until the peer says goodbye.
+    fn run(&self, connection: u32, mut signer: Option<&mut Signer>) -> Result<()> {
+        let (memory, further) = (self.target.bytes(), self.progress.stored.len() as u64);
         loop {
-            let mut bytes = [0; HEADER + TAG];
-            // SAFETY: `bytes` is at least as long.
-            unsafe { self.take(bytes.as_mut_ptr(), length)? };
-            match checked_header(&bytes, signer.as_deref_mut(), self.target.bytes()) {
-                Ok(Frame::Goodbye) => return Ok(()),
-                Ok(Frame::Put(put)) => self.store(&put)?,
-                Err(reason) => {
-                    let _ = rustix::net::send(self.socket.as_fd(), &refusal(&reason), send_flags());
-                    let _ = self.socket.shutdown(std::net::Shutdown::Both);
-                    return Err(self.ends.error("receive", format!("refused a frame of it: {reason}")));
-                }
+            let frame = match connection {
+                0 => self.take_header(signer.as_deref_mut(), |header| read_header(header, memory, further)),
+                _ => self.take_header(signer.as_deref_mut(), |header: &[u8; PART_HEADER]| {
+                    read_part(header, memory)
+                }),
+            };
+            match frame? {
+                Frame::Goodbye => return Ok(()),
+                Frame::Put(put, parts) => self.store(&put, parts as usize)?,
+                Frame::Part(part) => self.store_part(&part, connection as usize - 1)?,
             }
         }
     }
 
-    fn store(&self, put: &Put) -> Result<()> {
+    /// Takes a header, and where there is a `signer` the signature behind it.
+    fn take_header<const BYTES: usize>(
+        &self,
+        signer: Option<&mut Signer>,
+        read: impl Fn(&[u8; BYTES]) -> Result<Frame, String>,
+    ) -> Result<Frame> {
+        let mut bytes = [0; HEADER + TAG];
+        let length = BYTES + if signer.is_some() { TAG } else { 0 };
+        // SAFETY: `bytes` is at least as long: no header is longer than `HEADER`.
+        unsafe { self.take(bytes.as_mut_ptr(), length)? };
+        checked(&bytes, signer, read).map_err(|reason| {
+            let _ = rustix::net::send(self.socket.as_fd(), &refusal(&reason), send_flags());
+            self.ends.error("receive", format!("refused a frame of it: {reason}"))
+        })
+    }
+
+    fn store(&self, put: &Put, parts: usize) -> Result<()> {
+        let progress = &self.progress;
         // SAFETY: checked by the caller: all of it lies in the target, which the reader keeps.
-        unsafe {
-            self.take(self.target.at(put.to), put.bytes as usize)?;
-            store_counter(self.target.base, put.counter, put.value);
+        unsafe { self.take(self.target.at(put.to), put.bytes as usize)? };
+        // This thread alone stores it.
+        let number = progress.complete.load(Ordering::Relaxed) + 1;
+        for (connection, stored) in (1..).zip(&progress.stored[..parts]) {
+            self.wait(stored, number, || format!("the part on connection {connection} of put {number}"))?;
+        }
+        // SAFETY: as above.
+        unsafe { store_counter(self.target.base, put.counter, put.value) };
+        if !progress.stored.is_empty() {
+            progress.publish(&progress.complete, number);
         }
         Ok(())
+    }
+
+    /// `index`: that of the further connection.
+    fn store_part(&self, part: &Part, index: usize) -> Result<()> {
+        let before = part.number.saturating_sub(1);
+        self.wait(&self.progress.complete, before, || format!("put {before}, ahead of a part"))?;
+        // SAFETY: checked by the caller: all of it lies in the target, which the reader keeps.
+        unsafe { self.take(self.target.at(part.to), part.bytes as usize)? };
+        self.progress.publish(&self.progress.stored[index], part.number);
+        Ok(())
+    }
+
+    /// Waits for another connection of the queue.
+    fn wait(&self, word: &AtomicU64, value: u64, what: impl Fn() -> String) -> Result<()> {
+        let reason = match self.progress.wait(word, value, self.timeout, self.patience) {
+            Outcome::Reached => return Ok(()),
+            Outcome::Failed => "another connection of the queue has ended".to_owned(),
+            Outcome::Expired => {
+                format!("{} did not come within {:?}: it hangs, or the network is down", what(), self.timeout)
+            }
+        };
+        Err(self.ends.error("receive", reason))
     }
 
     /// Takes exactly `len` bytes from the connection.
@@ -162,28 +318,54 @@ impl Reader {
     /// # Safety
     /// `to` is live memory of at least `len` bytes.
     unsafe fn take(&self, to: *mut u8, len: usize) -> Result<()> {
-        let mut taken = 0;
+        let (mut taken, mut since) = (0, None);
+        // A thread that polls does not block until nothing has come for a while.
+        let mut flags = self.patience.flags();
         while taken < len {
             // SAFETY: within the caller's memory. The kernel writes through the address; no
             // reference is made.
-            let count = unsafe {
-                libc::recv(self.socket.as_raw_fd(), to.add(taken).cast(), len - taken, libc::MSG_WAITALL)
-            };
+            let count =
+                unsafe { libc::recv(self.socket.as_raw_fd(), to.add(taken).cast(), len - taken, flags) };
             match count {
                 0 => {
                     let reason =
                         "the connection ended without a goodbye: the rank died, or gave up puts under way";
                     return Err(self.ends.error("receive", reason));
                 }
-                1.. => taken += count as usize,
+                1.. => {
+                    taken += count as usize;
+                    (since, flags) = (None, self.patience.flags());
+                }
                 _ => {
                     let error = std::io::Error::last_os_error();
-                    if Errno::from_io_error(&error) != Some(Errno::INTR) {
-                        return Err(self.ends.error("receive", format!("the connection broke: {error}")));
+                    match Errno::from_io_error(&error) {
+                        Some(Errno::INTR) => {}
+                        Some(Errno::AGAIN) => {
+                            if !self.patience.polls_on(*since.get_or_insert_with(Instant::now)) {
+                                flags = 0;
+                            }
+                        }
+                        _ => {
+                            return Err(self.ends.error("receive", format!("the connection broke: {error}")));
+                        }
                     }
                 }
             }
         }
         Ok(())
     }
+}
+
+/// Checks the signature of a header, where there is a `signer`, and reads it.
+fn checked<const BYTES: usize>(
+    bytes: &[u8; HEADER + TAG],
+    signer: Option<&mut Signer>,
+    read: impl Fn(&[u8; BYTES]) -> Result<Frame, String>,
+) -> Result<Frame, String> {
+    let (header, rest) = bytes.split_first_chunk::<BYTES>().ok_or("cut short")?;
+    if let Some(signer) = signer {
+        let tag = rest.first_chunk::<TAG>().ok_or("cut short")?;
+        signer.check(header, tag).map_err(|forged| forged.to_string())?;
+    }
+    read(header)
 }

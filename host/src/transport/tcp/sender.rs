@@ -1,30 +1,338 @@
-//! The sending end of a queue.
+//! The sending end of a queue: its first connection, over which its proxy sends, and a thread for
+//! each further one.
+//!
+//! The invariant: a connection carries its frames in the order of their puts. The receiving end
+//! does the rest of the ordering.
 
+use std::collections::VecDeque;
 use std::io::Read;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
-use super::frame::{FAREWELL, GOODBYE, MAX_REASON, signed_header, word32};
-use super::{left, wait_for};
-use crate::driver::Memory;
+use super::frame::{FAREWELL, GOODBYE, MAX_REASON, Part, header, part_header, signed, word32};
+use super::{Patience, left, wait_for};
+use crate::driver::{Memory, NoDriverCalls};
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
 use crate::group::internal::Signer;
+use crate::lock::lock;
 use crate::transport::put::{Interrupt, Put, PutQueue};
-use crate::transport::setup::{LinkEnds, POLL_INTERVAL, Setup, WireHost, deadline};
+use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, POLL_INTERVAL, Setup, WireHost, deadline};
+use crate::virtual_time::spawn;
 
 /// Puts per system call: two pieces each, of at most 1024.
 const WRITE_PUTS: usize = 256;
 /// How long a goodbye may take.
 const GOODBYE_TIME: Duration = Duration::from_millis(200);
+/// Fewest bytes of a part, unless a test says otherwise. Sending as many takes about as long as
+/// waking a thread.
+const SMALLEST_PART: u64 = 16 << 10;
+/// Parts begin at multiples of this many bytes of their put.
+const PART_ALIGNMENT: u64 = 64;
+/// Most parts that wait for a further connection.
+const MOST_WAITING: u64 = 64;
 
-/// A connection that puts go over.
+/// A queue over one or more connections.
 #[derive(Debug)]
 pub(super) struct TcpQueue {
+    pub(super) first: Connection,
+    further: Vec<Further>,
+    smallest_part: u64,
+    /// Puts of which the first connection has its part.
+    sent: u64,
+    /// The number and the parts of puts that further connections may not have sent.
+    divided: VecDeque<(u64, usize)>,
+    failed: Option<Error>,
+}
+
+impl TcpQueue {
+    /// `sockets`: the queue's connections, and what signs the headers of each where the job has a
+    /// secret. There is one at least.
+    pub(super) fn new(
+        setup: &Setup<'_>,
+        ends: LinkEnds,
+        sockets: Vec<(TcpStream, Option<Signer>)>,
+        patience: Patience,
+    ) -> Result<TcpQueue> {
+        let interrupt = Interrupt::default();
+        let connection = |(socket, signer): (TcpStream, Option<Signer>)| {
+            socket.set_nonblocking(true).map_err(|error| ends.error("connect", error.to_string()))?;
+            Ok(Connection {
+                ends,
+                socket,
+                signer,
+                source: WireHost::of(setup)?,
+                timeout: setup.options.timeout,
+                interrupt: interrupt.clone(),
+                calls: Interrupt::default(),
+                stopped: Arc::default(),
+                farewell: Vec::new(),
+                patience,
+            })
+        };
+        let mut connections = sockets.into_iter().map(connection);
+        let none = || Error::internal("connect", "a queue without a connection");
+        let mut first = connections.next().ok_or_else(none)??;
+        first.calls = interrupt.clone();
+        let start = |(number, connection): (usize, Result<Connection>)| Further::start(number, connection?);
+        let further = (1..).zip(connections).map(start).collect::<Result<_>>()?;
+        Ok(TcpQueue {
+            first,
+            further,
+            smallest_part: setup.options.hooks.smallest_part.unwrap_or(SMALLEST_PART).max(1),
+            sent: 0,
+            divided: VecDeque::new(),
+            failed: None,
+        })
+    }
+
+    fn put(&mut self, puts: &[Put]) -> Result<()> {
+        let deadline = deadline(self.first.timeout);
+        self.check_further()?;
+        if let Some(reason) = self.first.farewell() {
+            return Err(self.first.ends.error("put", reason));
+        }
+        for put in puts {
+            let checked = put.check(self.first.source.bytes());
+            checked.map_err(|reason| self.first.ends.error("put", reason))?;
+        }
+        for batch in puts.chunks(WRITE_PUTS) {
+            let mut frames = Vec::with_capacity(batch.len());
+            for (number, put) in (self.sent + 1..).zip(batch) {
+                // The other threads begin while this one sends.
+                let (bytes, parts) = self.divide(put, number, deadline)?;
+                let header = header(put, bytes, parts as u64);
+                frames.push((signed(&header, self.first.signer.as_mut()), put.from, bytes));
+            }
+            self.first.send_frames(&frames, deadline)?;
+            self.sent += batch.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Hands parts of a large put to the further connections. The bytes that are left for the first
+    /// one, from the put's start on, and the number of parts.
+    fn divide(&mut self, put: &Put, number: u64, deadline: Instant) -> Result<(u64, usize)> {
+        let most = (put.bytes / self.smallest_part).min(self.further.len() as u64 + 1);
+        if most < 2 {
+            return Ok((put.bytes, 0));
+        }
+        let size = put.bytes.div_ceil(most).next_multiple_of(PART_ALIGNMENT.min(self.smallest_part));
+        let (mut at, mut parts) = (size, 0);
+        while at < put.bytes {
+            let bytes = size.min(put.bytes - at);
+            let part = Part { from: put.from + at, to: put.to + at, bytes, number };
+            let (first, further) = (&self.first, &self.further[parts]);
+            further.hand_over(Work::Part(part), || first.check_wait(deadline))?;
+            (at, parts) = (at + bytes, parts + 1);
+        }
+        self.divided.push_back((number, parts));
+        Ok((size.min(put.bytes), parts))
+    }
+
+    /// The failure of a further connection.
+    fn check_further(&self) -> Result<()> {
+        self.further.iter().try_for_each(|further| match &*lock(&further.state.failure) {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        })
+    }
+
+    /// Keeps the first failure: the queue is of no use from then on.
+    fn keep_failure<T>(&mut self, outcome: Result<T>) -> Result<T> {
+        if let Err(error) = &outcome {
+            self.failed.get_or_insert_with(|| error.clone());
+        }
+        outcome
+    }
+}
+
+impl PutQueue for TcpQueue {
+    fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let outcome = self.put(puts);
+        self.keep_failure(outcome)
+    }
+
+    fn completed(&mut self) -> Result<u64> {
+        // The sockets hold copies of the bytes.
+        let left = |further: &[Further], (number, parts): (u64, usize)| {
+            further[..parts].iter().all(|further| further.state.sent.load(Ordering::Acquire) >= number)
+        };
+        while self.divided.front().is_some_and(|put| left(&self.further, *put)) {
+            self.divided.pop_front();
+        }
+        let checked = if self.divided.is_empty() { Ok(()) } else { self.check_further() };
+        self.keep_failure(checked)?;
+        Ok(self.divided.front().map_or(self.sent, |(number, _)| self.sent.min(number - 1)))
+    }
+
+    fn quiet(&mut self, timeout: Duration) -> Result<()> {
+        let end = deadline(timeout);
+        while self.completed()? < self.sent {
+            if Instant::now() >= end {
+                return Err(self.first.ends.error("quiet", format!("puts did not leave within {timeout:?}")));
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Ok(())
+    }
+
+    fn source(&self) -> Option<&Memory> {
+        Some(&self.first.source.memory)
+    }
+
+    fn close(&mut self) {
+        if self.failed.is_none() {
+            let end = deadline(GOODBYE_TIME);
+            for further in &self.further {
+                // One that has failed looks dead to the peer.
+                let _ = further.hand_over(Work::Goodbye, || self.first.check_wait(end));
+            }
+            self.first.say_goodbye(&header(&Put::default(), GOODBYE, 0));
+            let end = deadline(GOODBYE_TIME);
+            while self.further.iter().any(Further::runs) && Instant::now() < end {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            self.failed = Some(self.first.ends.error("put", "this rank has closed the queue"));
+        }
+    }
+
+    fn interrupt(&self) -> Interrupt {
+        self.first.interrupt.clone()
+    }
+}
+
+/// A further connection, and the thread that sends over it. Dropping it ends the thread.
+#[derive(Debug)]
+struct Further {
+    state: Arc<FurtherState>,
+    /// Ends the waits of the thread.
+    stopped: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct FurtherState {
+    work: Mutex<VecDeque<Work>>,
+    /// All that was ever handed over, and all of it that was taken.
+    handed_over: AtomicU64,
+    taken: AtomicU64,
+    /// The number of the last put whose part has left.
+    sent: AtomicU64,
+    failure: Mutex<Option<Error>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Work {
+    Part(Part),
+    Goodbye,
+}
+
+impl Further {
+    /// `number`: that of the connection.
+    fn start(number: usize, mut connection: Connection) -> Result<Further> {
+        let (state, stopped) = (Arc::<FurtherState>::default(), connection.stopped.clone());
+        let shared = state.clone();
+        let run = move || {
+            let _rule = NoDriverCalls::new("a sender");
+            if let Err(error) = run_further(&mut connection, &shared) {
+                tracing::debug!("connection {number} to rank {}: {error}", connection.ends.peer);
+                lock(&shared.failure).get_or_insert(error);
+            }
+        };
+        let thread = spawn(format!("part {number}"), run);
+        let thread = thread.map_err(|error| Error::system("spawn thread", error))?;
+        Ok(Further { state, stopped, thread: Some(thread) })
+    }
+
+    fn runs(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
+    /// Gives the thread something to do, once there is room; `check` ends a wait for that.
+    fn hand_over(&self, work: Work, check: impl Fn() -> Result<()>) -> Result<()> {
+        let state = &self.state;
+        let waiting = || state.handed_over.load(Ordering::Relaxed) - state.taken.load(Ordering::Acquire);
+        while waiting() >= MOST_WAITING {
+            if let Some(error) = &*lock(&state.failure) {
+                return Err(error.clone());
+            }
+            check()?;
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        lock(&state.work).push_back(work);
+        state.handed_over.fetch_add(1, Ordering::Release);
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Further {
+    fn drop(&mut self) {
+        self.stopped.store(true, Ordering::Release);
+        let Some(thread) = self.thread.take() else { return };
+        thread.thread().unpark();
+        let until = deadline(JOIN_TIMEOUT);
+        while !thread.is_finished() && Instant::now() < until {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        if thread.is_finished() {
+            let _ = thread.join();
+        } else {
+            // It keeps its socket, and the wire memory that its bytes come from.
+            let name = thread.thread().name().unwrap_or_default();
+            tracing::error!("left behind: the sender {name:?} did not end within {JOIN_TIMEOUT:?}");
+        }
+    }
+}
+
+/// Sends what is handed over, until a goodbye or a failure.
+fn run_further(connection: &mut Connection, state: &FurtherState) -> Result<()> {
+    let mut idle = Instant::now();
+    loop {
+        if connection.stopped.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        if state.handed_over.load(Ordering::Acquire) == state.taken.load(Ordering::Relaxed) {
+            if !connection.patience.polls_on(idle) {
+                std::thread::park();
+            }
+            continue;
+        }
+        let work = lock(&state.work).pop_front();
+        state.taken.fetch_add(1, Ordering::Release);
+        match work {
+            Some(Work::Part(part)) => {
+                let header = signed(&part_header(&part), connection.signer.as_mut());
+                let deadline = deadline(connection.timeout);
+                connection.send_frames(&[(header, part.from, part.bytes)], deadline)?;
+                state.sent.store(part.number, Ordering::Release);
+            }
+            Some(Work::Goodbye) => {
+                connection.say_goodbye(&part_header(&Part { bytes: GOODBYE, ..Part::default() }));
+                return Ok(());
+            }
+            None => {}
+        }
+        idle = Instant::now();
+    }
+}
+
+/// A connection that frames go over. One thread uses it.
+#[derive(Debug)]
+pub(super) struct Connection {
     ends: LinkEnds,
     /// Does not block.
     socket: TcpStream,
@@ -32,59 +340,43 @@ pub(super) struct TcpQueue {
     signer: Option<Signer>,
     source: WireHost,
     pub(super) timeout: Duration,
+    /// That of the queue.
     interrupt: Interrupt,
-    sent: u64,
+    /// Tells the calls of the thread that uses this connection.
+    calls: Interrupt,
+    /// Nothing waits any more for what this connection sends.
+    stopped: Arc<AtomicBool>,
     /// The state of the peer's farewell.
     farewell: Vec<u8>,
-    failed: Option<Error>,
+    patience: Patience,
 }
 
-impl TcpQueue {
-    pub(super) fn new(
-        setup: &Setup<'_>,
-        ends: LinkEnds,
-        socket: TcpStream,
-        signer: Option<Signer>,
-    ) -> Result<TcpQueue> {
-        socket.set_nonblocking(true).map_err(|error| ends.error("connect", error.to_string()))?;
-        Ok(TcpQueue {
-            ends,
-            socket,
-            signer,
-            source: WireHost::of(setup)?,
-            timeout: setup.options.timeout,
-            interrupt: Interrupt::default(),
-            sent: 0,
-            farewell: Vec::new(),
-            failed: None,
-        })
+impl Connection {
+    /// Sends frames: each has a header, and so many bytes from an offset on, which the caller has
+    /// checked to lie in the source.
+    fn send_frames(&mut self, frames: &[(Vec<u8>, u64, u64)], deadline: Instant) -> Result<()> {
+        let mut pieces = Vec::with_capacity(2 * frames.len());
+        for (header, from, bytes) in frames {
+            pieces.push(Bytes { start: header.as_ptr(), len: header.len() });
+            if *bytes > 0 {
+                let start = self.source.at(*from).cast_const();
+                pieces.push(Bytes { start, len: *bytes as usize });
+            }
+        }
+        // SAFETY: the headers outlive the call; the rest lies in the source, which this connection
+        // keeps.
+        unsafe { self.send(&mut pieces, deadline) }
     }
 
-    fn put(&mut self, puts: &[Put]) -> Result<()> {
-        let deadline = deadline(self.timeout);
-        if let Some(reason) = self.farewell() {
-            return Err(self.ends.error("put", reason));
+    /// Says that nothing is put any more.
+    fn say_goodbye(&mut self, header: &[u8]) {
+        let goodbye = signed(header, self.signer.as_mut());
+        let mut piece = [Bytes { start: goodbye.as_ptr(), len: goodbye.len() }];
+        // SAFETY: the header outlives the call.
+        if let Err(error) = unsafe { self.send(&mut piece, deadline(GOODBYE_TIME)) } {
+            tracing::debug!("goodbye: {error}");
         }
-        for put in puts {
-            put.check(self.source.bytes()).map_err(|reason| self.ends.error("put", reason))?;
-        }
-        for batch in puts.chunks(WRITE_PUTS) {
-            let sign = |put| signed_header(put, self.signer.as_mut());
-            let headers: Vec<Vec<u8>> = batch.iter().map(sign).collect();
-            let mut pieces = Vec::with_capacity(2 * batch.len());
-            for (put, header) in batch.iter().zip(&headers) {
-                pieces.push(Bytes { start: header.as_ptr(), len: header.len() });
-                if put.bytes > 0 {
-                    let start = self.source.at(put.from).cast_const();
-                    pieces.push(Bytes { start, len: put.bytes as usize });
-                }
-            }
-            // SAFETY: the headers outlive the call; the rest was checked to lie in the source,
-            // which this queue keeps.
-            unsafe { self.send(&mut pieces, deadline)? };
-            self.sent += batch.len() as u64;
-        }
-        Ok(())
+        let _ = self.socket.shutdown(std::net::Shutdown::Write);
     }
 
     /// Writes all of `pieces` to the socket.
@@ -93,6 +385,7 @@ impl TcpQueue {
     /// Each is live memory until this returns.
     unsafe fn send(&mut self, pieces: &mut [Bytes], deadline: Instant) -> Result<()> {
         let mut first = 0;
+        let mut full_since = None;
         while first < pieces.len() {
             let rest = &mut pieces[first..];
             // SAFETY: all zeros is a message without anything.
@@ -105,7 +398,7 @@ impl TcpQueue {
                 // the same time makes for stale bytes, nothing worse.
                 unsafe { libc::sendmsg(self.socket.as_raw_fd(), &message, libc::MSG_NOSIGNAL) }
             };
-            let sent = self.interrupt.during(&"sendmsg", send);
+            let sent = self.calls.during(&"sendmsg", send);
             if sent >= 0 {
                 let mut sent = sent as usize;
                 while let Some(piece) = pieces.get_mut(first) {
@@ -118,17 +411,20 @@ impl TcpQueue {
                     }
                     first += 1;
                 }
+                full_since = None;
             } else {
-                self.handle_send_error(std::io::Error::last_os_error(), deadline)?;
+                let since = *full_since.get_or_insert_with(Instant::now);
+                self.handle_send_error(std::io::Error::last_os_error(), since, deadline)?;
             }
         }
         Ok(())
     }
 
-    /// Waits for room where that is what is missing.
-    fn handle_send_error(&mut self, error: std::io::Error, deadline: Instant) -> Result<()> {
+    /// Waits for room where that is what is missing, which it has been `since` then.
+    fn handle_send_error(&mut self, error: std::io::Error, since: Instant, deadline: Instant) -> Result<()> {
         match Errno::from_io_error(&error) {
             Some(Errno::INTR) => return Ok(()),
+            Some(Errno::AGAIN) if self.patience.polls_on(since) => return Ok(()),
             Some(Errno::AGAIN) => {}
             _ => {
                 // It may have said why.
@@ -136,7 +432,17 @@ impl TcpQueue {
                 return Err(self.ends.error("put", reason));
             }
         }
-        if self.interrupt.is_raised() {
+        self.check_wait(deadline)?;
+        if let Some(reason) = self.farewell() {
+            return Err(self.ends.error("put", reason));
+        }
+        let mut polled = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
+        wait_for(&mut polled, POLL_INTERVAL.min(left(deadline))).map_err(|error| Error::system("poll", error))
+    }
+
+    /// An error where a wait for the network has to end.
+    fn check_wait(&self, deadline: Instant) -> Result<()> {
+        if self.interrupt.is_raised() || self.stopped.load(Ordering::Acquire) {
             return Err(self.ends.error("put", "interrupted: this rank closes the link"));
         }
         if Instant::now() >= deadline {
@@ -146,11 +452,7 @@ impl TcpQueue {
             );
             return Err(self.ends.error("put", reason));
         }
-        if let Some(reason) = self.farewell() {
-            return Err(self.ends.error("put", reason));
-        }
-        let mut polled = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
-        wait_for(&mut polled, POLL_INTERVAL.min(left(deadline))).map_err(|error| Error::system("poll", error))
+        Ok(())
     }
 
     /// Why the peer takes nothing any more, if so.
@@ -183,44 +485,6 @@ impl TcpQueue {
             }
         }
         Some(ended).filter(|reason| !reason.is_empty())
-    }
-}
-
-impl PutQueue for TcpQueue {
-    fn put_with_counter(&mut self, puts: &[Put]) -> Result<()> {
-        if let Some(error) = &self.failed {
-            return Err(error.clone());
-        }
-        let outcome = self.put(puts);
-        self.failed = outcome.as_ref().err().cloned();
-        outcome
-    }
-
-    fn completed(&mut self) -> Result<u64> {
-        // The socket holds a copy of the bytes.
-        Ok(self.sent)
-    }
-
-    fn source(&self) -> Option<&Memory> {
-        Some(&self.source.memory)
-    }
-
-    fn close(&mut self) {
-        if self.failed.is_none() {
-            let put = Put { bytes: GOODBYE, ..Put::default() };
-            let goodbye = signed_header(&put, self.signer.as_mut());
-            let mut piece = [Bytes { start: goodbye.as_ptr(), len: goodbye.len() }];
-            // SAFETY: the header outlives the call.
-            if let Err(error) = unsafe { self.send(&mut piece, deadline(GOODBYE_TIME)) } {
-                tracing::debug!("goodbye: {error}");
-            }
-            let _ = self.socket.shutdown(std::net::Shutdown::Write);
-            self.failed = Some(self.ends.error("put", "this rank has closed the queue"));
-        }
-    }
-
-    fn interrupt(&self) -> Interrupt {
-        self.interrupt.clone()
     }
 }
 

@@ -8,16 +8,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide_gpu::layout::{PutRequest, QueueWords, RING_ENTRIES};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::acceptor::{HELLO, TOKEN, hello, read_answer};
-use super::frame::{header, signed_header, word64};
+use super::frame::{GOODBYE, Part, header, part_header, signed, word64};
 use super::receiver::Incoming;
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Memory, MemoryKind};
 use crate::group::ConnectionLimits;
-use crate::group::internal::{Initiator, Keys, OPENING, PROOF, Purpose, Responder};
+use crate::group::internal::{Initiator, Keys, OPENING, PROOF, Purpose, Responder, Signer};
 use crate::group::run_threads;
 use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
 use crate::transport::greeting::{PHASE, VERSION};
@@ -29,6 +31,11 @@ use crate::transport::setup::{Writer, deadline};
 use crate::transport::{TransportKind, TransportOptions};
 
 const BYTES: u64 = 1 << 20;
+/// The one connection of a queue that has no other.
+const FIRST: Place = Place { queue: 0, peer: 1, connection: 0 };
+/// The patience of threads that never poll, and of those that do at first.
+const BLOCKS: Patience = Patience { polls: false };
+const POLLS: Patience = Patience { polls: true };
 /// Longer than anything takes on a busy machine that is meant to happen.
 const SOON: Duration = Duration::from_secs(120);
 
@@ -63,10 +70,10 @@ fn read_to_end(socket: &mut TcpStream) -> String {
 #[test]
 fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
     alone(SOON, |setup| {
-        let mut acceptor = Acceptor::open(setup).unwrap();
+        let mut acceptor = Acceptor::open(setup, 1).unwrap();
         let address = acceptor.address;
         let token = acceptor.token;
-        let good = hello(VERSION, PHASE, &token, 1, 0, BYTES);
+        let good = hello(VERSION, PHASE, &token, FIRST, BYTES);
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let refused = |bytes: &[u8]| {
@@ -77,13 +84,13 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
                 let silent = TcpStream::connect(address).unwrap();
                 assert!(refused(&[0xee; 64]).contains("no hello of epoxide's"));
                 assert!(refused(b"GET / HTTP/1.1\r\n\r\n").contains("no hello of epoxide's"));
-                let old = refused(&hello(9, PHASE, &token, 1, 0, BYTES)[..12]);
+                let old = refused(&hello(9, PHASE, &token, FIRST, BYTES)[..12]);
                 assert!(
                     old.contains(&format!("protocol version 9; this rank has version {VERSION}")),
                     "{old}"
                 );
                 let token = [7; TOKEN];
-                assert!(refused(&hello(VERSION, PHASE, &token, 1, 0, BYTES)).contains("wrong token"));
+                assert!(refused(&hello(VERSION, PHASE, &token, FIRST, BYTES)).contains("wrong token"));
                 drop(TcpStream::connect(address).unwrap());
                 let mut friend = TcpStream::connect(address).unwrap();
                 // In two parts.
@@ -93,8 +100,8 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
                 read_answer(&mut friend, deadline(SOON)).unwrap();
                 drop(silent);
             });
-            let accepted = acceptor.accept(setup, deadline(SOON)).unwrap();
-            assert!(accepted.keys().eq(&[(0, 1)]));
+            let accepted = acceptor.accept(setup, 1, deadline(SOON)).unwrap();
+            assert!(accepted.keys().eq(&[FIRST]));
         });
     });
 }
@@ -121,12 +128,12 @@ fn alone_with_a_secret(test: impl Fn(&Setup<'_>)) {
 #[test]
 fn a_token_without_the_secret_is_rejected() {
     alone_with_a_secret(|setup| {
-        let (mut first, mut second) = (Acceptor::open(setup).unwrap(), Acceptor::open(setup).unwrap());
-        let claims = |to: &Acceptor| super::acceptor::claims(setup, 1, 0, 0, to.address);
+        let (mut first, mut second) = (Acceptor::open(setup, 1).unwrap(), Acceptor::open(setup, 1).unwrap());
+        let claims = |to: &Acceptor| super::acceptor::claims(setup, FIRST, 0, to.address);
         let call = |acceptor: &Acceptor, secret: &JobSecret, claims: Vec<u8>| {
             let initiator = Initiator::new(secret, Purpose::Transport, claims).unwrap();
             let proof = initiator.proof(&acceptor.token);
-            let hello = hello(VERSION, PHASE, &acceptor.token, 1, 0, BYTES);
+            let hello = hello(VERSION, PHASE, &acceptor.token, FIRST, BYTES);
             (initiator.opening(), [&hello, initiator.opening().as_slice(), &proof].concat(), initiator)
         };
         let secret = first.secret.clone().unwrap();
@@ -142,14 +149,14 @@ fn a_token_without_the_secret_is_rejected() {
             socket.write_all(bytes).unwrap();
             socket
         };
-        let silent = connect(&first, &hello(VERSION, PHASE, &first.token, 1, 0, BYTES));
+        let silent = connect(&first, &hello(VERSION, PHASE, &first.token, FIRST, BYTES));
         let refused = |mut socket: TcpStream| {
             let said = read_to_end(&mut socket);
             assert!(said.contains("does not know this job's secret"), "{said}");
         };
         let (stranger, replayed) = (connect(&first, &stranger), connect(&second, &replayed));
         let mut friend = connect(&first, &good);
-        assert!(first.accept(setup, deadline(SOON)).unwrap().keys().eq(&[(0, 1)]));
+        assert!(first.accept(setup, 1, deadline(SOON)).unwrap().keys().eq(&[FIRST]));
         refused(stranger);
         // A replay opens nothing: the acceptor still admits the rank itself.
         let (_, own, _) = call(&second, &secret, claims(&second));
@@ -161,7 +168,7 @@ fn a_token_without_the_secret_is_rejected() {
                 friend.write_all(&own).unwrap();
                 read_answer(&mut friend, deadline(SOON)).unwrap();
             });
-            assert!(second.accept(setup, deadline(SOON)).unwrap().keys().eq(&[(0, 1)]));
+            assert!(second.accept(setup, 1, deadline(SOON)).unwrap().keys().eq(&[FIRST]));
         });
         drop(silent);
         // The rank that was called shows that it knows the secret, too, with a proof of its own.
@@ -180,7 +187,7 @@ fn an_impostor_without_the_secret_gets_no_frames() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("{:032x}@{}", 7, listener.local_addr().unwrap());
         let secret = setup.group.job_secret().unwrap();
-        let dialed = dial(setup, &address, secret.as_ref(), 0, 1, deadline(SOON)).unwrap();
+        let dialed = dial(setup, &address, secret.as_ref(), FIRST, deadline(SOON)).unwrap();
         let (mut impostor, _) = listener.accept().unwrap();
         let mut hello = [0; HELLO + OPENING + PROOF];
         impostor.read_exact(&mut hello).unwrap();
@@ -195,7 +202,7 @@ fn an_impostor_without_the_secret_gets_no_frames() {
 fn ranks_of_one_host_listen_at_loopback() {
     alone(SOON, |setup| {
         assert!(setup.group.shares_host());
-        assert!(Acceptor::open(setup).unwrap().address.ip().is_loopback());
+        assert!(Acceptor::open(setup, 1).unwrap().address.ip().is_loopback());
     });
 }
 
@@ -205,8 +212,8 @@ fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
         let limits = ConnectionLimits { strangers: 3, ..ConnectionLimits::default() };
         let options = TransportOptions { limits, ..setup.options.clone() };
         let setup = Setup { options: &options, ..*setup };
-        let mut acceptor = Acceptor::open(&setup).unwrap();
-        let (address, good) = (acceptor.address, hello(VERSION, PHASE, &acceptor.token, 1, 0, BYTES));
+        let mut acceptor = Acceptor::open(&setup, 1).unwrap();
+        let (address, good) = (acceptor.address, hello(VERSION, PHASE, &acceptor.token, FIRST, BYTES));
         std::thread::scope(|scope| {
             scope.spawn(move || {
                 let connect = || TcpStream::connect(address).unwrap();
@@ -226,8 +233,8 @@ fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
                     assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
                 }
             });
-            let accepted = acceptor.accept(&setup, deadline(SOON)).unwrap();
-            assert!(accepted.keys().eq(&[(0, 1)]));
+            let accepted = acceptor.accept(&setup, 1, deadline(SOON)).unwrap();
+            assert!(accepted.keys().eq(&[FIRST]));
         });
     });
 }
@@ -241,8 +248,8 @@ fn silent_connections_do_not_use_up_the_descriptors() {
         let limit = getrlimit(Resource::Nofile);
         setrlimit(Resource::Nofile, Rlimit { current: Some(256), ..limit }).unwrap();
         return alone(SOON * 3, |setup| {
-            let mut acceptor = Acceptor::open(setup).unwrap();
-            let (address, good) = (acceptor.address, hello(VERSION, PHASE, &acceptor.token, 1, 0, BYTES));
+            let mut acceptor = Acceptor::open(setup, 1).unwrap();
+            let (address, good) = (acceptor.address, hello(VERSION, PHASE, &acceptor.token, FIRST, BYTES));
             eprintln!("acceptor at {address}");
             std::io::stdin().read_exact(&mut [0]).unwrap();
             std::thread::scope(|scope| {
@@ -251,7 +258,7 @@ fn silent_connections_do_not_use_up_the_descriptors() {
                     friend.write_all(&good).unwrap();
                     read_answer(&mut friend, deadline(SOON)).unwrap();
                 });
-                assert_eq!(acceptor.accept(setup, deadline(SOON)).unwrap().len(), 1);
+                assert_eq!(acceptor.accept(setup, 1, deadline(SOON)).unwrap().len(), 1);
             });
         });
     }
@@ -279,12 +286,14 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
         for (phase, queue, memory, expected) in [
             (0, 0, BYTES, "phase 0; this rank connects phase 1"),
             (PHASE, 0, 8, "wire memory of 8 bytes; this rank has 1048576"),
-            (PHASE, 5, BYTES, "queue 5 of rank 1 is not expected"),
+            (PHASE, 5, BYTES, "connection 0 of queue 5 of rank 1 is not expected"),
         ] {
-            let mut acceptor = Acceptor::open(setup).unwrap();
+            let mut acceptor = Acceptor::open(setup, 1).unwrap();
             let mut socket = TcpStream::connect(acceptor.address).unwrap();
-            socket.write_all(&hello(VERSION, phase, &acceptor.token, 1, queue, memory)).unwrap();
-            let error = acceptor.accept(setup, deadline(SOON)).unwrap_err().to_string();
+            socket
+                .write_all(&hello(VERSION, phase, &acceptor.token, Place { queue, ..FIRST }, memory))
+                .unwrap();
+            let error = acceptor.accept(setup, 1, deadline(SOON)).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("with rank 1"), "{error}");
             let answer = read_answer(&mut socket, deadline(SOON)).unwrap_err();
             assert!(
@@ -292,8 +301,8 @@ fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
                 "{answer}"
             );
         }
-        let mut acceptor = Acceptor::open(setup).unwrap();
-        let error = acceptor.accept(setup, deadline(Duration::from_millis(50))).unwrap_err().to_string();
+        let mut acceptor = Acceptor::open(setup, 1).unwrap();
+        let error = acceptor.accept(setup, 1, deadline(Duration::from_millis(50))).unwrap_err().to_string();
         assert!(error.contains("with rank 1") && error.contains("did not connect within"), "{error}");
     });
 }
@@ -317,8 +326,22 @@ fn wait_for_failure(receivers: &Receivers) -> String {
 }
 
 /// The connection of rank 1, as an acceptor admits it where the job has no secret.
-fn incoming(socket: TcpStream) -> BTreeMap<(u32, u32), Incoming> {
-    BTreeMap::from([((0, 1), Incoming { socket, signer: None })])
+fn incoming(socket: TcpStream) -> BTreeMap<Place, Incoming> {
+    BTreeMap::from([(FIRST, Incoming { socket, signer: None })])
+}
+
+fn start(setup: &Setup<'_>, incoming: BTreeMap<Place, Incoming>) -> Receivers {
+    Receivers::start(setup, incoming, |_| BLOCKS).unwrap()
+}
+
+/// A queue over connections that sign nothing.
+fn queue_over(setup: &Setup<'_>, sockets: Vec<TcpStream>) -> TcpQueue {
+    let sockets = sockets.into_iter().map(|socket| (socket, None)).collect();
+    TcpQueue::new(setup, setup.ends(1), sockets, BLOCKS).unwrap()
+}
+
+fn signed_put(put: &Put, signer: &mut Signer) -> Vec<u8> {
+    signed(&header(put, put.bytes, 0), Some(signer))
 }
 
 /// The keys of the two sides of a connection.
@@ -340,15 +363,15 @@ fn a_put_that_the_rank_has_not_signed_is_refused() {
             let (sender, receiver) = keys();
             let (mut signer, mut other) = (sender.send, keys().0.send);
             let ours = Incoming { socket: ours, signer: Some(receiver.receive) };
-            let receivers = Receivers::start(setup, BTreeMap::from([((0, 1), ours)])).unwrap();
-            let good = signed_header(&first, Some(&mut signer));
-            let mut next = signed_header(&second, Some(&mut signer));
+            let receivers = start(setup, BTreeMap::from([(FIRST, ours)]));
+            let good = signed_put(&first, &mut signer);
+            let mut next = signed_put(&second, &mut signer);
             match attack {
-                "unsigned" => next = [header(&second).as_slice(), &[0; 32]].concat(),
+                "unsigned" => next = [header(&second, second.bytes, 0).as_slice(), &[0; 32]].concat(),
                 "changed" => next[8] ^= 8,
                 "repeated" => next.clone_from(&good),
-                "left out" => next = signed_header(&second, Some(&mut signer)),
-                _ => next = signed_header(&second, Some(&mut other)),
+                "left out" => next = signed_put(&second, &mut signer),
+                _ => next = signed_put(&second, &mut other),
             }
             let (before, after) = (good, [next, vec![9; 8]].concat());
             theirs.write_all(&[before, vec![3; 8], after].concat()).unwrap();
@@ -375,13 +398,13 @@ fn frames_out_of_range_are_refused_and_the_sender_is_told() {
             Put { counter: BYTES, bytes: 0, ..good },
         ] {
             let (mut theirs, ours) = pair();
-            let receivers = Receivers::start(setup, incoming(ours)).unwrap();
-            theirs.write_all(&header(&good)).unwrap();
+            let receivers = start(setup, incoming(ours));
+            theirs.write_all(&header(&good, good.bytes, 0)).unwrap();
             theirs.write_all(&[3; 8]).unwrap();
-            theirs.write_all(&header(&put)).unwrap();
+            theirs.write_all(&header(&put, put.bytes, 0)).unwrap();
             let error = wait_for_failure(&receivers);
             assert!(error.contains("with rank 1: refused a frame of it"), "{error}");
-            let mut queue = TcpQueue::new(setup, setup.ends(1), theirs, None).unwrap();
+            let mut queue = queue_over(setup, vec![theirs]);
             let told = queue.put_with_counter(&[good]).unwrap_err().to_string();
             assert!(told.contains("it refused a frame, and says \"") && told.contains("must be"), "{told}");
         }
@@ -401,7 +424,7 @@ fn a_peer_that_dies_is_named_on_both_sides() {
         // In a frame, and between frames.
         for bytes in [&[9; 20][..], &[]] {
             let (mut theirs, ours) = pair();
-            let receivers = Receivers::start(setup, incoming(ours)).unwrap();
+            let receivers = start(setup, incoming(ours));
             theirs.write_all(bytes).unwrap();
             drop(theirs);
             let error = wait_for_failure(&receivers);
@@ -411,7 +434,7 @@ fn a_peer_that_dies_is_named_on_both_sides() {
             );
         }
         let (theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), ours, None).unwrap();
+        let mut queue = queue_over(setup, vec![ours]);
         let put = Put { bytes: 1024, ..Put::default() };
         queue.put_with_counter(&[put]).unwrap();
         drop(theirs);
@@ -431,8 +454,8 @@ fn a_peer_that_dies_is_named_on_both_sides() {
 fn a_goodbye_is_no_failure_and_a_missing_one_is() {
     alone(SOON, |setup| {
         let (theirs, ours) = pair();
-        let receivers = Receivers::start(setup, incoming(ours)).unwrap();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), theirs, None).unwrap();
+        let receivers = start(setup, incoming(ours));
+        let mut queue = queue_over(setup, vec![theirs]);
         queue.put_with_counter(&[Put { counter: 24, value: 5, ..Put::default() }]).unwrap();
         queue.close();
         assert!(queue.put_with_counter(&[]).is_err(), "closed");
@@ -456,13 +479,13 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
             }
         };
         let (_theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), ours, None).unwrap();
+        let mut queue = queue_over(setup, vec![ours]);
         let error = fill(&mut queue);
         assert!(error.contains("rank 1: it did not take all bytes within 300ms"), "{error}");
 
         let (_theirs, ours) = pair();
-        let mut queue = TcpQueue::new(setup, setup.ends(1), ours, None).unwrap();
-        queue.timeout = NEVER;
+        let mut queue = queue_over(setup, vec![ours]);
+        queue.first.timeout = NEVER;
         let interrupt = queue.interrupt();
         std::thread::scope(|scope| {
             scope.spawn(move || {
@@ -481,7 +504,7 @@ fn a_stalled_peer_ends_in_the_timeout_or_by_an_interrupt() {
 fn a_proxy_ends_promptly_though_its_peer_stalls() {
     alone(NEVER, |setup| {
         let (_theirs, ours) = pair();
-        let queue = Box::new(TcpQueue::new(setup, setup.ends(1), ours, None).unwrap());
+        let queue = Box::new(queue_over(setup, vec![ours]));
         let link = PeerQueue { peer: 1, index: 0, queue };
         let mut proxy = Proxy::start(setup.memory.device(), link).unwrap();
         let ring = proxy.handle().0;
@@ -501,4 +524,335 @@ fn a_proxy_ends_promptly_though_its_peer_stalls() {
         let error = proxy.failure().unwrap().to_string();
         assert!(error.contains("interrupted"), "{error}");
     });
+}
+
+/// The other ends of a queue's connections, and the receiving ends of this rank.
+fn divided(setup: &Setup<'_>, connections: u32, patience: Patience) -> (Vec<TcpStream>, Receivers) {
+    let (theirs, ours): (Vec<_>, Vec<_>) = (0..connections).map(|_| pair()).unzip();
+    let place = |(connection, socket)| (Place { connection, ..FIRST }, Incoming { socket, signer: None });
+    let incoming = (0..).zip(ours).map(place).collect();
+    (theirs, Receivers::start(setup, incoming, |_| patience).unwrap())
+}
+
+/// A copy of wire memory.
+fn memory(setup: &Setup<'_>) -> Vec<u8> {
+    let mut bytes = vec![0; BYTES as usize];
+    for (word, chunk) in bytes.chunks_exact_mut(8).enumerate() {
+        let at = (setup.memory.ptr().0 + word as u64 * 8) as *mut u64;
+        // SAFETY: within the memory of a virtual GPU, whose words receivers may be writing.
+        let value =
+            unsafe { std::sync::atomic::AtomicU64::from_ptr(at) }.load(std::sync::atomic::Ordering::Acquire);
+        chunk.copy_from_slice(&value.to_le_bytes());
+    }
+    bytes
+}
+
+/// The counter of the tests below.
+const COUNTER: u64 = 8;
+
+fn wait_for_counter(setup: &Setup<'_>, value: u64) {
+    let end = deadline(SOON);
+    while word64(&memory(setup)[..64], COUNTER as usize) != value {
+        assert!(Instant::now() < end, "the counter does not come to {value}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Random puts over three connections, of parts of random sizes, some of them missing. The streams
+/// of the connections come in random pieces, one far ahead of another. Whatever has come, the
+/// memory is that of some number of puts, one after the other, and of parts of the next one.
+#[test]
+fn parts_in_any_order_make_puts_in_order() {
+    const CONNECTIONS: usize = 3;
+    const PUTS: u64 = 40;
+    for seed in 0..12 {
+        let patience = if seed % 2 == 0 { BLOCKS } else { POLLS };
+        alone(SOON, |setup| {
+            let mut random = ChaCha8Rng::seed_from_u64(seed);
+            let (mut theirs, receivers) = divided(setup, CONNECTIONS as u32, patience);
+            let mut streams = vec![Vec::new(); CONNECTIONS];
+            // The memory after each put.
+            let mut after = vec![vec![0; BYTES as usize]];
+            // Where the bytes of each put lie.
+            let mut ranges: Vec<std::ops::Range<usize>> = Vec::new();
+            for number in 1..=PUTS {
+                let parts = random.random_range(0..CONNECTIONS);
+                let sizes: Vec<u64> = (0..=parts).map(|_| random.random_range(1..20_000)).collect();
+                let start = random.random_range(64..BYTES - sizes.iter().sum::<u64>());
+                // Half of all puts overlap.
+                let start = if random.random_bool(0.5) { start } else { 64 };
+                let put = Put { to: start, counter: COUNTER, value: number, ..Put::default() };
+                let (mut to, mut expected) = (start, after[number as usize - 1].clone());
+                for (connection, bytes) in sizes.into_iter().enumerate() {
+                    let stream = &mut streams[connection];
+                    match connection {
+                        0 => stream.extend_from_slice(&header(&put, bytes, parts as u64)),
+                        _ => stream.extend_from_slice(&part_header(&Part { from: 0, to, bytes, number })),
+                    }
+                    let fill = (number * 3 + connection as u64) as u8;
+                    stream.resize(stream.len() + bytes as usize, fill);
+                    expected[to as usize..(to + bytes) as usize].fill(fill);
+                    to += bytes;
+                }
+                expected[COUNTER as usize] = number as u8;
+                ranges.push(start as usize..to as usize);
+                after.push(expected);
+            }
+            let mut sent = [0; CONNECTIONS];
+            while (0..CONNECTIONS).any(|connection| sent[connection] < streams[connection].len()) {
+                let connection = random.random_range(0..CONNECTIONS);
+                let rest = &streams[connection][sent[connection]..];
+                let piece = &rest[..rest.len().min(random.random_range(1..60_000))];
+                theirs[connection].write_all(piece).unwrap();
+                sent[connection] += piece.len();
+                if random.random_bool(0.3) {
+                    std::thread::sleep(Duration::from_micros(random.random_range(0..500)));
+                }
+                // It only ever grows, and nothing but the next put may have been stored ahead of it.
+                let first = word64(&memory(setup)[..64], COUNTER as usize) as usize;
+                let seen = memory(setup);
+                let last = word64(&memory(setup)[..64], COUNTER as usize) as usize;
+                let next = ranges.get(last).cloned().unwrap_or_default();
+                if first == last {
+                    for (at, (have, want)) in seen.iter().zip(&after[last]).enumerate() {
+                        assert!(have == want || next.contains(&at), "seed {seed}: byte {at}, put {last}");
+                    }
+                }
+            }
+            wait_for_counter(setup, PUTS);
+            assert!(memory(setup) == after[PUTS as usize], "seed {seed}");
+            assert!(receivers.failure().is_none(), "{:?}", receivers.failure());
+        });
+    }
+}
+
+/// A put of 200 bytes with two parts, of which the second connection has those from 100 on.
+fn halves(number: u64) -> (Vec<u8>, Vec<u8>) {
+    let put = Put { to: 64, counter: COUNTER, value: number, ..Put::default() };
+    let part = Part { from: 0, to: 164, bytes: 100, number };
+    let fill = vec![number as u8; 100];
+    ([&header(&put, 100, 1)[..], &fill].concat(), [&part_header(&part)[..], &fill].concat())
+}
+
+#[test]
+fn a_connection_that_dies_midway_ends_the_queue_without_the_counter() {
+    for (patience, dies) in [(BLOCKS, 0), (BLOCKS, 1), (POLLS, 0), (POLLS, 1)] {
+        alone(SOON, |setup| {
+            let (mut theirs, receivers) = divided(setup, 2, patience);
+            let ((first, second), (next_first, next_second)) = (halves(1), halves(2));
+            theirs[0].write_all(&first).unwrap();
+            theirs[1].write_all(&second).unwrap();
+            wait_for_counter(setup, 1);
+            let mut dying = theirs.remove(dies);
+            let mut other = theirs.remove(0);
+            let (its, rest) = if dies == 0 { (next_first, next_second) } else { (next_second, next_first) };
+            dying.write_all(&its[..70]).unwrap();
+            drop(dying);
+            let _ = other.write_all(&rest);
+            let error = wait_for_failure(&receivers);
+            assert!(
+                error.contains("receive, rank 0 with rank 1: the connection ended without a goodbye"),
+                "{error}"
+            );
+            // The sender learns it from the other connection.
+            other.set_read_timeout(Some(SOON)).unwrap();
+            assert_eq!(read_to_end(&mut other), "");
+            drop(receivers);
+            assert_eq!(word64(&memory(setup)[..64], COUNTER as usize), 1, "the put is not complete");
+        });
+    }
+}
+
+#[test]
+fn a_part_that_does_not_come_ends_in_the_timeout() {
+    alone(STALLS, |setup| {
+        let (first, second) = halves(1);
+        let (mut theirs, receivers) = divided(setup, 2, BLOCKS);
+        theirs[0].write_all(&first).unwrap();
+        let error = wait_for_failure(&receivers);
+        assert!(error.contains("the part on connection 1 of put 1 did not come within 300ms"), "{error}");
+        // A late part changes nothing any more.
+        let _ = theirs[1].write_all(&second);
+        drop(receivers);
+        assert_eq!(word64(&memory(setup)[..64], COUNTER as usize), 0);
+
+        let (mut theirs, receivers) = divided(setup, 2, POLLS);
+        theirs[1].write_all(&halves(3).1).unwrap();
+        let error = wait_for_failure(&receivers);
+        assert!(error.contains("put 2, ahead of a part did not come within 300ms"), "{error}");
+        drop(receivers);
+        assert!(memory(setup)[164..264].iter().all(|byte| *byte == 0), "nothing of a put that is to come");
+    });
+}
+
+#[test]
+fn parts_out_of_range_are_refused() {
+    alone(SOON, |setup| {
+        let part = |to, bytes| part_header(&Part { from: 0, to, bytes, number: 1 }).to_vec();
+        let put = Put { to: 64, counter: COUNTER, value: 1, ..Put::default() };
+        for (connection, frame, expected) in [
+            (1, part(BYTES - 7, 8), "to + bytes must be within"),
+            (1, part(64, BYTES), "to + bytes must be within"),
+            (1, part(u64::MAX, 2), "to + bytes must be within"),
+            (0, header(&put, 8, 2).to_vec(), "its 2 parts must be at most 1"),
+            (0, header(&put, 8, u64::MAX).to_vec(), "parts must be at most 1"),
+        ] {
+            let (mut theirs, receivers) = divided(setup, 2, BLOCKS);
+            theirs[connection].write_all(&frame).unwrap();
+            let error = wait_for_failure(&receivers);
+            assert!(error.contains("refused a frame of it") && error.contains(expected), "{error}");
+            let told = read_to_end(&mut theirs[connection]);
+            assert!(told.contains(expected), "{told}");
+        }
+    });
+}
+
+#[test]
+fn a_part_that_the_rank_has_not_signed_is_refused() {
+    alone(SOON, |setup| {
+        let (sender, receiver) = keys();
+        let ((mut first, ours), (mut second, ours_second)) = (pair(), pair());
+        let (other, other_receiver) = keys();
+        let incoming = BTreeMap::from([
+            (FIRST, Incoming { socket: ours, signer: Some(receiver.receive) }),
+            (
+                Place { connection: 1, ..FIRST },
+                Incoming { socket: ours_second, signer: Some(other_receiver.receive) },
+            ),
+        ]);
+        let receivers = start(setup, incoming);
+        let put = Put { to: 64, counter: COUNTER, value: 1, ..Put::default() };
+        let (mut signer, mut part_signer) = (sender.send, other.send);
+        let head = signed(&header(&put, 8, 1), Some(&mut signer));
+        first.write_all(&[head, vec![1; 8]].concat()).unwrap();
+        let mut part =
+            signed(&part_header(&Part { from: 0, to: 72, bytes: 8, number: 1 }), Some(&mut part_signer));
+        part[8] ^= 8;
+        second.write_all(&[part, vec![1; 8]].concat()).unwrap();
+        let error = wait_for_failure(&receivers);
+        assert!(error.contains("not signed with this connection's key"), "{error}");
+        drop(receivers);
+        assert_eq!(word64(&memory(setup)[..64], COUNTER as usize), 0);
+    });
+}
+
+/// A queue over three connections, and their other ends.
+fn queue_of_three(setup: &Setup<'_>, patience: Patience) -> (TcpQueue, Vec<TcpStream>) {
+    let (theirs, ours): (Vec<_>, Vec<_>) = (0..3).map(|_| pair()).unzip();
+    let sockets = ours.into_iter().map(|socket| (socket, None)).collect();
+    (TcpQueue::new(setup, setup.ends(1), sockets, patience).unwrap(), theirs)
+}
+
+#[test]
+fn a_further_connection_that_stalls_or_dies_ends_the_queue() {
+    let big = Put { bytes: BYTES, ..Put::default() };
+    let outcome = |queue: &mut TcpQueue| {
+        let end = deadline(SOON);
+        loop {
+            assert!(Instant::now() < end, "no error");
+            if let Err(error) = queue.put_with_counter(&[big]).and_then(|()| queue.completed().map(drop)) {
+                return error.to_string();
+            }
+        }
+    };
+    /// Takes all that comes.
+    fn drain(mut socket: TcpStream) -> impl FnOnce() {
+        move || drop(std::io::copy(&mut socket, &mut std::io::sink()))
+    }
+    for patience in [BLOCKS, POLLS] {
+        alone(STALLS, |setup| {
+            for dies in [false, true] {
+                let (mut queue, mut theirs) = queue_of_three(setup, patience);
+                let last = theirs.pop().unwrap();
+                std::thread::scope(|scope| {
+                    theirs.drain(..).for_each(|socket| drop(scope.spawn(drain(socket))));
+                    let kept = (!dies).then_some(last);
+                    let error = outcome(&mut queue);
+                    let expected =
+                        if dies { "the connection broke" } else { "did not take all bytes within 300ms" };
+                    assert!(error.contains("rank 1") && error.contains(expected), "{error}");
+                    assert_eq!(queue.completed().unwrap_err().to_string(), error, "it stays");
+                    assert!(queue.quiet(SOON).is_err());
+                    drop((queue, kept));
+                });
+            }
+        });
+        alone(NEVER, |setup| {
+            let (mut queue, mut theirs) = queue_of_three(setup, patience);
+            let last = theirs.pop().unwrap();
+            std::thread::scope(|scope| {
+                theirs.drain(..).for_each(|socket| drop(scope.spawn(drain(socket))));
+                let start = Instant::now();
+                // More than any buffer of a socket holds.
+                let big = [big; 60];
+                queue.put_with_counter(&big).unwrap();
+                assert!(queue.completed().unwrap() < 60, "the parts of the last connection wait");
+                let error = queue.quiet(STALLS).unwrap_err().to_string();
+                assert!(error.contains("puts did not leave within 300ms"), "{error}");
+                // Ends the thread that waits for the network.
+                drop(queue);
+                assert!(start.elapsed() < SOON);
+                drop(last);
+            });
+        });
+    }
+}
+
+#[test]
+fn a_divided_queue_says_goodbye_on_every_connection() {
+    for patience in [BLOCKS, POLLS] {
+        alone(SOON, |setup| {
+            let (mut queue, theirs) = queue_of_three(setup, patience);
+            let put = Put { bytes: BYTES - 64, to: 64, counter: COUNTER, value: 1, ..Put::default() };
+            let streams = std::thread::scope(|scope| {
+                let read = |mut socket: TcpStream| {
+                    scope.spawn(move || {
+                        let mut bytes = Vec::new();
+                        socket.read_to_end(&mut bytes).unwrap();
+                        bytes
+                    })
+                };
+                let readers: Vec<_> = theirs.into_iter().map(read).collect();
+                queue.put_with_counter(&[put]).unwrap();
+                queue.quiet(SOON).unwrap();
+                assert_eq!(queue.completed().unwrap(), 1);
+                queue.close();
+                readers.into_iter().map(|reader| reader.join().unwrap()).collect::<Vec<_>>()
+            });
+            let third = (put.bytes.div_ceil(3)).next_multiple_of(64);
+            let sizes = [third, third, put.bytes - 2 * third];
+            for (connection, (stream, size)) in streams.iter().zip(sizes).enumerate() {
+                let header = if connection == 0 { 40 } else { 24 };
+                assert_eq!(stream.len() as u64, 2 * header + size, "connection {connection}");
+                assert_eq!(word64(stream, 0), size);
+                assert_eq!(word64(stream, 8), 64 + connection as u64 * third);
+                assert_eq!(word64(stream, stream.len() - header as usize), GOODBYE);
+            }
+        });
+    }
+}
+
+#[test]
+fn connections_and_polling_follow_the_processors() {
+    let offer = |host: &str, processors| Offer {
+        address: String::new(),
+        connections: None,
+        host: host.into(),
+        processors,
+    };
+    let plan = |offers: &[Offer], queues, peers| {
+        let plan = Plan::new(offers, queues, peers);
+        (plan.connections, plan.polls)
+    };
+    let host = |ranks, processors| vec![offer("here", processors); ranks];
+    assert_eq!(plan(&host(2, 32), 1, 1), (4, true), "two ranks of one host, one queue");
+    assert_eq!(plan(&host(2, 32), 8, 1), (1, false), "eight queues");
+    assert_eq!(plan(&host(2, 2), 1, 1), (1, false), "as many processors as ranks");
+    assert_eq!(plan(&host(1, 2), 1, 1), (1, false), "two processors");
+    assert_eq!(plan(&host(2, 1), 1, 1), (1, false), "virtual GPUs");
+    assert_eq!(plan(&host(8, 128), 1, 8), (1, false), "eight peers");
+    let hosts = [offer("one", 64), offer("two", 4)];
+    assert_eq!(plan(&hosts, 1, 1), (2, false), "the smaller host");
+    let asked = [Offer { connections: Some(9), ..offer("one", 2) }];
+    assert_eq!(plan(&asked, 1, 1), (9, false), "an option goes before");
 }
