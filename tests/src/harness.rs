@@ -159,6 +159,11 @@ impl NodeLinks {
     pub fn transport_of(&self, rank: u32) -> TransportOptions {
         let mut options =
             TransportOptions { queues_per_peer: self.queues, ..TransportOptions::new(self.transport) };
+        if self.transport == TransportKind::Tcp {
+            // Beside virtual GPUs there would be one, and small rows are not divided.
+            options.connections_per_queue = Some(2);
+            options.hooks.smallest_part = Some(256);
+        }
         if self.transport == TransportKind::Auto {
             options.hooks.host = Some(format!("host {}", rank / self.ranks_per_node.max(1) / 2));
         }

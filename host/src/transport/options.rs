@@ -77,13 +77,12 @@ pub struct TransportOptions {
     /// The transport; the same on every rank.
     pub kind: TransportKind,
     /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has a
-    /// thread of its own at the sending end, and with [`TransportKind::Tcp`] a connection and a
-    /// thread at the receiving end.
+    /// thread of its own at the sending end.
     pub queues_per_peer: u32,
     /// With [`TransportKind::Tcp`]: connections of each queue, 1 to [`MAX_CONNECTIONS`]; the same
-    /// on every rank. Large puts are divided among them, and each has a thread at either end. `None`:
-    /// four, or as many as the host with the fewest processors per rank has processors for; one
-    /// beside a virtual GPU.
+    /// on every rank. Large puts are divided among them, and each has a thread at either end.
+    /// `None`: as many as the host with the fewest processors for each rank has processors for, up
+    /// to four; one beside a virtual GPU.
     pub connections_per_queue: Option<u32>,
     /// How long a put waits for the network.
     pub timeout: Duration,
