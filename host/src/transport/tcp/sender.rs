@@ -96,9 +96,6 @@ impl TcpQueue {
     fn put(&mut self, puts: &[Put]) -> Result<()> {
         let deadline = deadline(self.first.timeout);
         self.check_further()?;
-        if let Some(reason) = self.first.farewell() {
-            return Err(self.first.ends.error("put", reason));
-        }
         for put in puts {
             let checked = put.check(self.first.source.bytes());
             checked.map_err(|reason| self.first.ends.error("put", reason))?;
@@ -114,7 +111,11 @@ impl TcpQueue {
             self.first.send_frames(&frames, deadline)?;
             self.sent += batch.len() as u64;
         }
-        Ok(())
+        // Behind the puts, which do not wait for this system call.
+        match self.first.farewell() {
+            Some(reason) => Err(self.first.ends.error("put", reason)),
+            None => Ok(()),
+        }
     }
 
     /// Hands parts of a large put to the further connections. The bytes that are left for the first
