@@ -81,8 +81,8 @@ pub struct TransportOptions {
     pub queues_per_peer: u32,
     /// With [`TransportKind::Tcp`]: connections of each queue, 1 to [`MAX_CONNECTIONS`]; the same
     /// on every rank. Large puts are divided among them, and each has a thread at either end.
-    /// `None`: as many as the host with the fewest processors for each rank has processors for, up
-    /// to four; one beside a virtual GPU.
+    /// `None`: as many, up to four, as half of a rank's processors carry on the host where a rank
+    /// has the fewest; one beside a virtual GPU.
     pub connections_per_queue: Option<u32>,
     /// How long a put waits for the network.
     pub timeout: Duration,

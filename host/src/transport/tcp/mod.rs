@@ -81,11 +81,12 @@ impl Plan {
         let ranks_of = |host: &str| offers.iter().filter(|other| other.host == host).count() as u32;
         let share = |offer: &Offer| offer.processors / ranks_of(&offer.host).max(1);
         let processors = offers.iter().map(share).min().unwrap_or_default();
-        // A connection has a thread at either end, and a rank both kinds.
+        // A connection has a thread at either end, and a rank both kinds. Half of its processors
+        // are for them, so that all of them may poll.
         let threads = 2 * queues.saturating_mul(peers).max(1);
-        let chosen = (processors / threads).clamp(1, CONNECTIONS);
+        let chosen = (processors / 2 / threads).clamp(1, CONNECTIONS);
         let connections = offers.first().and_then(|offer| offer.connections).unwrap_or(chosen);
-        Plan { connections, polls: 2 * threads.saturating_mul(connections) <= processors }
+        Plan { connections, polls: threads.saturating_mul(connections) <= processors / 2 }
     }
 
     /// The patience of a queue's threads. Further queues carry rows alone.

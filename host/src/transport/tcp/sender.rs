@@ -165,6 +165,9 @@ impl PutQueue for TcpQueue {
     }
 
     fn completed(&mut self) -> Result<u64> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
         // The sockets hold copies of the bytes.
         let left = |further: &[Further], (number, parts): (u64, usize)| {
             further[..parts].iter().all(|further| further.state.sent.load(Ordering::Acquire) >= number)
