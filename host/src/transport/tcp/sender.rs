@@ -28,7 +28,7 @@ use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, POLL_INTERVAL, Setup, Wire
 use crate::virtual_time::spawn;
 
 /// Puts per system call: two pieces each, of at most 1024.
-const WRITE_PUTS: usize = 256;
+const WRITE_PUTS: usize = 32;
 /// How long a goodbye may take.
 const GOODBYE_TIME: Duration = Duration::from_millis(200);
 /// Fewest bytes of a part, unless a test says otherwise. Sending as many takes about as long as
@@ -36,8 +36,11 @@ const GOODBYE_TIME: Duration = Duration::from_millis(200);
 const SMALLEST_PART: u64 = 16 << 10;
 /// Parts begin at multiples of this many bytes of their put.
 const PART_ALIGNMENT: u64 = 64;
-/// Most parts that wait for a further connection.
+/// Most parts that wait for a further connection. Headers leave behind the parts of their batch,
+/// and a part is stored only behind the headers of earlier puts. So where a part has to wait for
+/// room, headers of parts ahead of it must have left.
 const MOST_WAITING: u64 = 64;
+const _: () = assert!(MOST_WAITING >= 2 * WRITE_PUTS as u64);
 
 /// A queue over one or more connections.
 #[derive(Debug)]

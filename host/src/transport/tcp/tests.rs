@@ -857,3 +857,24 @@ fn connections_and_polling_follow_the_processors() {
     let asked = [Offer { connections: Some(9), ..offer("one", 2) }];
     assert_eq!(plan(&asked, 1, 1), (9, false), "an option goes before");
 }
+
+/// Parts wait for the headers of earlier puts, which must not wait for room for these parts.
+#[test]
+fn many_large_puts_in_one_call_arrive() {
+    const PUTS: u64 = 150;
+    for patience in [BLOCKS, POLLS] {
+        alone(SOON, |setup| {
+            let (theirs, receivers) = divided(setup, 3, patience);
+            let sockets = theirs.into_iter().map(|socket| (socket, None)).collect();
+            let mut queue = TcpQueue::new(setup, setup.ends(1), sockets, patience).unwrap();
+            let half = BYTES / 2;
+            let put = |value| Put { from: 64, to: half, bytes: half - 64, counter: COUNTER, value };
+            let puts: Vec<Put> = (1..=PUTS).map(put).collect();
+            queue.put_with_counter(&puts).unwrap();
+            queue.quiet(SOON).unwrap();
+            wait_for_counter(setup, PUTS);
+            queue.close();
+            assert!(receivers.failure().is_none(), "{:?}", receivers.failure());
+        });
+    }
+}
