@@ -254,7 +254,7 @@ fn random_puts_arrive_exactly_and_rings_wrap() {
         random_puts(&options(kind, 1), 4, 1, 300);
         random_puts(&options(kind, 3), 4, 3, 100);
     }
-    // As many connections as there can be, threads that poll, and one connection alone.
+    // The most connections, threads that poll, and one connection alone.
     for (connections, polls) in [(MAX_CONNECTIONS, false), (2, true), (1, true), (1, false)] {
         let mut options = options(TransportKind::Tcp, 1);
         options.connections_per_queue = Some(connections);

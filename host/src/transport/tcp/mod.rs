@@ -40,7 +40,7 @@ const CONNECTIONS: u32 = 4;
 const SPIN: Duration = Duration::from_millis(1);
 const GIVE_WAY: Duration = Duration::from_millis(5);
 
-/// What a rank says of itself before ranks connect.
+/// The entry of a rank in the greeting.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Offer {
     /// Where it can be reached.
@@ -69,7 +69,7 @@ impl Offer {
 /// How many connections and threads the ranks have; the same on all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Plan {
-    /// Of a queue.
+    /// Connections of a queue.
     connections: u32,
     /// Whether threads of the first queue poll.
     polls: bool,
@@ -102,7 +102,8 @@ struct Patience {
 }
 
 impl Patience {
-    /// Of a receive: a thread that polls does not block at first, any other blocks for all bytes.
+    /// Flags of a receive: a thread that polls does not block at first, any other blocks for all
+    /// bytes.
     fn flags(self) -> libc::c_int {
         if self.polls { libc::MSG_DONTWAIT } else { libc::MSG_WAITALL }
     }
@@ -148,7 +149,7 @@ fn check_connections(connections: Option<u32>) -> Result<()> {
     }
 }
 
-/// What each rank says of itself, by rank.
+/// The entries of all ranks, by rank.
 fn offers(setup: &Setup<'_>, own: &Offer, all: &[greeting::Greeting]) -> Result<Vec<Offer>> {
     let read = |(peer, greeting): (u32, &greeting::Greeting)| {
         let text = greeting.address.as_deref().unwrap_or_default();

@@ -232,7 +232,7 @@ struct Reader {
     ends: LinkEnds,
     socket: Arc<TcpStream>,
     target: WireHost,
-    /// That of the queue.
+    /// Shared by the connections of the queue.
     progress: Arc<Progress>,
     /// The longest wait for another connection.
     timeout: Duration,

@@ -347,7 +347,7 @@ pub(super) struct Connection {
     signer: Option<Signer>,
     source: WireHost,
     pub(super) timeout: Duration,
-    /// That of the queue.
+    /// Shared by the connections of the queue.
     interrupt: Interrupt,
     /// Tells the calls of the thread that uses this connection.
     calls: Interrupt,

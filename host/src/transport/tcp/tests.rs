@@ -608,7 +608,7 @@ fn parts_in_any_order_make_puts_in_order() {
                 if random.random_bool(0.3) {
                     std::thread::sleep(Duration::from_micros(random.random_range(0..500)));
                 }
-                // It only ever grows, and nothing but the next put may have been stored ahead of it.
+                // The counter only grows, and nothing but the next put may have been stored ahead of it.
                 let first = word64(&memory(setup)[..64], COUNTER as usize) as usize;
                 let seen = memory(setup);
                 let last = word64(&memory(setup)[..64], COUNTER as usize) as usize;
