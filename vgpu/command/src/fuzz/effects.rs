@@ -338,8 +338,16 @@ fn copies(t: &mut Table) {
             let at = if bits == 32 { "%priv" } else { "%priv+8" };
             t.form(Needs::Nothing, format!("{copy} {wait} ld.shared.b{bits} $0, [{at}];"), &[], kind);
         }
+        // Sizes that are known at run time only, and a predicate that ignores the source.
+        let size = "and.b32 %x, $1, 7; min.u32 %x, %x, 4;";
+        let copy = "cp.async.ca.shared.global.L2::128B [%priv], [%in+$i], 4, %x;";
+        t.form(Needs::Nothing, format!("{size} {copy} {wait} ld.shared.b32 $0, [%priv];"), &[WORD], WORD);
+        for ignored in ["$1", "!$1"] {
+            let copy = format!("cp.async.ca.shared::cta.global [%priv+8], [%in+$i], 8, {ignored};");
+            t.form(Needs::Nothing, format!("{copy} {wait} ld.shared.b64 $0, [%priv+8];"), &[Pred], LONG);
+        }
         // 16 bytes, which the two values of neighbours are.
-        for size in ["16", "16, 5"] {
+        for size in ["16", "16, 5", "16, 0"] {
             let copy = format!("ld.param.u64 %u, [in]; cp.async.cg.shared.global [%priv], [%u+$i], {size};");
             t.form(Needs::Nothing, format!("{copy} {wait} ld.shared.b64 $0, [%priv+$e];"), &[], LONG);
         }

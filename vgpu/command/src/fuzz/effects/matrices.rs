@@ -229,6 +229,10 @@ fn tiles(t: &mut Table) {
             let text =
                 format!("{fill} ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{d}}}, [%swap];");
             t.form(Needs::Warp, text, &[WORD; 3], WORD);
+            let generic = "cvt.u64.u32 %u, %swap; cvta.shared.u64 %u, %u;";
+            let text =
+                format!("{fill} {generic} ldmatrix.sync.aligned.m8n8.x{count}{trans}.b16 {{{d}}}, [%u];");
+            t.form(Needs::Warp, text, &[WORD; 3], WORD);
         }
         for count in [1, 2, 4] {
             let from = ["$1", "$2", "$3", "$2"][..count].join(", ");
