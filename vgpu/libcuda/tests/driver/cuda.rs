@@ -25,6 +25,9 @@ pub fn library_path() -> PathBuf {
     program.parent().expect("it lies in a folder").join("libepoxide_vgpu_cuda.so")
 }
 
+/// The library under test, where it is not that of virtual GPUs.
+pub static OTHER_LIBRARY: OnceLock<PathBuf> = OnceLock::new();
+
 /// The library, initialised with two devices.
 pub fn library() -> &'static Library {
     static LIBRARY: OnceLock<Library> = OnceLock::new();
@@ -33,7 +36,8 @@ pub fn library() -> &'static Library {
         // the standard library, whose lock this call takes.
         unsafe { std::env::set_var("EPOXIDE_VGPU_DEVICES", "2") };
         // SAFETY: the library's constructors are those of Rust's standard library.
-        let library = unsafe { Library::new(library_path()) }.expect("cargo has built the shared library");
+        let library = unsafe { Library::new(OTHER_LIBRARY.get_or_init(library_path)) }
+            .expect("cargo has built the shared library");
         // SAFETY: the function has this signature.
         let code =
             unsafe { library.get::<unsafe extern "C" fn(u32) -> Code>(b"cuInit").expect("it has cuInit")(0) };

@@ -10,3 +10,4 @@ mod program;
 mod sharing;
 mod streams;
 mod tensor;
+mod tensor_maps;
