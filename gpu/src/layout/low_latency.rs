@@ -117,9 +117,9 @@ pub const PIECE_BYTES: u32 = 3 * 32 * 16;
 /// words of its vectors, those of the last packet the fourth ones.
 pub const PIECE_PACKET_BYTES: u32 = 4 * 32 * 16;
 
-/// Where ranks gather rows in the pool, the rows of so many tokens of a rank return as packets: the
-/// first ones. That is between two ranks; among three half as many do, up to five a quarter, and so
-/// on. The packets take about as long on the links as the word needs by which owners learn that they
+/// Where ranks gather rows in the pool, the rows of a rank's first tokens return as packets: of so
+/// many tokens between two ranks, of half as many among three, of a quarter up to five, and so on.
+/// The packets take about as long on the links as the word needs by which owners learn that they
 /// may read.
 pub const PUSHED_TOKENS: u32 = 32;
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::options::TransportOptions;
@@ -21,6 +22,20 @@ pub(super) fn deadline(timeout: Duration) -> Instant {
     // Longer than any process lives; an `Instant` cannot be arbitrarily late.
     const LONGEST: Duration = Duration::from_secs(1 << 30);
     Instant::now() + timeout.min(LONGEST)
+}
+
+/// Waits for the end of a thread that was told to end. After `until` the thread is left behind: it
+/// keeps the memory and the sockets that it uses until its call returns.
+pub(super) fn join_until(thread: JoinHandle<()>, until: Instant) {
+    while !thread.is_finished() && Instant::now() < until {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    if thread.is_finished() {
+        let _ = thread.join();
+    } else {
+        let name = thread.thread().name().unwrap_or_default();
+        tracing::error!("left behind: {name:?} did not end within {JOIN_TIMEOUT:?}");
+    }
 }
 
 /// Writes the host memory that ranks of one host share ([`TransportKind::Shm`]).

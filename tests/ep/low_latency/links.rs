@@ -100,7 +100,7 @@ fn rows_between(routing: &Routing, from: u32, to: u32) -> u64 {
     (0..routing.num_tokens(from)).filter(|&token| routing.hits(from, token, to)).count() as u64
 }
 
-/// Those whose rows return as packets though owners gather rows: the first ones of the rank.
+/// The first tokens of a rank, whose rows return as packets though owners gather the others.
 fn pushed_between(case: &LowLatencyCase, from: u32, to: u32) -> u64 {
     let routing = &case.routing;
     // Half of them among three ranks, a quarter up to five, and so on.

@@ -58,7 +58,7 @@ fn releases(sem: Sem) -> bool {
     matches!(sem, Sem::Release | Sem::AcqRel)
 }
 
-/// Who has read a flag: the lane of the later access itself, if its warp did so lately.
+/// The reader of a flag: the lane of the later access itself, if its warp has read it lately.
 fn reader(world: &World, me: &Me<'_>, read: &Sight) -> Reader {
     let grids = &world.grids;
     let own_lane = clock::place_of(me.own).and_then(|(_, within)| within?.1).unwrap_or(0);

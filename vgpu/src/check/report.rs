@@ -267,7 +267,7 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key, gaps: Option<&[Gap]>) -> At
 /// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
-/// What a report has on an order between two accesses.
+/// The part of a report about an order between two accesses.
 struct Order {
     /// The synchronisation that was seen, with the step at which it failed.
     attempts: Vec<Attempt>,

@@ -34,7 +34,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Those to all peers, and from them, of queues with so many connections; ascending.
+    /// Places of the connections to all peers, and from them, so many of each queue; ascending.
     pub(super) fn all(setup: &Setup<'_>, connections: u32) -> impl Iterator<Item = Place> {
         let place =
             move |(queue, peer)| (0..connections).map(move |connection| Place { queue, peer, connection });
@@ -171,7 +171,7 @@ pub(super) struct Acceptor {
 enum Verdict {
     /// The hello is not complete yet.
     Incomplete,
-    /// It is this connection.
+    /// This connection, which is expected.
     Welcome(Place),
     /// A connection that does not belong to the group.
     Stranger(String),

@@ -24,7 +24,7 @@ use crate::group::internal::{Signer, TAG};
 use crate::lock::lock;
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
-use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, Setup, WireHost, deadline, store_counter};
+use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, Setup, WireHost, deadline, join_until, store_counter};
 use crate::virtual_time::spawn;
 
 /// A connection of a peer that has been let in.
@@ -117,18 +117,7 @@ impl Receiving for Receivers {
         self.queues.iter().for_each(|queue| queue.fail());
         let until = deadline(JOIN_TIMEOUT);
         for (_, thread) in self.readers.drain(..) {
-            while !thread.is_finished() && Instant::now() < until {
-                std::thread::sleep(Duration::from_micros(200));
-            }
-            if thread.is_finished() {
-                let _ = thread.join();
-            } else {
-                // It keeps the wire memory that it writes to, and its socket.
-                let name = thread.thread().name().unwrap_or_default();
-                tracing::error!(
-                    "left behind: the receiver {name:?} is in recv {JOIN_TIMEOUT:?} after its socket was shut down"
-                );
-            }
+            join_until(thread, until);
         }
     }
 }
@@ -142,7 +131,7 @@ impl Drop for Receivers {
 /// How far the connections of a queue have come.
 #[derive(Debug, Default)]
 struct Progress {
-    /// Those of the queue's connections.
+    /// One for each connection of the queue.
     sockets: Vec<Arc<TcpStream>>,
     /// Puts that are complete: their counters are stored.
     complete: AtomicU64,
@@ -278,7 +267,7 @@ impl Reader {
         let progress = &self.progress;
         // SAFETY: checked by the caller: all of it lies in the target, which the reader keeps.
         unsafe { self.take(self.target.at(put.to), put.bytes as usize)? };
-        // This thread alone stores it.
+        // Only this thread stores it.
         let number = progress.complete.load(Ordering::Relaxed) + 1;
         for (connection, stored) in (1..).zip(&progress.stored[..parts]) {
             self.wait(stored, number, || format!("the part on connection {connection} of put {number}"))?;

@@ -24,7 +24,7 @@ use crate::foreign::quoted;
 use crate::group::internal::Signer;
 use crate::lock::lock;
 use crate::transport::put::{Interrupt, Put, PutQueue};
-use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, POLL_INTERVAL, Setup, WireHost, deadline};
+use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, POLL_INTERVAL, Setup, WireHost, deadline, join_until};
 use crate::virtual_time::spawn;
 
 /// Puts per system call: two pieces each, of at most 1024.
@@ -57,7 +57,7 @@ pub(super) struct TcpQueue {
 
 impl TcpQueue {
     /// `sockets`: the queue's connections, and what signs the headers of each where the job has a
-    /// secret. There is one at least.
+    /// secret; at least one.
     pub(super) fn new(
         setup: &Setup<'_>,
         ends: LinkEnds,
@@ -291,17 +291,7 @@ impl Drop for Further {
         self.stopped.store(true, Ordering::Release);
         let Some(thread) = self.thread.take() else { return };
         thread.thread().unpark();
-        let until = deadline(JOIN_TIMEOUT);
-        while !thread.is_finished() && Instant::now() < until {
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        if thread.is_finished() {
-            let _ = thread.join();
-        } else {
-            // It keeps its socket, and the wire memory that its bytes come from.
-            let name = thread.thread().name().unwrap_or_default();
-            tracing::error!("left behind: the sender {name:?} did not end within {JOIN_TIMEOUT:?}");
-        }
+        join_until(thread, deadline(JOIN_TIMEOUT));
     }
 }
 
