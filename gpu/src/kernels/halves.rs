@@ -16,7 +16,7 @@
 use super::epoch::{ReadyEntry, add_wait, current_epoch, pool_at, wait_entered};
 use super::peer_wait::PeerWait;
 use crate::layout::{
-    EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, QUANTUM, READY_EPOCHS, READY_SHIFT, Wait,
+    Comm, EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, QUANTUM, READY_EPOCHS, READY_SHIFT, Wait,
     done_offset, ready_offset,
 };
 use crate::simt::*;
@@ -68,10 +68,20 @@ pub unsafe fn end_operation(args: EndArgs) {
         return;
     }
     let epoch = current_epoch(comm);
-    let (word, needed) = (pool_at::<true>(comm, comm.rank) + done_offset(peer), epoch * QUANTUM);
+    let (word, needed) = (done_word(comm, peer), epoch * QUANTUM);
     let is_late = ld_relaxed_sys_u64(word) < needed;
     let what = if args.is_combine != 0 { Wait::CombineDone } else { Wait::DispatchDone };
-    PeerWait::new(comm, peer, epoch, what).at_least(word, needed);
+    let mut wait = PeerWait::new(comm, peer, epoch, what);
+    loop {
+        let seen = ld_acquire_sys_u64(word);
+        if seen >= needed {
+            break;
+        }
+        if wait.has_expired() {
+            record_last(&wait, needed, seen);
+            break;
+        }
+    }
     if is_late && peer != comm.rank && !args.waited.is_null() {
         add_wait(args.waited, peer, start);
     }
@@ -80,4 +90,30 @@ pub unsafe fn end_operation(args: EndArgs) {
         // one before its ticket.
         st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
     }
+}
+
+/// The word in this rank's own pool that says how much of its operations rank `peer` has done.
+#[device]
+unsafe fn done_word(comm: &Comm, peer: u32) -> u64 {
+    pool_at::<true>(comm, comm.rank) + done_offset(peer)
+}
+
+/// Records an expired wait, which saw `seen`, for the rank that is furthest behind. The waits for
+/// all ranks expire together, and a rank that has done a part may wait for another one: the block
+/// that copies a lost rank's rows by expert publishes nothing.
+///
+/// # Safety
+/// As [`PeerWait::record`].
+#[device]
+unsafe fn record_last(wait: &PeerWait, needed: u64, seen: u64) {
+    wait.note_late();
+    let (mut last, mut least) = (wait.peer, seen);
+    for peer in 0..wait.comm.num_ranks {
+        no_unroll();
+        let seen = ld_relaxed_sys_u64(done_word(wait.comm, peer));
+        if seen < least {
+            (last, least) = (peer, seen);
+        }
+    }
+    wait.of(last).record(needed, least);
 }
