@@ -235,6 +235,16 @@ pub(crate) enum Sem {
     AcqRel,
 }
 
+impl Sem {
+    pub(crate) fn acquires(self) -> bool {
+        matches!(self, Sem::Acquire | Sem::AcqRel)
+    }
+
+    pub(crate) fn releases(self) -> bool {
+        matches!(self, Sem::Release | Sem::AcqRel)
+    }
+}
+
 /// Set of threads that an ordered access or a fence orders. Fast mode ignores scopes, because every
 /// access is to real host memory; checks need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -261,6 +271,16 @@ pub(crate) enum Fence {
     MbarrierInit,
     /// Aliases: nothing that is ever out of order here.
     Other,
+}
+
+impl Fence {
+    /// The scope of one that orders memory accesses of threads.
+    pub(crate) fn scope(self) -> Option<Scope> {
+        match self {
+            Fence::AcqRel(scope) | Fence::Sc(scope) => Some(scope),
+            _ => None,
+        }
+    }
 }
 
 /// `[base + offset]`.

@@ -642,7 +642,7 @@ impl BlockCheck {
     /// For reports: the lanes of a mask fence by this instruction. Returns the warp's tick.
     pub(super) fn note_fence(&mut self, warp: u32, mask: u32, pc: u32, fence: Fence) -> u32 {
         let warp = &mut self.warps[warp as usize];
-        if let Fence::AcqRel(scope) | Fence::Sc(scope) = fence {
+        if let Some(scope) = fence.scope() {
             let sites = warp.fence_sites.get_or_insert_default();
             lanes(mask).for_each(|lane| sites[lane] = Some((pc, scope)));
         }

@@ -31,19 +31,8 @@ pub struct Summary {
     pub reports: Vec<String>,
 }
 
-fn place_of(party: &Party) -> ReportPlace {
-    let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = party;
-    ReportPlace {
-        kernel: kernel.clone(),
-        ptx_line: *ptx_line,
-        ptx_text: ptx_text.trim().to_owned(),
-        source: source.clone(),
-        inlined: inlined.clone(),
-    }
-}
-
 fn is_same_place(a: &Party, b: &Party) -> bool {
-    place_of(a).is_same_line(&place_of(b))
+    ReportPlace::of(a).is_same_line(&ReportPlace::of(b))
 }
 
 fn is_same_gap(a: &Gap, b: &Gap) -> bool {
@@ -153,17 +142,11 @@ impl Report {
     }
 }
 
-impl Cause {
-    /// The cause in one line, with the number of its reports.
-    fn head(&self) -> String {
-        let reports = if self.reports.len() == 1 { "report" } else { "reports" };
-        format!("cause: {} {reports}, {} times: {}", self.reports.len(), self.occurrences, self.text)
-    }
-}
-
 impl fmt::Display for Cause {
+    /// The cause in one line, with the number of its reports.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.head())
+        let reports = if self.reports.len() == 1 { "report" } else { "reports" };
+        write!(f, "cause: {} {reports}, {} times: {}", self.reports.len(), self.occurrences, self.text)
     }
 }
 

@@ -7,36 +7,25 @@
 
 use super::clock::{self, Key};
 use super::grids::Grids;
-use super::history::{Fenced, Sight, Step, Strong};
+use super::history::{FenceSite, Fenced, Sight, Step, Strong};
 use super::hooks::Place;
 use super::record::Record;
 use super::releases::{OWN, Release, Releases};
 use super::report::{Me, actor_of, party, scope_name};
 use super::world::World;
 use crate::fault::{Gap, GapKind, Party, Side};
-use crate::ir::{Fence, Op, Scope, Sem};
+use crate::ir::{Fence, Op, Scope};
 
 /// Flags that are judged at the most.
 const MOST_FLAGS: usize = 16;
-
-/// A fence's instruction, and its scope.
-type Site = (u32, Scope);
 
 /// The reader of a flag.
 struct Reader {
     by: Key,
     /// The widest fence behind the read.
-    fence: Option<Site>,
+    fence: Option<FenceSite>,
     /// Whether the later access is ordered behind the read, or behind the fence.
     is_ahead: bool,
-}
-
-/// The scope that an access or a fence has.
-fn scope_of(fence: Fence) -> Option<Scope> {
-    match fence {
-        Fence::AcqRel(scope) | Fence::Sc(scope) => Some(scope),
-        _ => None,
-    }
 }
 
 /// The narrowest scope that includes both actors.
@@ -46,16 +35,8 @@ fn needed(grids: &Grids, a: Key, b: Key) -> &'static str {
 }
 
 /// The place of a fence.
-fn at_fence(grids: &Grids, by: Key, (pc, scope): Site, me: Key) -> Party {
+fn at_fence(grids: &Grids, by: Key, (pc, scope): FenceSite, me: Key) -> Party {
     party(grids, format!("fence of scope {}", scope_name(scope)), by, pc, me)
-}
-
-fn acquires(sem: Sem) -> bool {
-    matches!(sem, Sem::Acquire | Sem::AcqRel)
-}
-
-fn releases(sem: Sem) -> bool {
-    matches!(sem, Sem::Release | Sem::AcqRel)
 }
 
 /// The reader of a flag: the lane of the later access itself, if its warp has read it lately.
@@ -69,15 +50,15 @@ fn reader(world: &World, me: &Me<'_>, read: &Sight) -> Reader {
     {
         let behind = me.recent[..at].iter().filter(|(_, lanes)| mine(*lanes));
         let fences = behind.filter_map(|(pc, _)| match facts.kernel.code.get(*pc as usize)?.op {
-            Op::Fence(fence) => Some((*pc, scope_of(fence)?)),
+            Op::Fence(fence) => Some((*pc, fence.scope()?)),
             _ => None,
         });
         return Reader { by: me.own, fence: fences.max_by_key(|(_, scope)| *scope), is_ahead: true };
     }
     let behind = world.history.fences_of(read.by).filter(|fence| fence.tick >= read.tick);
-    let behind = behind.filter_map(|&Fenced { pc, tick, fence, .. }| Some(((pc, scope_of(fence)?), tick)));
+    let behind = behind.filter_map(|&Fenced { pc, tick, fence, .. }| Some(((pc, fence.scope()?), tick)));
     let widest = behind.max_by_key(|((_, scope), _)| *scope);
-    let tick = widest.filter(|_| !acquires(read.sem)).map_or(read.tick, |(_, tick)| tick);
+    let tick = widest.filter(|_| !read.sem.acquires()).map_or(read.tick, |(_, tick)| tick);
     let is_ahead = read.by == me.own || grids.includes_tick(&me.past.all, read.by, tick);
     Reader { by: read.by, fence: widest.map(|(site, _)| site), is_ahead }
 }
@@ -110,7 +91,7 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
 
     let &Strong { by, pc, sem, scope, rmw, fence, .. } = write;
     let at_write = || {
-        let what = match (releases(sem), rmw) {
+        let what = match (sem.releases(), rmw) {
             (true, _) => "release",
             (false, true) => "read-modify-write",
             (false, false) => "write",
@@ -131,11 +112,11 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
     // The first fence of the earlier access's thread behind it.
     let of_theirs = || {
         let behind = world.history.fences_of(theirs).filter(|fence| fence.tick >= other.tick);
-        behind.filter_map(|fence| Some((fence.pc, scope_of(fence.fence)?))).last()
+        behind.filter_map(|fence| Some((fence.pc, fence.fence.scope()?))).last()
     };
-    let ahead = ahead.filter(|_| !releases(sem) && covered != Some(true)).and_then(|_| of_theirs());
+    let ahead = ahead.filter(|_| !sem.releases() && covered != Some(true)).and_then(|_| of_theirs());
     let (fenced_by, fence) = ahead.map_or((by, fence), |site| (theirs, Some(site)));
-    let at_release = || match fence.filter(|_| !releases(sem)) {
+    let at_release = || match fence.filter(|_| !sem.releases()) {
         Some(site) => at_fence(grids, fenced_by, site, me.own),
         None => at_write(),
     };
@@ -146,7 +127,7 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
         gaps.push(gap(Side::Writer, GapKind::NoFence, None, at_write()));
     }
     if let Some((_, scope)) = fence
-        && !releases(sem)
+        && !sem.releases()
         && leaves_out(scope, fenced_by, reader.by)
     {
         gaps.push(gap(Side::Writer, GapKind::NarrowFence, Some(scope), at_release()));
@@ -159,13 +140,13 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
 
     let &Sight { pc, sem, scope, .. } = read;
     let at_read = || {
-        let what = if acquires(sem) { "acquire" } else { "read" };
+        let what = if sem.acquires() { "acquire" } else { "read" };
         party(grids, what.into(), reader.by, pc, me.own)
     };
     if leaves_out(scope, reader.by, by) {
         gaps.push(gap(Side::Reader, GapKind::NarrowAccess, Some(scope), at_read()));
     }
-    if !acquires(sem) {
+    if !sem.acquires() {
         match reader.fence {
             None => gaps.push(gap(Side::Reader, GapKind::NoFence, None, at_read())),
             Some((pc, scope)) if leaves_out(scope, reader.by, by) => {

@@ -383,7 +383,7 @@ impl History {
             // No other block writes shared memory.
             (Place::Shared { .. }, _) => of == Some(block),
             (_, Some(write)) => clock::block_of(write.by) != block,
-            (_, None) => matches!(step.read.sem, Sem::Acquire | Sem::AcqRel),
+            (_, None) => step.read.sem.acquires(),
         };
         let mut last: Vec<Step> = vec![];
         for step in self.steps(block, u64::MAX, writes).filter(telling) {

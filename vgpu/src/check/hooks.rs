@@ -625,7 +625,7 @@ impl Hooks for CheckHooks<'_> {
             return;
         }
         self.observe_again(place, mask, pc, sem, scope);
-        let acquire = matches!(sem, Sem::Acquire | Sem::AcqRel);
+        let acquire = sem.acquires();
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {
                 self.block.acquire(self.warp, mask, &self.world.outside);

@@ -145,7 +145,7 @@ fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Optio
             let scope = if at == 0 { write.scope.min(*scope) } else { write.scope };
             world.grids.mutual(read.scope, read.by, scope, write.by)
         };
-        write.as_ref().is_some_and(reaches) && matches!(read.sem, Sem::Acquire | Sem::AcqRel)
+        write.as_ref().is_some_and(reaches) && read.sem.acquires()
     });
     let fenced = world.grids.includes_tick(&ahead.all, theirs, other.tick);
     (fenced && acquired).then(|| {
@@ -233,7 +233,7 @@ fn writer(grids: &Grids, &Strong { by, pc, sem, scope, rmw, .. }: &Strong, me: K
 /// `gaps`: those of this step, where they were looked for.
 fn read_attempt(grids: &Grids, step: &Step, me: Key, gaps: Option<&[Gap]>) -> Attempt {
     let Step { read: Sight { by, pc, sem, scope, .. }, write } = *step;
-    let acquires = matches!(sem, Sem::Acquire | Sem::AcqRel);
+    let acquires = sem.acquires();
     let what = if acquires { "acquire" } else { "relaxed read" };
     let what = party(grids, format!("{what} of scope {}", scope_name(scope)), by, pc, me);
     let Some(write) = write else {
@@ -256,7 +256,7 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key, gaps: Option<&[Gap]>) -> At
             "orders what its thread did before the write's fence, or before its release, and what this thread does behind its fence"
         }
         () if !acquires => "orders nothing, unless a fence follows: the read is no acquire",
-        () if !matches!(write.sem, Sem::Release | Sem::AcqRel) => {
+        () if !write.sem.releases() => {
             "orders what its thread did before its fence, and what this thread does behind the read"
         }
         () => "orders what its thread did before the write, and what this thread does behind the read",

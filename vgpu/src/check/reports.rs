@@ -105,6 +105,17 @@ pub struct ReportPlace {
 }
 
 impl ReportPlace {
+    pub(super) fn of(party: &Party) -> ReportPlace {
+        let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = party;
+        ReportPlace {
+            kernel: kernel.clone(),
+            ptx_line: *ptx_line,
+            ptx_text: ptx_text.trim().to_owned(),
+            source: source.clone(),
+            inlined: inlined.clone(),
+        }
+    }
+
     /// Whether both are the same line of the source of the same kernel; without line information,
     /// the same line of PTX. An unrolled loop has many lines of PTX for one of the source.
     #[must_use]
@@ -159,15 +170,7 @@ impl Report {
             inlined: inlined.clone(),
         };
         let FaultKind::Race(race) = kind else { return vec![here] };
-        let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = &race.other;
-        let there = ReportPlace {
-            kernel: kernel.clone(),
-            ptx_line: *ptx_line,
-            ptx_text: ptx_text.trim().to_owned(),
-            source: source.clone(),
-            inlined: inlined.clone(),
-        };
-        vec![here, there]
+        vec![here, ReportPlace::of(&race.other)]
     }
 
     /// Whether it is of the same kind at the same pair of lines, in either order.

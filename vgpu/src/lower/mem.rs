@@ -171,7 +171,7 @@ fn access(l: &mut Lower, ops: &[(Operand, Span)], s: &Shape, dest: bool) -> Lowe
 /// `ld`, `ldu`
 pub(super) fn load(m: &mut Mods) -> Result<Emit, String> {
     let s = shape(m)?;
-    if matches!(s.sem, Sem::Release | Sem::AcqRel) {
+    if s.sem.releases() {
         return m.unsupported();
     }
     Ok(Box::new(move |l, ops| {
@@ -184,7 +184,7 @@ pub(super) fn load(m: &mut Mods) -> Result<Emit, String> {
 /// `st`
 pub(super) fn store(m: &mut Mods) -> Result<Emit, String> {
     let s = shape(m)?;
-    if matches!(s.sem, Sem::Acquire | Sem::AcqRel) {
+    if s.sem.acquires() {
         return m.unsupported();
     }
     Ok(Box::new(move |l, ops| {

@@ -95,18 +95,19 @@ fn a_bad_address_ends_its_run_and_what_was_collected_stays() {
     assert_eq!(kinds(&reports), ["out-of-bounds"]);
 }
 
-#[test]
-fn a_copy_that_outlives_its_block_is_collected_and_lands() {
-    let module = parse(
-        "
+/// A bulk store that outlives its block.
+const OUTLIVES: &str = "
     mov.u32 %r1, DATA;
     mov.u64 %rd1, 7;
     st.shared.u64 [%r1], %rd1;
     st.shared.u64 [%r1+8], %rd1;
     fence.proxy.async;
     cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16;
-    cp.async.bulk.commit_group;",
-    );
+    cp.async.bulk.commit_group;";
+
+#[test]
+fn a_copy_that_outlives_its_block_is_collected_and_lands() {
+    let module = parse(OUTLIVES);
     let (outcome, reports, words) = run(&module, launch(1, 1), 1, Some(CheckConfig::collecting()));
     outcome.unwrap();
     assert_eq!(kinds(&reports), ["copy-outlives-block"]);
@@ -117,16 +118,7 @@ fn a_copy_that_outlives_its_block_is_collected_and_lands() {
 #[test]
 fn fast_mode_collects_copies_that_outlive_their_blocks_and_marks_what_ended_the_run() {
     // Each block's copy outlives it. The second launch writes to a bad address.
-    let outlives = parse(
-        "
-    mov.u32 %r1, DATA;
-    mov.u64 %rd1, 7;
-    st.shared.u64 [%r1], %rd1;
-    st.shared.u64 [%r1+8], %rd1;
-    fence.proxy.async;
-    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r1], 16;
-    cp.async.bulk.commit_group;",
-    );
+    let outlives = parse(OUTLIVES);
     let beyond = parse("add.s64 %rd3, %rd40, 65536;\nst.global.u32 [%rd3], %r40;");
     for seed in 0..20 {
         let run = |collect| {
