@@ -30,7 +30,8 @@ pub(crate) trait Exchange {
     /// And back.
     fn combine(&self, stream: &Stream) -> Result<()>;
 
-    /// Whether each combine answers a dispatch of its own.
+    /// Whether each combine answers a dispatch of its own, and each dispatch comes behind a combine,
+    /// as a model's do: one behind another dispatch waits for all ranks first.
     fn in_pairs(&self) -> bool {
         false
     }
@@ -93,9 +94,13 @@ impl Script<'_, HighThroughput> {
         let stream = self.stream.clone();
         let (dispatch, combine) = (|| exchange.dispatch(&stream), || exchange.combine(&stream));
         let in_pairs = exchange.in_pairs();
-        let front = if in_pairs { Front::Behind(&dispatch) } else { Front::EmptiedCaches };
+        let whole = || dispatch().and_then(|()| combine());
+        let [before_dispatch, before_combine] = match in_pairs {
+            true => [Front::Behind(&whole), Front::Behind(&dispatch)],
+            false => [Front::EmptiedCaches; 2],
+        };
         let calls =
-            [self.isolated(Front::EmptiedCaches, |_| dispatch())?, self.isolated(front, |_| combine())?];
+            [self.isolated(before_dispatch, |_| dispatch())?, self.isolated(before_combine, |_| combine())?];
         let back_to_back = match in_pairs {
             true => [None; 2],
             false => [Some(self.back_to_back(|_| dispatch())?), Some(self.back_to_back(|_| combine())?)],
@@ -106,7 +111,7 @@ impl Script<'_, HighThroughput> {
             .zip(calls)
             .zip(back_to_back)
             .map(|((name, calls), back_to_back)| PhaseTimes { back_to_back, ..PhaseTimes::new(name, calls) });
-        let pairs = |_: &mut Self| (0..CHAIN).try_for_each(|_| dispatch().and_then(|()| combine()));
+        let pairs = |_: &mut Self| (0..CHAIN).try_for_each(|_| whole());
         let pair = self.chains(Front::EmptiedCaches, self.plan.repetitions(), CHAIN, pairs)?;
         exchange.check()?;
         // No rank frees memory that another rank may still access.
