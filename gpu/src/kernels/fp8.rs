@@ -92,9 +92,9 @@ fn scales(amax: f32, quantise: u32) -> (f32, f32) {
     // Not `max`, which takes a NaN for a small number.
     let amax = if amax < LEAST_AMAX { LEAST_AMAX } else { amax };
     let scale = amax / E4M3_MAX;
-    if quantise == Quantise::Fp8PowerOfTwo as u32 {
-        // The next power of two: of a finite scale, the exponent is what counts; the inverse has
-        // the opposite one.
+    // An infinite scale, or one that is not a number, has no next power of two.
+    if quantise == Quantise::Fp8PowerOfTwo as u32 && scale < f32::INFINITY {
+        // The exponent is what counts; the inverse has the opposite one.
         let exponent = (scale.to_bits() + 0x007f_ffff) >> 23;
         return (f32::from_bits(exponent << 23), f32::from_bits((254 - exponent) << 23));
     }

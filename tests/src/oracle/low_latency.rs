@@ -97,7 +97,8 @@ pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize
 }
 
 /// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale
-/// is the largest magnitude, at least 1e-4, over 448, or the next power of two from there on.
+/// is the largest magnitude, at least 1e-4, over 448, or the next power of two from there on if it is
+/// finite.
 /// Elements are divided by it and rounded to nearest even. Of a block with a NaN, scale and
 /// elements are NaN; of one with an infinity, the scale is infinite.
 pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
@@ -109,9 +110,9 @@ pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
         }
         let mut scale = amax / 448.0;
         let mut inverse = 448.0 / amax;
-        if power_of_two {
+        if power_of_two && scale.is_finite() {
             let powers = (-126..=127).map(|exponent| 2f32.powi(exponent));
-            scale = powers.into_iter().find(|power| *power >= scale).unwrap_or(f32::INFINITY);
+            scale = powers.into_iter().find(|power| *power >= scale).expect("the largest is 2^127 / 448");
             inverse = 1.0 / scale;
         }
         (block.iter().map(|value| e4m3(value * inverse)).collect::<Vec<u8>>(), scale)

@@ -252,13 +252,7 @@ impl Case {
         let mut rng = rng_of(&[self.seed, turn, u64::from(rank), u64::from(token)]);
         let blocks = self.hidden().div_ceil(oracle::MX_BLOCK as u64) as u32;
         let kind = turn as u32 * 5 + rank * 3 + token;
-        let mut row: Vec<bf16> =
-            (0..blocks).flat_map(|at| payload::block_of_bf16(&mut rng, kind + at)).collect();
-        if self.quantise == Quantise::Fp8PowerOfTwo {
-            // A power of two is no scale of these.
-            row.iter_mut().filter(|number| !number.is_finite()).for_each(|number| *number = bf16::ONE);
-        }
-        row
+        (0..blocks).flat_map(|at| payload::block_of_bf16(&mut rng, kind + at)).collect()
     }
 
     /// Elements of such a row, and the bytes of its scales.
