@@ -41,6 +41,10 @@ enum Command {
     /// Run random programs on the virtual GPU and on another device, and compare.
     #[command(after_help = fuzz::HELP)]
     Fuzz(fuzz::Args),
+    /// Run what `fuzz --device cuda` sends by standard input.
+    #[cfg(feature = "cuda")]
+    #[command(hide = true)]
+    ServeGpu(fuzz::ServeArgs),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +54,8 @@ fn main() -> ExitCode {
         Command::Check(args) => check::run(&args),
         Command::Coverage(args) => coverage::run(&args),
         Command::Fuzz(args) => fuzz::run(&args),
+        #[cfg(feature = "cuda")]
+        Command::ServeGpu(args) => fuzz::serve(&args),
     };
     match outcome {
         Ok(output::Verdict::Clean) => ExitCode::SUCCESS,

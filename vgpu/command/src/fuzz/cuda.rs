@@ -58,7 +58,6 @@ functions! {
     device_name = b"cuDeviceGetName\0" (*mut c_char, c_int, c_int);
     device_attribute = b"cuDeviceGetAttribute\0" (*mut c_int, c_int, c_int);
     context_create = b"cuCtxCreate_v2\0" (*mut Handle, c_uint, c_int);
-    context_destroy = b"cuCtxDestroy_v2\0" (Handle);
     module_load = b"cuModuleLoadDataEx\0" (*mut Handle, *const c_char, c_uint, *mut c_int, *mut *mut c_void);
     module_unload = b"cuModuleUnload\0" (Handle);
     module_function = b"cuModuleGetFunction\0" (*mut Handle, Handle, *const c_char);
@@ -74,11 +73,9 @@ functions! {
     error_name = b"cuGetErrorName\0" (Code, *mut *const c_char);
 }
 
-/// A GPU, with a context of its own.
+/// A GPU, with a context that lasts as long as this process: a fault leaves nothing usable in either.
 pub struct Cuda {
     driver: Functions,
-    device: c_int,
-    context: Handle,
     description: String,
 }
 
@@ -110,24 +107,11 @@ impl Cuda {
         let [major, minor] = architecture;
         let description =
             format!("{name}, sm_{major}{minor}, driver API {}.{}", version / 1000, version % 1000 / 10);
-        let mut gpu = Self { driver, device, context: null_mut(), description };
-        gpu.renew().map_err(|failure| anyhow::anyhow!("the GPU {failure}"))?;
-        Ok(gpu)
-    }
-
-    /// Makes the context anew: a kernel's fault leaves nothing usable in it.
-    fn renew(&mut self) -> Result<(), Failure> {
-        if !self.context.is_null() {
-            // SAFETY: the context is ours, and nothing of it is in use: each run frees what it
-            // made.
-            unsafe { (self.driver.context_destroy)(self.context) };
-            self.context = null_mut();
-        }
+        let mut context = null_mut();
         // SAFETY: the pointer is to a handle of ours.
-        self.driver.check(
-            unsafe { (self.driver.context_create)(&raw mut self.context, 0, self.device) },
-            "cuCtxCreate",
-        )
+        let code = unsafe { (driver.context_create)(&raw mut context, 0, device) };
+        ensure!(code == 0, "the GPU has no context: {}", driver.name_of(code));
+        Ok(Self { driver, description })
     }
 
     /// Loads a module and runs its kernels.
@@ -153,13 +137,15 @@ impl Cuda {
                 CStr::from_bytes_until_nul(&log).map_or("".into(), CStr::to_string_lossy).trim().to_owned();
             return Err(Failure::Refused(format!("{}\n{log}", self.driver.name_of(code))));
         }
-        let results = jobs.iter().map(|job| self.run_kernel(module, ptx, job)).collect();
-        // SAFETY: the module is loaded, and its kernels have ended or the context is given up.
-        unsafe { (self.driver.module_unload)(module) };
+        let results = jobs.iter().map(|job| self.run_kernel(module, job)).collect();
+        if !matches!(results, Err(Failure::Lost(_))) {
+            // SAFETY: the module is loaded, and its kernels have ended.
+            unsafe { (self.driver.module_unload)(module) };
+        }
         results
     }
 
-    fn run_kernel(&self, module: Handle, ptx: &str, job: &Job) -> Result<Vec<u64>, Failure> {
+    fn run_kernel(&self, module: Handle, job: &Job) -> Result<Vec<u64>, Failure> {
         let driver = &self.driver;
         let input = Memory::new(driver, job.input.len().max(1) * 8)?;
         let output = Memory::new(driver, job.outputs.max(1) * 8)?;
@@ -202,18 +188,13 @@ impl Cuda {
             // SAFETY: takes the context's default stream.
             match unsafe { (driver.query)(null_mut()) } {
                 NOT_READY if begin.elapsed() > LONGEST_KERNEL => {
-                    // Whatever the driver is asked next waits for the kernel, the end of the
-                    // context too.
-                    let begins = format!(".visible .entry {}(", job.kernel);
-                    let text = ptx.split(&begins).nth(1).and_then(|rest| rest.split("\n}\n").next());
-                    println!(
-                        "kernel {} hangs: it has not ended in {} s. The number in its name is that of its program: \
-                         `--first NUMBER --programs 1` runs it again\n{begins}{}\n}}",
+                    // Whatever the driver is asked next waits for the kernel.
+                    std::mem::forget((input, output));
+                    return Err(Failure::Lost(format!(
+                        "{} hangs: it has not ended in {} s",
                         job.kernel,
-                        LONGEST_KERNEL.as_secs(),
-                        text.unwrap_or_default()
-                    );
-                    std::process::exit(1);
+                        LONGEST_KERNEL.as_secs()
+                    )));
                 }
                 NOT_READY => std::thread::yield_now(),
                 code => {
@@ -278,13 +259,6 @@ impl Target for Cuda {
     }
 
     fn run(&mut self, ptx: &str, jobs: &[&Job]) -> Result<Vec<Vec<u64>>, Failure> {
-        let result = self.run_module(ptx, jobs);
-        match &result {
-            Err(Failure::Faulted(text)) => match self.renew() {
-                Ok(()) => result,
-                Err(renewing) => Err(Failure::Lost(format!("{text}; then {renewing}"))),
-            },
-            _ => result,
-        }
+        self.run_module(ptx, jobs)
     }
 }

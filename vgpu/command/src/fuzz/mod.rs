@@ -3,7 +3,7 @@
 //!
 //! [`forms`] is the table of instructions with the formulas of the PTX manual, [`effects`] those
 //! without one, [`program`] draws programs of both and writes them as PTX, [`target`] has the
-//! devices, [`shrink`] makes a program that differs small.
+//! devices, `worker` runs one in a process of its own, [`shrink`] makes a program that differs small.
 
 mod effects;
 mod float;
@@ -16,6 +16,8 @@ mod target;
 
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(any(feature = "cuda", test))]
+mod worker;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -154,7 +156,31 @@ fn drawn(dealer: &Dealer, number: u64, device: Device) -> Program {
 
 #[cfg(feature = "cuda")]
 fn cuda(gpu: u32) -> Result<Box<dyn Target>> {
-    Ok(Box::new(cuda::Cuda::open(gpu)?))
+    let program = std::env::current_exe().context("this program has no path")?;
+    let worker = worker::Worker::start("cuda", target::LONGEST_ANSWER, move || {
+        let mut command = std::process::Command::new(&program);
+        command.args(["serve-gpu", "--gpu", &gpu.to_string()]);
+        command
+    })?;
+    Ok(Box::new(worker))
+}
+
+/// Arguments of the process that `--device cuda` runs programs in.
+#[cfg(feature = "cuda")]
+#[derive(Debug, clap::Args)]
+pub struct ServeArgs {
+    #[arg(long)]
+    gpu: u32,
+}
+
+/// Runs the programs that come by standard input on an NVIDIA GPU, up to the first that fails.
+///
+/// # Errors
+/// Standard input is no socket of [`run`].
+#[cfg(feature = "cuda")]
+pub fn serve(args: &ServeArgs) -> Result<Verdict> {
+    worker::serve(|| Ok(Box::new(cuda::Cuda::open(args.gpu)?)))?;
+    Ok(Verdict::Clean)
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -20,7 +20,7 @@ pub struct Job {
 pub enum Failure {
     Refused(String),
     Faulted(String),
-    /// The device is lost: nothing runs on it any more.
+    /// The device is lost: nothing runs on it any more in this process.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     Lost(String),
 }
@@ -38,6 +38,9 @@ impl fmt::Display for Failure {
 /// The longest that a kernel may take on a GPU: a correct one takes microseconds.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub const LONGEST_KERNEL: Duration = Duration::from_secs(20);
+/// The longest that a GPU may take to load a module and run its kernels.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub const LONGEST_ANSWER: Duration = Duration::from_secs(120);
 /// Warp instructions of the longest kernel on a virtual GPU.
 const MOST_INSTRUCTIONS: u64 = 1 << 22;
 
