@@ -14,8 +14,8 @@ const MARK: u64 = 0x7e25_0001;
 pub struct TiledTensor<'a> {
     /// Address of the first element, a multiple of 16.
     pub address: u64,
-    /// Bytes of an element: 1, 2, 4 or 8.
-    pub element_bytes: u32,
+    /// The type of its elements.
+    pub element_type: ElementType,
     /// Elements of the tensor: 1 to 5 dimensions, each from 1 to 2^32.
     pub shape: &'a [u64],
     /// Distance of neighbours in each dimension but the innermost, in bytes: multiples of 16 below
@@ -28,6 +28,93 @@ pub struct TiledTensor<'a> {
     pub element_strides: &'a [u32],
     /// How rows of the box trade places in shared memory.
     pub swizzle: Swizzle,
+    /// The elements of a load that are outside of the tensor.
+    pub fill: Fill,
+}
+
+/// Types of elements of a tensor, by the numbers of the driver API.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)] // The names say it.
+pub enum ElementType {
+    U8,
+    U16,
+    U32,
+    I32,
+    U64,
+    I64,
+    F16,
+    F32,
+    F64,
+    Bf16,
+    /// As `F32`: copies flush nothing.
+    F32Ftz,
+    /// Loads round an f32 to tf32, to nearest even, and make `0x7fffe000` of a NaN. Stores change
+    /// nothing.
+    Tf32,
+    /// As `Tf32`: copies flush nothing.
+    Tf32Ftz,
+}
+
+impl ElementType {
+    /// All types: each at its number.
+    pub const ALL: [ElementType; 13] = [
+        ElementType::U8,
+        ElementType::U16,
+        ElementType::U32,
+        ElementType::I32,
+        ElementType::U64,
+        ElementType::I64,
+        ElementType::F16,
+        ElementType::F32,
+        ElementType::F64,
+        ElementType::Bf16,
+        ElementType::F32Ftz,
+        ElementType::Tf32,
+        ElementType::Tf32Ftz,
+    ];
+
+    /// Bytes of an element.
+    #[must_use]
+    pub fn bytes(self) -> u32 {
+        match self {
+            ElementType::U8 => 1,
+            ElementType::U16 | ElementType::F16 | ElementType::Bf16 => 2,
+            ElementType::U64 | ElementType::I64 | ElementType::F64 => 8,
+            ElementType::U32 | ElementType::I32 => 4,
+            ElementType::F32 | ElementType::F32Ftz | ElementType::Tf32 | ElementType::Tf32Ftz => 4,
+        }
+    }
+
+    /// Whether it is a float.
+    #[must_use]
+    pub fn is_float(self) -> bool {
+        self as u32 >= ElementType::F16 as u32
+    }
+
+    /// Whether loads round its elements to tf32.
+    pub(crate) fn rounds(self) -> bool {
+        matches!(self, ElementType::Tf32 | ElementType::Tf32Ftz)
+    }
+
+    /// The type as one byte of a map has it: the bytes, and which kind it is.
+    pub(crate) fn byte(self) -> u64 {
+        let is_f32 = self.is_float() && self.bytes() == 4;
+        u64::from(self.bytes()) | if self.is_float() { FLOAT } else { 0 } | if is_f32 { F32 } else { 0 }
+    }
+}
+
+/// Bits of [`ElementType::byte`].
+const FLOAT: u64 = 0x10;
+const F32: u64 = 0x20;
+
+/// Elements outside of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Fill {
+    /// Zeros.
+    #[default]
+    Zeros,
+    /// NaNs: each two bytes are `0x7ff7`.
+    Nan,
 }
 
 /// Order of the 16-byte units of a box in shared memory: bits 4 and up of the address are combined
@@ -77,10 +164,19 @@ fn check_row(tile: &[u32], element_bytes: u32, swizzle: u32) -> Result<(), Tenso
     let row = tile[0] * element_bytes;
     check(row.is_multiple_of(16), || format!("rows of the box have {row} bytes, no multiple of 16"))?;
     let width = 16 << swizzle;
-    let is_one_row = tile[1..].iter().all(|&len| len == 1);
-    check(swizzle == 0 || row == width || row < width && is_one_row, || {
+    check(swizzle == 0 || row <= width, || {
         format!("rows of the box have {row} bytes, and those of the swizzle {width}")
     })
+}
+
+/// The most bytes of a box. An H200's driver refuses more.
+const MOST_BYTES: u64 = 228 << 10;
+
+/// Checks the bytes of a box, which an H200's driver counts by quotients that are rounded down.
+fn check_box(tile: &[u32], steps: &[u32], element_bytes: u32) -> Result<(), TensorMapError> {
+    let rows: u64 = tile[1..].iter().zip(&steps[1..]).map(|(len, step)| u64::from(len / step)).product();
+    let bytes = rows * u64::from(tile[0] * element_bytes);
+    check(bytes <= MOST_BYTES, || format!("a box of {bytes} bytes, where {MOST_BYTES} are the most"))
 }
 
 impl TensorMap {
@@ -89,9 +185,10 @@ impl TensorMap {
     /// # Errors
     /// Where a number is outside of the bounds that [`TiledTensor`] states, the lists differ in
     /// length, or the innermost dimension of the box does not fit: it is a multiple of 16 bytes,
-    /// and as long as the rows of the swizzle unless the box is one row.
+    /// and no longer than the rows of the swizzle.
     pub fn tiled(tensor: &TiledTensor<'_>) -> Result<Self, TensorMapError> {
-        let TiledTensor { address, element_bytes, shape, strides, tile, element_strides, swizzle } = *tensor;
+        let TiledTensor { address, element_type, shape, strides, tile, element_strides, .. } = *tensor;
+        let TiledTensor { swizzle, fill, .. } = *tensor;
         let rank = shape.len();
         check((1..=MOST_DIMENSIONS).contains(&rank), || {
             format!("{rank} dimensions, where 1 to 5 are allowed")
@@ -103,8 +200,8 @@ impl TensorMap {
         ] {
             check(len == wanted, || format!("{len} {what} for {rank} dimensions, which have {wanted}"))?;
         }
-        check(matches!(element_bytes, 1 | 2 | 4 | 8), || {
-            format!("elements have {element_bytes} bytes, where 1, 2, 4 or 8 are allowed")
+        check(fill == Fill::Zeros || element_type.is_float(), || {
+            format!("a fill with NaN for elements of {element_type:?}")
         })?;
         check(address.is_multiple_of(16), || format!("address {address:#x} is not a multiple of 16"))?;
         for &len in shape {
@@ -123,14 +220,20 @@ impl TensorMap {
                 format!("an element stride of {stride}: each is from 1 to 8")
             })?;
         }
-        check_row(tile, element_bytes, swizzle.bits())?;
+        check_row(tile, element_type.bytes(), swizzle.bits())?;
+        check_box(tile, element_strides, element_type.bytes())?;
         let mut words = [0u64; 16];
-        words[0] = MARK << 32 | u64::from(swizzle.bits()) << 16 | u64::from(element_bytes) << 8 | rank as u64;
+        words[0] = MARK << 32
+            | (fill as u64) << 24
+            | u64::from(swizzle.bits()) << 16
+            | element_type.byte() << 8
+            | rank as u64;
         words[1] = address_word(address);
         for d in 0..rank {
             // Lengths less 1 fit 32 bits.
             words[2 + d] = (shape[d] - 1) << 32 | u64::from(tile[d]) << 16 | u64::from(element_strides[d]);
         }
+        words[2] |= u64::from(element_type.rounds()) << 8;
         words[7..7 + strides.len()].copy_from_slice(strides);
         Ok(Self(words))
     }
@@ -159,7 +262,12 @@ pub(crate) enum Field {
     /// As [`address_word`] has it.
     Address,
     Rank,
-    ElementBytes,
+    /// As [`ElementType::byte`] has it.
+    Element,
+    /// 1 where loads round to tf32. It stays where another type replaces tf32, as on an H200.
+    Rounds,
+    /// 1 for NaNs.
+    Fill,
     /// Bits of an address that the swizzle changes.
     Swizzle,
     /// The length of the tile in the dimension of this number.
@@ -177,8 +285,10 @@ impl Field {
         let of = |word: i64, d: u8| 8 * (word + i64::from(d));
         match self {
             Field::Rank => (0, 1),
-            Field::ElementBytes => (1, 1),
+            Field::Element => (1, 1),
             Field::Swizzle => (2, 1),
+            Field::Fill => (3, 1),
+            Field::Rounds => (of(2, 0) + 1, 1),
             Field::Address => (8, 8),
             Field::ElementStride(d) => (of(2, d), 1),
             Field::Tile(d) => (of(2, d) + 2, 2),
@@ -220,6 +330,43 @@ pub(crate) struct Tensor {
     tile: [u64; MOST_DIMENSIONS],
     element_strides: [u64; MOST_DIMENSIONS],
     swizzle: u32,
+    /// What loads do with the bytes.
+    pub(crate) reads: Reads,
+}
+
+/// What a load of a box does with 16 bytes of a tensor.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Reads {
+    rounds: bool,
+    fill: Fill,
+}
+
+impl Reads {
+    /// 16 bytes outside of the tensor.
+    pub(crate) fn outside(self) -> [u8; 16] {
+        match self.fill {
+            Fill::Zeros => [0; 16],
+            Fill::Nan => std::array::from_fn(|i| 0x7ff7u16.to_le_bytes()[i % 2]),
+        }
+    }
+
+    /// Changes the elements of a tensor as the load does.
+    pub(crate) fn convert(self, bytes: &mut [u8]) {
+        if self.rounds {
+            for element in bytes.as_chunks_mut::<4>().0 {
+                *element = tf32(u32::from_le_bytes(*element)).to_le_bytes();
+            }
+        }
+    }
+}
+
+/// An f32 rounded to tf32, as an H200's loads of boxes do it.
+fn tf32(bits: u32) -> u32 {
+    if bits & 0x7fff_ffff > 0x7f80_0000 {
+        return 0x7fff_e000;
+    }
+    // To nearest even, up to an infinity.
+    (bits + 0xfff + (bits >> 13 & 1)) & !0x1fff
 }
 
 /// 16 bytes of a box.
@@ -242,7 +389,8 @@ impl Tensor {
 
     fn decode_marked(words: &[u64; WORDS]) -> Result<Self, TensorMapError> {
         let (head, address) = (words[0], without_bit_21(words[1]) << 4);
-        let (rank, element_bytes) = ((head & 0xff) as usize, head >> 8 & 0xff);
+        let (rank, element_bytes) = ((head & 0xff) as usize, head >> 8 & 0xf);
+        let fill = if head >> 24 & 0xff == 0 { Fill::Zeros } else { Fill::Nan };
         let swizzle = (head >> 16 & 0xff) as u32;
         check((1..=MOST_DIMENSIONS).contains(&rank), || {
             format!("{rank} dimensions, where 1 to 5 are allowed")
@@ -250,6 +398,9 @@ impl Tensor {
         check(matches!(element_bytes, 1 | 2 | 4 | 8) && swizzle <= 3, || {
             format!("elements of {element_bytes} bytes, and swizzle {swizzle}")
         })?;
+        let (element, rounds) = (head >> 8 & 0xff, words[2] >> 8 & 1 == 1);
+        check(fill == Fill::Zeros || element & FLOAT != 0, || "a fill with NaN for integers".into())?;
+        check(!rounds || element & F32 != 0, || "another type in place of tf32, which is no f32".into())?;
         check(words[1] >> 63 == 0, || "an address that is not a multiple of 16".into())?;
         for stride in words[2..2 + rank].iter().map(|word| word & 0xff) {
             check(stride <= 8, || format!("an element stride of {stride}: each is from 1 to 8"))?;
@@ -276,6 +427,7 @@ impl Tensor {
             tile: tile.map(u64::from),
             element_strides: dimensions(|word| word & 0xff).map(|stride: u64| stride.max(1)),
             swizzle,
+            reads: Reads { rounds, fill },
         })
     }
 
@@ -290,22 +442,54 @@ impl Tensor {
         self.tile[0] * self.element_bytes
     }
 
-    /// Bytes of the box in shared memory.
+    /// Distance of the rows of the box in shared memory.
+    fn pitch(&self) -> u64 {
+        if self.swizzle == 0 { self.row_bytes() } else { 16 << self.swizzle }
+    }
+
+    fn rows(&self) -> u64 {
+        self.copied()[1..].iter().product()
+    }
+
+    /// Bytes of the box.
     pub(crate) fn bytes(&self) -> u64 {
-        self.copied().iter().skip(1).fold(self.row_bytes(), |bytes, len| bytes.saturating_mul(*len))
+        self.rows().saturating_mul(self.row_bytes())
+    }
+
+    /// Bytes of shared memory that the box takes, those between its rows among them.
+    pub(crate) fn shared_bytes(&self) -> u64 {
+        self.rows().saturating_mul(self.pitch())
+    }
+
+    /// Checks the coordinates of a box. An H200 answers others with an illegal instruction.
+    pub(crate) fn check_coordinates(
+        &self,
+        coordinates: &[i32; MOST_DIMENSIONS],
+        is_store: bool,
+    ) -> Result<(), String> {
+        let first = i64::from(coordinates[0]) * self.element_bytes as i64;
+        if first % 16 != 0 {
+            return Err(format!(
+                "coordinate {} of the innermost dimension is at byte {first} of a row, no multiple of 16",
+                coordinates[0]
+            ));
+        }
+        match coordinates[..self.rank].iter().find(|at| is_store && **at < 0) {
+            Some(at) => Err(format!("coordinate {at} of a store: it must not begin before its tensor")),
+            None => Ok(()),
+        }
     }
 
     /// The box at `coordinates`, with the offset `shared` of its begin in the shared window, in the
     /// order of the box. A box must have less than 2^32 bytes.
     pub(crate) fn units(&self, coordinates: &[i32; MOST_DIMENSIONS], shared: u64) -> Vec<Unit> {
-        let copied = self.copied();
+        let (copied, pitch) = (self.copied(), self.pitch());
         let mut units = Vec::with_capacity((self.bytes() / 16) as usize);
         // The bytes of a row that lie in the tensor.
         let at = |element: i64| (element.clamp(0, self.tile[0] as i64) as u64) * self.element_bytes;
         let first = i64::from(coordinates[0]);
         let inside = at(-first)..at(self.shape[0] as i64 - first);
-        let rows: u64 = copied[1..].iter().product();
-        for row in 0..rows {
+        for row in 0..self.rows() {
             let (mut rest, mut start, mut exists) = (row, self.address, !inside.is_empty());
             for d in 1..self.rank {
                 let index = i64::from(coordinates[d]) + (rest % copied[d] * self.element_strides[d]) as i64;
@@ -315,7 +499,7 @@ impl Tensor {
             }
             start = start.wrapping_add((first as u64).wrapping_mul(self.element_bytes));
             for unit in (0..self.row_bytes()).step_by(16) {
-                let linear = shared + row * self.row_bytes() + unit;
+                let linear = shared + row * pitch + unit;
                 let phase = linear >> 7 & ((1 << self.swizzle) - 1);
                 let (from, to) = (inside.start.clamp(unit, unit + 16), inside.end.clamp(unit, unit + 16));
                 let len = if exists { to.saturating_sub(from) } else { 0 };
@@ -336,15 +520,32 @@ mod tests {
     use super::*;
 
     #[test]
+    fn tf32_is_rounded_as_by_an_h200() {
+        for (bits, rounded) in [
+            (0x0080_0fff, 0x0080_0000),
+            (0x0080_1000, 0x0080_0000),
+            (0x0080_3000, 0x0080_4000),
+            (0x8000_1001, 0x8000_2000),
+            (0x8000_1000, 0x8000_0000),
+            (0x7f7f_f000, 0x7f80_0000),
+            (0xff80_0000, 0xff80_0000),
+            (0xff80_0001, 0x7fff_e000),
+        ] {
+            assert_eq!(tf32(bits), rounded, "{bits:#x}");
+        }
+    }
+
+    #[test]
     fn a_program_may_clear_the_bit_that_drivers_set_wrongly() {
         let tensor = TiledTensor {
             address: u64::MAX << 4,
-            element_bytes: 2,
+            element_type: ElementType::F16,
             shape: &[64, 64],
             strides: &[128],
             tile: &[64, 8],
             element_strides: &[1, 1],
             swizzle: Swizzle::Bytes128,
+            fill: Fill::Zeros,
         };
         let TensorMap(mut words) = TensorMap::tiled(&tensor).unwrap();
         words[1] &= !(1 << 21);

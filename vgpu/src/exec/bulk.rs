@@ -19,7 +19,7 @@ use crate::fault::FaultKind;
 use crate::ir::{BulkOp, Multicast, RemoteStore, SINK, Scope, TensorCopy, Way};
 use crate::memory::Table;
 use crate::seeds::Rng;
-use crate::tensor_map::{MOST_DIMENSIONS, Tensor, Unit, WORDS};
+use crate::tensor_map::{MOST_DIMENSIONS, Reads, Tensor, Unit, WORDS};
 
 /// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
@@ -39,12 +39,12 @@ impl Pending {
         let next = match self.pieces[pieces.start] {
             Stage::Issued if !self.units.is_empty() => {
                 for at in range.step_by(16) {
-                    let mut bytes = [0; 16];
+                    let mut bytes = self.reads.outside();
                     if let Some((p, part)) = self.unit_pointer(block, table, at, self.src)? {
+                        let inside = &mut bytes[part];
                         // SAFETY: `unit_pointer` checked the part's bytes.
-                        unsafe {
-                            std::ptr::copy_nonoverlapping(p, bytes[part.clone()].as_mut_ptr(), part.len())
-                        };
+                        unsafe { std::ptr::copy_nonoverlapping(p, inside.as_mut_ptr(), inside.len()) };
+                        self.reads.convert(inside);
                     }
                     self.data[at..at + 16].copy_from_slice(&bytes);
                 }
@@ -325,7 +325,7 @@ impl<W: Hooks> Exec<'_, W> {
             true => [src, dst].map(|end| vec![(self.end_place(end, bytes), u64::from(bytes))]),
             false => Default::default(),
         };
-        self.begin(lane, dst, src, bytes, vec![], mbar, ends)?;
+        self.begin(lane, dst, src, bytes, (vec![], Reads::default()), mbar, ends)?;
         Ok(Ok(()))
     }
 
@@ -415,6 +415,7 @@ impl<W: Hooks> Exec<'_, W> {
             src: End::Shared(to),
             bytes,
             units: vec![],
+            reads: Reads::default(),
             mbar: Some(mbar),
             thread,
             group: 0,
@@ -454,6 +455,9 @@ impl<W: Hooks> Exec<'_, W> {
             return bad(format!("a copy of {rank} dimensions, and the tensor map has {}", tensor.rank));
         }
         let coordinates = coordinates.map(|slot| self.warp.regs.r32[slot as usize][lane] as i32);
+        if let Err(message) = tensor.check_coordinates(&coordinates, matches!(way, Way::Store)) {
+            return bad(message);
+        }
         let mbar = match way {
             Way::Prefetch => return Ok(Ok(())),
             Way::Load(mbar) => Some(self.address(&mbar, lane)),
@@ -461,7 +465,7 @@ impl<W: Hooks> Exec<'_, W> {
         };
         let offset = self.address(&shared, lane);
         if !offset.is_multiple_of(128) {
-            return bad(format!("shared offset {offset:#x} of a box is no multiple of 128 bytes"));
+            return Ok(Err(FaultKind::Misaligned { addr: offset, align: 128 }));
         }
         if blocks == SINK {
             return self.copy_box(env, lane, (&tensor, at), &coordinates, offset, mbar);
@@ -490,16 +494,25 @@ impl<W: Hooks> Exec<'_, W> {
         offset: u64,
         mbar: Option<u64>,
     ) -> Run<Result<(), FaultKind>> {
-        let bytes = tensor.bytes();
+        let (bytes, room) = (tensor.bytes(), tensor.shared_bytes());
         let there = match mbar {
-            Some(_) => self.block.in_cluster(offset, bytes),
-            None => self.block.shared.pointer(offset, bytes),
+            Some(_) => self.block.in_cluster(offset, room),
+            None => self.block.shared.pointer(offset, room),
         };
         let formed = there.and_then(|_| self.mbarrier_of_copy(End::Shared(offset), mbar));
         if let Err(kind) = formed {
             return Ok(Err(kind));
         }
-        let units = tensor.units(coordinates, offset);
+        let mut units = tensor.units(coordinates, offset);
+        if mbar.is_none() {
+            // Where a row of the tensor ends in a unit, an H200 stores the rest of the unit too. A
+            // unit ends with its memory here: on a GPU no other memory begins there.
+            for unit in units.iter_mut().filter(|unit| unit.len > 0) {
+                if let Some(found) = env.table.find(unit.global, unit.len.into()) {
+                    unit.len = (found.start + found.bytes - unit.global).min(16) as u8;
+                }
+            }
+        }
         // Parts of the tensor that follow each other, and the bytes in shared memory.
         let mut parts: Vec<Range<u64>> = vec![];
         for unit in units.iter().filter(|unit| unit.len > 0) {
@@ -527,7 +540,9 @@ impl<W: Hooks> Exec<'_, W> {
             None => (shared, global, [of_box, of_tensor]),
             Some(_) => (global, shared, [of_tensor, of_box]),
         };
-        self.begin(lane, dst, src, bytes as u32, units, mbar, ends)?;
+        // A store takes bytes as they are.
+        let reads = if mbar.is_some() { tensor.reads } else { Reads::default() };
+        self.begin(lane, dst, src, bytes as u32, (units, reads), mbar, ends)?;
         Ok(Ok(()))
     }
 
@@ -539,7 +554,7 @@ impl<W: Hooks> Exec<'_, W> {
         dst: End,
         src: End,
         bytes: u32,
-        units: Vec<Unit>,
+        (units, reads): (Vec<Unit>, Reads),
         mbar: Option<u64>,
         ends: [Vec<(Place, u64)>; 2],
     ) -> Run<()> {
@@ -570,6 +585,7 @@ impl<W: Hooks> Exec<'_, W> {
             src,
             bytes,
             units,
+            reads,
             mbar,
             thread,
             group,
@@ -638,13 +654,11 @@ fn check_shape(ends: &[End], bytes: u32) -> Result<(), FaultKind> {
         return Err(FaultKind::BulkCopy { message });
     }
     for end in ends {
-        let (what, at) = match *end {
-            End::Global(a) => ("global address", a),
-            End::Shared(o) => ("shared offset", o),
+        let at = match *end {
+            End::Global(at) | End::Shared(at) => at,
         };
         if !at.is_multiple_of(16) {
-            let message = format!("{what} {at:#x} is not a multiple of 16 bytes");
-            return Err(FaultKind::BulkCopy { message });
+            return Err(FaultKind::Misaligned { addr: at, align: 16 });
         }
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use crate::check::hooks::Stale;
 use crate::ir::Rmw;
-use crate::tensor_map::Unit;
+use crate::tensor_map::{Reads, Unit};
 
 /// Most pieces of a copy.
 pub(super) const PIECES: usize = 4;
@@ -40,6 +40,7 @@ pub(super) struct Pending {
     pub(super) bytes: u32,
     /// For a box of a tensor: its parts of 16 bytes. Empty where both ends are consecutive bytes.
     pub(super) units: Vec<Unit>,
+    pub(super) reads: Reads,
     /// Shared offset of the mbarrier to complete on; else a member of a bulk group.
     pub(super) mbar: Option<u64>,
     /// Thread that issued it, and its bulk group.

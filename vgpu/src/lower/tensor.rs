@@ -10,7 +10,7 @@ use crate::ir::{
     Addr, BulkOp, FULL, Fence, File, Init, Op, SINK, Scope, Space, Special, TensorCopy, WarpOp, Way,
 };
 use crate::ptx::{Operand, Span};
-use crate::tensor_map::{Field, MARK_PLACE, MOST_DIMENSIONS, address_word};
+use crate::tensor_map::{ElementType, Field, MARK_PLACE, MOST_DIMENSIONS, address_word};
 
 /// `cp.async.bulk.tensor` and `cp.async.bulk.prefetch.tensor` of tiles.
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
@@ -96,13 +96,12 @@ pub(super) fn map(m: &mut Mods) -> Result<Emit, String> {
         ("global_stride", Field::Stride),
         ("element_stride", Field::ElementStride),
     ];
-    // The inner `None` is a value that every map here has: zeros, no interleaving, units of 16 bytes.
+    // The inner `None` is a value that every map here has: no interleaving, units of 16 bytes.
     type OfValue = fn(i64) -> Option<Option<(Field, u64)>>;
-    let fixed: [(&str, OfValue); 5] = [
-        ("elemtype", |value| Some(Some((Field::ElementBytes, element_bytes(value)?)))),
+    let fixed: [(&str, OfValue); 4] = [
         ("swizzle_mode", |value| (value < 4).then_some(Some((Field::Swizzle, value as u64)))),
         ("interleave_layout", |value| (value == 0).then_some(None)),
-        ("fill_mode", |value| (value == 0).then_some(None)),
+        ("fill_mode", |value| (value < 2).then_some(Some((Field::Fill, value as u64)))),
         ("swizzle_atomicity", |value| (value == 0).then_some(None)),
     ];
     if let Some(of) = m.one_of(&by_dimension) {
@@ -141,6 +140,27 @@ pub(super) fn map(m: &mut Mods) -> Result<Emit, String> {
             Ok(())
         }));
     }
+    if m.has("elemtype") {
+        let name = m.opcode.to_owned();
+        if !m.has("b32") {
+            return m.unsupported();
+        }
+        return Ok(Box::new(move |l, ops| {
+            l.count(ops, 2..=2)?;
+            let value = integer(l, &ops[1], 0..=15, "new value")?;
+            let map = l.address(&ops[0])?;
+            let Some(element) = element_type(value) else {
+                return l.error(format!("value {value} of '{name}' is not supported"));
+            };
+            let byte = l.constant(File::R32, Init::Bits(element.byte()));
+            replace(l, space, map, Field::Element, byte);
+            if element.rounds() {
+                let rounds = l.constant(File::R32, Init::Bits(1));
+                replace(l, space, map, Field::Rounds, rounds);
+            }
+            Ok(())
+        }));
+    }
     let field = m.one_of(&[("global_address", Field::Address), ("rank", Field::Rank)]);
     let Some(field) = field else { return m.unsupported() };
     let wide = field == Field::Address;
@@ -156,15 +176,16 @@ pub(super) fn map(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// Bytes of an `.elemtype` whose copies change no numbers.
-fn element_bytes(number: i64) -> Option<u64> {
-    Some(match number {
-        0 => 1,
-        1 | 6 | 10 => 2,
-        2 | 3 | 7 | 11 => 4,
-        4 | 5 | 9 => 8,
-        _ => return None,
-    })
+/// The type that an `.elemtype` names.
+fn element_type(number: i64) -> Option<ElementType> {
+    // Three numbers are not those of the driver API.
+    let number = match number {
+        8 => 10,
+        9 => 8,
+        10 => 9,
+        number => number,
+    };
+    ElementType::ALL.get(usize::try_from(number).ok()?).copied()
 }
 
 /// Stores `value`, as the instruction has it, in a field of a map.
@@ -178,7 +199,7 @@ fn replace(l: &mut Lower, space: Space, map: Addr, field: Field, value: u32) {
         Field::ElementStride(_) => Some(op1(|stride: u32| stride.min(0xff))),
         Field::Tile(_) => Some(op1(|len: u32| len.min(0xffff))),
         Field::Length(_) => Some(op1(|len: u32| len.wrapping_sub(1))),
-        Field::ElementBytes | Field::Swizzle | Field::Stride(_) => None,
+        Field::Element | Field::Rounds | Field::Fill | Field::Swizzle | Field::Stride(_) => None,
     };
     let value = match convert {
         None => value,

@@ -7,7 +7,9 @@
 
 mod host;
 
-use epoxide_vgpu::{Argument, FaultKind, GridConfig, MachineError, Number, Swizzle, TensorMap, TiledTensor};
+use epoxide_vgpu::{
+    Argument, ElementType, FaultKind, Fill, GridConfig, MachineError, Number, Swizzle, TensorMap, TiledTensor,
+};
 use half::{bf16, f16};
 use host::*;
 
@@ -1061,24 +1063,26 @@ fn triton_products_by_tensor_maps() {
     };
     let expected: Vec<f32> = (0..m * n).map(|at| element(at / n, at % n) as f32).collect();
     let [a, b] = [&a, &b].map(|of| of.iter().map(|&v| bf16::from_f32(v.into())).collect::<Vec<_>>());
-    let map = |address: u64, element_bytes: u32, [rows, columns]: [usize; 2], tile: &[u32], swizzle| {
-        TensorMap::tiled(&TiledTensor {
-            address,
-            element_bytes,
-            shape: &[columns as u64, rows as u64],
-            strides: &[columns as u64 * u64::from(element_bytes)],
-            tile,
-            element_strides: &[1, 1],
-            swizzle,
-        })
-        .unwrap()
-    };
+    let map =
+        |address: u64, element_type: ElementType, [rows, columns]: [usize; 2], tile: &[u32], swizzle| {
+            TensorMap::tiled(&TiledTensor {
+                address,
+                element_type,
+                shape: &[columns as u64, rows as u64],
+                strides: &[columns as u64 * u64::from(element_type.bytes())],
+                tile,
+                element_strides: &[1, 1],
+                swizzle,
+                fill: Fill::Zeros,
+            })
+            .unwrap()
+        };
     on_every_schedule("t_tensor_maps", |gpu| {
         let (a, b, c) = (gpu.buffer(&a), gpu.buffer(&b), gpu.zeros::<f32>(m * n));
         // Boxes and swizzles are those of the compiler's metadata.
-        let of_a = map(a.addr(), 2, [m, k], &[32, 64], Swizzle::Bytes64);
-        let of_b = map(b.addr(), 2, [k, n], &[64, 32], Swizzle::Bytes128);
-        let of_c = map(c.addr(), 4, [m, n], &[32, 64], Swizzle::Bytes128);
+        let of_a = map(a.addr(), ElementType::Bf16, [m, k], &[32, 64], Swizzle::Bytes64);
+        let of_b = map(b.addr(), ElementType::Bf16, [k, n], &[64, 32], Swizzle::Bytes128);
+        let of_c = map(c.addr(), ElementType::F32, [m, n], &[32, 64], Swizzle::Bytes128);
         let (shapes, strides) = ([m, k, n].map(|v| v as i32), [k, n].map(|v| v as u64));
         let arguments: [&dyn Argument; 16] = [
             &of_a,

@@ -2,28 +2,15 @@
 
 use std::ffi::{c_int, c_uint};
 
-use epoxide_vgpu::{Swizzle, TensorMap, TiledTensor};
+use epoxide_vgpu::{ElementType, Fill, Swizzle, TensorMap, TiledTensor};
 
 use super::api;
 use crate::abi::*;
 use crate::symbols::report_once;
 
-/// Bytes of the elements of a `CU_TENSOR_MAP_DATA_TYPE_*`. Copies of tf32 change no bits. `None` for
-/// types whose copies flush numbers, which are not supported. An H200 has no types beyond.
-fn element_bytes(data_type: c_int) -> Res<Option<u32>> {
-    Ok(match data_type {
-        0 => Some(1),
-        1 | 6 | 9 => Some(2),
-        2 | 3 | 7 | 11 => Some(4),
-        4 | 5 | 8 => Some(8),
-        10 | 12 => None,
-        _ => return Err(INVALID_VALUE),
-    })
-}
-
 api! {
-    /// Describes a tensor for copies of boxes. Interleaved layouts, fills with NaN, types whose copies
-    /// change numbers, and rows that are shorter than those of the swizzle are not supported. The hint for the cache changes nothing.
+    /// Describes a tensor for copies of boxes. Interleaved layouts are not supported. The hint for the
+    /// cache changes nothing.
     fn cuTensorMapEncodeTiled(
         map: Out<TensorMap>,
         data_type: c_int,
@@ -47,29 +34,36 @@ api! {
             _ => return Err(INVALID_VALUE),
         };
         // A driver wants the list of strides for one dimension as well, though it is empty.
-        if !(0..=3).contains(&promotion) || !(0..=1).contains(&fill) || strides.is_null() {
+        // An H200 has no types beyond.
+        let data_type = usize::try_from(data_type).ok().and_then(|number| ElementType::ALL.get(number));
+        let element_type = *data_type.ok_or(INVALID_VALUE)?;
+        let fill = match fill {
+            0 => Fill::Zeros,
+            1 => Fill::Nan,
+            _ => return Err(INVALID_VALUE),
+        };
+        if !(0..=3).contains(&promotion) || strides.is_null() {
             return Err(INVALID_VALUE);
         }
-        let element_bytes = element_bytes(data_type)?;
         let (shape, strides) = (shape.get_all(rank)?, strides.get_all(rank - 1)?);
         let (tile, element_strides) = (tile.get_all(rank)?, element_strides.get_all(rank)?);
-        // A driver takes several rows that are shorter than those of the swizzle.
-        let row = u64::from(tile[0]) * u64::from(element_bytes.unwrap_or(0));
-        let is_short = swizzle != Swizzle::None
-            && row < 16 << swizzle as u32
-            && tile[1..].iter().any(|&len| len > 1);
-        let (Some(element_bytes), 0, 0, false) = (element_bytes, interleave, fill, is_short) else {
-            report_once("this kind of tensor map");
-            return Err(NOT_SUPPORTED);
-        };
+        match interleave {
+            0 => {}
+            1 | 2 if rank >= 3 => {
+                report_once("an interleaved tensor map");
+                return Err(NOT_SUPPORTED);
+            }
+            _ => return Err(INVALID_VALUE),
+        }
         let tensor = TiledTensor {
             address,
-            element_bytes,
+            element_type,
             shape: &shape,
             strides: &strides,
             tile: &tile,
             element_strides: &element_strides,
             swizzle,
+            fill,
         };
         let made = TensorMap::tiled(&tensor).map_err(|error| {
             eprintln!("libcuda of virtual GPUs: {error}");
