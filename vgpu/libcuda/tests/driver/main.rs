@@ -4,6 +4,7 @@
 
 mod cuda;
 mod faults;
+mod hardware;
 mod launch;
 mod memory;
 mod program;
