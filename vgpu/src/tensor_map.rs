@@ -174,8 +174,8 @@ const MOST_BYTES: u64 = 228 << 10;
 
 /// Checks the bytes of a box, which an H200's driver counts by quotients that are rounded down.
 fn check_box(tile: &[u32], steps: &[u32], element_bytes: u32) -> Result<(), TensorMapError> {
-    let rows: u64 = tile[1..].iter().zip(&steps[1..]).map(|(len, step)| u64::from(len / step)).product();
-    let bytes = rows * u64::from(tile[0] * element_bytes);
+    let elements: u64 = tile.iter().zip(steps).map(|(len, step)| u64::from(len / step)).product();
+    let bytes = elements * u64::from(element_bytes);
     check(bytes <= MOST_BYTES, || format!("a box of {bytes} bytes, where {MOST_BYTES} are the most"))
 }
 

@@ -199,9 +199,17 @@ fn codes() -> String {
         let rows = kibibytes as u32;
         (map.rank, map.tile) = (3, [256, rows.min(256), rows.div_ceil(256), 1, 1, 1]);
     });
-    numbers("KiB of a box with steps of 2", &KIBIBYTES, &|map, kibibytes| {
-        let rows = 2 * kibibytes as u32;
-        (map.rank, map.tile, map.steps[2]) = (3, [256, rows.min(256), rows.div_ceil(256), 1, 1, 1], 2);
+    // 256 KiB of which steps leave a part: lengths of the second and third dimension.
+    for step in [2, 3, 5] {
+        numbers(&format!("length by step {step}"), &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], &|map, len| {
+            (map.rank, map.tile, map.steps[2]) = (3, [256, 76, len as u32, 1, 1, 1], step);
+        });
+    }
+    numbers("steps of the first dimension", &[1, 2, 3, 4], &|map, step| {
+        (map.tile, map.steps[0]) = ([256, 256, 1, 1, 1, 1], step as u32);
+    });
+    numbers("steps of the second dimension", &[1, 2, 3, 4], &|map, step| {
+        (map.tile, map.steps[1]) = ([256, 256, 1, 1, 1, 1], step as u32);
     });
     numbers("KiB of a box with wide rows of a swizzle", &KIBIBYTES, &|map, kibibytes| {
         let rows = 32 * kibibytes as u32;

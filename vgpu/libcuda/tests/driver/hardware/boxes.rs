@@ -269,6 +269,7 @@ pub fn cases() -> Vec<Case> {
     multicast(&mut cases);
     replaced(&mut cases);
     retyped(&mut cases);
+    bare(&mut cases);
     cases
 }
 
@@ -500,6 +501,18 @@ fn replaced(cases: &mut Vec<Case>) {
             let name = format!("map made of {kind} {}", i / 8);
             cases.push(copy.case(name, (&ptx, format!("load{i}")), [1, 1], Some(template)));
         }
+    }
+}
+
+/// Loads without a prefetch of the same box in front.
+fn bare(cases: &mut Vec<Case>) {
+    let body = load(2, "", "");
+    let prefetch = body.lines().find(|line| line.contains("prefetch")).expect("it has one");
+    let ptx: Rc<str> = (HEAD.to_owned() + &entry("load2", "", &body.replace(prefetch, ""))).into();
+    let mut rng = Rng(12);
+    for (first, second) in [(4, 1), (-8, -1), (3, 1), (-2, 1)] {
+        let copy = Copy::of(Map::plain(2), [first, second, 0, 0, 0], &mut rng);
+        cases.push(copy.case("load alone".to_owned(), (&ptx, "load2".to_owned()), [1, 1], None));
     }
 }
 
