@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::bulk_queue::{End, PIECES, Pending, Stage};
+use super::bulk_queue::{End, PIECES, Pending, Stage, Stages};
 use super::cluster::{map_shared, rank_of};
 use super::descriptor::ranges;
 use super::lanes::lanes;
@@ -36,7 +36,7 @@ impl Pending {
         pieces: Range<usize>,
     ) -> Result<(), FaultKind> {
         let range = self.range(pieces.start).start..self.range(pieces.end - 1).end;
-        let next = match self.pieces[pieces.start] {
+        let next = match self.stages.of(pieces.start) {
             Stage::Issued if !self.units.is_empty() => {
                 for at in range.step_by(16) {
                     let mut bytes = self.reads.outside();
@@ -89,7 +89,7 @@ impl Pending {
             }
             Stage::Landed => Stage::Landed,
         };
-        self.pieces[pieces].fill(next);
+        self.stages.set(pieces, next);
         Ok(())
     }
 
@@ -118,10 +118,10 @@ impl Pending {
     fn advance_to(&mut self, block: &mut BlockState, table: &Table, stage: Stage) -> Result<(), FaultKind> {
         let mut first = 0;
         while first < PIECES {
-            let from = self.pieces[first];
-            let same = self.pieces[first..].iter().take_while(|piece| **piece == from).count();
+            let from = self.stages.of(first);
+            let same = (first..PIECES).take_while(|piece| self.stages.of(*piece) == from).count();
             let alike = first..first + same;
-            while self.pieces[first] < stage {
+            while self.stages.of(first) < stage {
                 self.advance(block, table, alike.clone())?;
             }
             first = alike.end;
@@ -200,6 +200,29 @@ impl BlockState {
         failed.map_or(Ok(moved), Err)
     }
 
+    /// Moves the copies of a thread in groups before one on to a stage, at which they leave the queue
+    /// if it is the last.
+    fn end_groups(
+        &mut self,
+        env: &Env,
+        thread: u32,
+        done_before: u32,
+        stage: Stage,
+    ) -> Result<(), FaultKind> {
+        let mut pending = std::mem::take(&mut self.bulk.pending);
+        let mut result = Ok(());
+        pending.retain_mut(|p| {
+            if p.thread != thread || p.mbar.is_some() || p.group >= done_before || result.is_err() {
+                return true;
+            }
+            p.awaited = true;
+            result = p.advance_to(self, &env.table, stage);
+            stage != Stage::Landed
+        });
+        self.bulk.pending = pending;
+        result
+    }
+
     /// How many copies are under way, each a step of an exploration.
     pub(crate) fn copy_steps(&self) -> usize {
         self.bulk.pending.len() + self.copies.instructions()
@@ -259,6 +282,7 @@ impl BlockState {
 impl<W: Hooks> Exec<'_, W> {
     pub(super) fn bulk(&mut self, op: &BulkOp, m: u32) -> Run<()> {
         let env = self.env;
+        let mut issuers = None;
         for i in lanes(m) {
             let done = match *op {
                 BulkOp::Load { dst, src, size, mbar } => {
@@ -285,7 +309,11 @@ impl<W: Hooks> Exec<'_, W> {
                     self.block.bulk.committed[thread] += 1;
                     Ok(())
                 }
-                BulkOp::Wait { pending, read_only } => self.wait_groups(env, i, pending, read_only),
+                BulkOp::Wait { pending, read_only } => {
+                    // Many lanes wait, few have copied.
+                    let has_copies = *issuers.get_or_insert_with(|| self.block.bulk.issuers(self.warp.index));
+                    self.wait_groups(env, i, pending, read_only, has_copies >> i & 1 != 0)
+                }
             };
             done.or_else(|kind| stop(kind, Some(i)))?;
         }
@@ -421,7 +449,7 @@ impl<W: Hooks> Exec<'_, W> {
             group: 0,
             data,
             reduces: op,
-            pieces: [Stage::Read; PIECES],
+            stages: Stages::READ,
             late: None,
             awaited: true,
             stale,
@@ -579,7 +607,6 @@ impl<W: Hooks> Exec<'_, W> {
         let mut data = self.block.bulk.spare.pop().unwrap_or_default();
         data.resize(bytes as usize, 0);
         let (warp, pc) = (self.warp.index, self.pc);
-        let pieces = [Stage::Issued; PIECES];
         let p = Pending {
             dst,
             src,
@@ -591,7 +618,7 @@ impl<W: Hooks> Exec<'_, W> {
             group,
             data,
             reduces: None,
-            pieces,
+            stages: Stages::default(),
             late: None,
             awaited: false,
             stale,
@@ -612,38 +639,28 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// `cp.async.bulk.wait_group`: all but the latest `allowed` groups of this thread.
+    /// `cp.async.bulk.wait_group`: all but the latest `allowed` groups of this thread. `has_copies`:
+    /// some of its copies are under way.
     fn wait_groups(
         &mut self,
         env: &Env,
         lane: usize,
         allowed: u32,
         read_only: bool,
+        has_copies: bool,
     ) -> Result<(), FaultKind> {
         let thread = self.thread(lane);
         let done_before = self.block.bulk.committed[thread as usize].saturating_sub(allowed);
         if W::ON {
-            // Many lanes wait, few have copied.
             let group = done_before.min(self.block.bulk.used[thread as usize]);
             self.watch.waited(lane, self.pc, group, !read_only);
         }
-        let mut pending = std::mem::take(&mut self.block.bulk.pending);
-        let mut result = Ok(());
-        pending.retain_mut(|p| {
-            if p.thread != thread || p.mbar.is_some() || p.group >= done_before || result.is_err() {
-                return true;
-            }
-            p.awaited = true;
-            result =
-                p.advance_to(self.block, &env.table, if read_only { Stage::Read } else { Stage::Landed });
-            read_only
-        });
-        self.block.bulk.pending = pending;
-        if read_only {
-            return result;
+        let stage = if read_only { Stage::Read } else { Stage::Landed };
+        let done = if has_copies { self.block.end_groups(env, thread, done_before, stage) } else { Ok(()) };
+        if !read_only {
+            self.changed();
         }
-        self.changed();
-        result
+        done
     }
 }
 

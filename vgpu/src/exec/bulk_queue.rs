@@ -1,5 +1,7 @@
 //! The bulk copies of a block that are under way.
 
+use std::ops::Range;
+
 use crate::check::hooks::Stale;
 use crate::ir::Rmw;
 use crate::tensor_map::{Reads, Unit};
@@ -32,6 +34,46 @@ pub(super) enum Stage {
     Landed,
 }
 
+/// The stages of the pieces of a copy, as sets of pieces, one bit each.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Stages {
+    read: u8,
+    landed: u8,
+}
+
+impl Stages {
+    const ALL: u8 = (1 << PIECES) - 1;
+
+    /// The data was there when the copy was issued.
+    pub(super) const READ: Stages = Stages { read: Self::ALL, landed: 0 };
+
+    pub(super) fn of(self, piece: usize) -> Stage {
+        match (self.read >> piece & 1, self.landed >> piece & 1) {
+            (_, 1) => Stage::Landed,
+            (1, _) => Stage::Read,
+            _ => Stage::Issued,
+        }
+    }
+
+    pub(super) fn set(&mut self, pieces: Range<usize>, stage: Stage) {
+        let set = (1 << pieces.end) - (1 << pieces.start);
+        if stage >= Stage::Read {
+            self.read |= set;
+        }
+        if stage == Stage::Landed {
+            self.landed |= set;
+        }
+    }
+
+    fn have_reached(self, stage: Stage) -> bool {
+        match stage {
+            Stage::Issued => true,
+            Stage::Read => self.read == Self::ALL,
+            Stage::Landed => self.landed == Self::ALL,
+        }
+    }
+}
+
 /// A copy that has been issued but has not landed.
 #[derive(Debug)]
 pub(super) struct Pending {
@@ -50,7 +92,7 @@ pub(super) struct Pending {
     pub(super) data: Vec<u8>,
     /// For `red.async`: the operation that combines the data with the destination.
     pub(super) reduces: Option<Rmw>,
-    pub(super) pieces: [Stage; PIECES],
+    pub(super) stages: Stages,
     /// Whether it proceeds only when no warp can run: the latest legal completion. Drawn when it
     /// might first have proceeded.
     pub(super) late: Option<bool>,
@@ -66,7 +108,7 @@ pub(super) struct Pending {
 impl Pending {
     /// The bytes of a piece: whole units of 16, which land as one. A copy of fewer is the last
     /// piece.
-    pub(super) fn range(&self, piece: usize) -> std::ops::Range<usize> {
+    pub(super) fn range(&self, piece: usize) -> Range<usize> {
         if self.bytes < 16 {
             return if piece + 1 == PIECES { 0..self.bytes as usize } else { 0..0 };
         }
@@ -75,7 +117,7 @@ impl Pending {
     }
 
     pub(super) fn has_reached(&self, stage: Stage) -> bool {
-        self.pieces.iter().all(|&piece| piece >= stage)
+        self.stages.have_reached(stage)
     }
 }
 
@@ -101,5 +143,11 @@ impl BulkQueue {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.pending.is_empty()
+    }
+
+    /// The lanes of a warp that have issued members of bulk groups which are under way.
+    pub(super) fn issuers(&self, warp: u32) -> u32 {
+        let of_warp = self.pending.iter().filter(|p| p.mbar.is_none() && p.thread / 32 == warp);
+        of_warp.fold(0, |lanes, p| lanes | 1 << (p.thread % 32))
     }
 }
