@@ -2,10 +2,11 @@
 //!
 //! A kernel that has run for a while is compiled as a whole, once for warps all of whose lanes run
 //! and once for others. Compiled code runs from the start of a basic block on, for as long as there
-//! is arithmetic and all lanes branch alike. It stops in front of every other instruction, where the
-//! budget of the slice ends within a block, and where lanes part. The interpreter goes on from
-//! there. Whatever is alive is in the registers of the warp then, so neither side notices the other,
-//! and both count the same instructions.
+//! is arithmetic and all lanes branch alike. Without checks it goes on over weak loads and stores,
+//! which it calls the interpreter for. It stops in front of every other instruction, where the
+//! budget of the slice ends within a block, where lanes part, and at a fault. The interpreter goes
+//! on from there. Whatever is alive is in the registers of the warp then, so neither side notices
+//! the other, and both count the same instructions.
 //!
 //! It needs x86-64 with AVX-512 (F, BW, DQ, VL, CD and VPOPCNTDQ). Elsewhere, and in a process whose
 //! environment has `EPOXIDE_VGPU_COMPILE=0`, everything is interpreted. With
@@ -31,6 +32,20 @@ impl Window {
     pub(crate) const ALL: Window = Window { behind: -1, ahead: i32::MAX };
 }
 
+/// What compiled code needs to go on over loads and stores.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Accesses {
+    /// A function with the C interface of this system (System V): executes a weak load or store. Its
+    /// arguments are `execution`, the instruction, the lanes for which it runs (one or more), and
+    /// the number of the instruction. It returns whether there was a fault. Null where code stops in
+    /// front of loads and stores.
+    pub(crate) access: *const (),
+    /// The warp in the act of running.
+    pub(crate) execution: *mut (),
+    /// The parameter block of the grid.
+    pub(crate) parameters: *const u8,
+}
+
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 mod machine {
     use std::collections::HashMap;
@@ -39,8 +54,8 @@ mod machine {
 
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-    use super::Window;
-    use super::translate::{HOLDERS, Lanes, Program, Surroundings, is_compiled, slots_of, translate};
+    use super::translate::{HOLDERS, Lanes, Part, Program, Surroundings, slots_of, translate};
+    use super::{Accesses, Window};
     use crate::ir::{FULL, Init, Regs};
     use crate::kernel::Kernel;
     use crate::lower::live::Live;
@@ -86,21 +101,22 @@ mod machine {
     pub(crate) struct Compiled {
         /// Instructions that its grids have executed, while it is not compiled.
         heat: AtomicU64,
-        /// For warps all of whose lanes run, and for others.
-        code: [OnceLock<Option<Code>>; 2],
+        /// For grids without checks, and for those with: for warps all of whose lanes run, and for
+        /// others.
+        code: [[OnceLock<Option<Code>>; 2]; 2],
     }
 
     impl Compiled {
-        /// Code for the lanes `mask`, if there is some.
+        /// Code for the lanes `mask` of a grid, if there is some.
         #[inline(always)]
-        pub(crate) fn code(&self, mask: u32) -> Option<&Code> {
-            self.code[usize::from(mask != FULL)].get()?.as_ref()
+        pub(crate) fn code(&self, checked: bool, mask: u32) -> Option<&Code> {
+            self.code[usize::from(checked)][usize::from(mask != FULL)].get()?.as_ref()
         }
 
         /// Notes that a slice of so many instructions of the kernel was executed, and compiles it
         /// when that is worth it.
-        pub(crate) fn note(&self, kernel: &Kernel, executed: u64) {
-            if self.code[1].get().is_some() {
+        pub(crate) fn note(&self, kernel: &Kernel, checked: bool, executed: u64) {
+            if self.code[usize::from(checked)][1].get().is_some() {
                 return;
             }
             let heat = self.heat.fetch_add(executed, Ordering::Relaxed);
@@ -110,43 +126,40 @@ mod machine {
                 When::Hot => heat > WORTH_IT * kernel.code.len() as u64,
             };
             if worth_it {
-                self.compile(kernel);
+                self.compile(kernel, checked);
             }
         }
 
         #[cold]
-        pub(super) fn compile(&self, kernel: &Kernel) {
-            self.compile_with(kernel, HOLDERS);
+        pub(super) fn compile(&self, kernel: &Kernel, checked: bool) {
+            self.compile_with(kernel, checked, HOLDERS);
         }
 
         /// Compiles a kernel, with so many vector registers for values.
-        pub(super) fn compile_with(&self, kernel: &Kernel, holders: u8) {
+        pub(super) fn compile_with(&self, kernel: &Kernel, checked: bool, holders: u8) {
             let live = Live::new(kernel);
-            let mut leaders = live.leaders();
-            for (i, inst) in kernel.code.iter().enumerate() {
-                if !is_compiled(inst) && i + 1 < leaders.len() {
-                    leaders[i + 1] = true;
-                }
-            }
             let bits = |(file, slot, init): &(_, u32, Init)| match init {
                 Init::Bits(bits) => Some(((*file, *slot), *bits)),
                 _ => None,
             };
             let constants: HashMap<_, _> = kernel.inits.iter().filter_map(bits).collect();
+            let part = |inst| Part::of(inst, !checked, &constants, kernel.param_bytes as u64);
+            let parts: Vec<Part> = kernel.code.iter().map(part).collect();
+            let mut leaders = live.leaders();
+            for (i, part) in parts.iter().enumerate().take(leaders.len() - 1) {
+                leaders[i + 1] |= !part.is_inline();
+            }
+            let sigs = kernel.code.iter().zip(&kernel.sigs).zip(&parts);
             let program = Program {
                 code: &kernel.code,
-                slots_of: kernel
-                    .code
-                    .iter()
-                    .zip(&kernel.sigs)
-                    .map(|(inst, sig)| slots_of(inst, sig))
-                    .collect(),
+                parts: &parts,
+                slots_of: sigs.map(|((inst, sig), part)| slots_of(inst, sig, *part)).collect(),
                 leaders: &leaders,
                 slots: kernel.slots,
                 holders,
                 constants: &constants,
             };
-            for (code, lanes) in self.code.iter().zip([Lanes::All, Lanes::Some]) {
+            for (code, lanes) in self.code[usize::from(checked)].iter().zip([Lanes::All, Lanes::Some]) {
                 code.get_or_init(|| {
                     // Products under way read registers behind their instructions.
                     if !kernel.operands.products.is_empty() {
@@ -216,16 +229,19 @@ mod machine {
         /// instruction at which it stopped, and how many it has executed, at most `budget`.
         ///
         /// # Safety
-        /// `regs` must have the slots of the kernel that this is the code of, and `mask` be all
-        /// lanes unless this is the code for some.
+        /// `regs` must be valid for as long as the code runs, have the slots of the kernel that this
+        /// is the code of, and not move them, and `mask` be all lanes unless this is the code for
+        /// some. For code of grids without checks, `accesses` has a function that may be called with
+        /// its `execution` and instructions of this kernel, and the parameters of this kernel.
         #[inline(always)]
         pub(crate) unsafe fn run(
             &self,
             pc: u32,
-            regs: &mut Regs,
+            regs: *mut Regs,
             mask: u32,
             budget: u64,
             window: Window,
+            accesses: Accesses,
         ) -> Option<(u32, u64)> {
             let entry = self.entries[pc as usize];
             if entry == 0 {
@@ -234,11 +250,17 @@ mod machine {
             // SAFETY: an entry is an offset in the mapping, at which a function of this type
             // begins.
             let run: Entry = unsafe { std::mem::transmute(self.start.add(entry as usize)) };
-            let (r32, r64) = (regs.r32.as_mut_ptr().cast(), regs.r64.as_mut_ptr().cast());
-            let pred = regs.pred.as_mut_ptr();
-            let around = Surroundings { regs, behind: window.behind, ahead: window.ahead };
-            // SAFETY: the code accesses slots of the kernel in these three files alone, and its own
-            // frame. The processor has the instructions: `when` has looked.
+            // SAFETY: the caller vouches for `regs`, and nothing else accesses them now.
+            let (r32, r64, pred) = unsafe {
+                let regs = &mut *regs;
+                (regs.r32.as_mut_ptr().cast(), regs.r64.as_mut_ptr().cast(), regs.pred.as_mut_ptr())
+            };
+            let Accesses { access, execution, parameters } = accesses;
+            let Window { behind, ahead } = window;
+            let around = Surroundings { regs, access, execution, parameters, behind, ahead };
+            // SAFETY: the code accesses slots of the kernel in these three files alone, parameters
+            // within their block, and its own frame. It calls functions of the kernel, and `access`
+            // as the caller allows. The processor has the instructions: `when` has looked.
             let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, &around) };
             Some((pc as u32, budget - left as u64))
         }
@@ -251,7 +273,7 @@ pub(crate) use machine::Compiled;
 /// Without a compiler: no kernel ever has code.
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 mod none {
-    use super::Window;
+    use super::{Accesses, Window};
     use crate::ir::Regs;
     use crate::kernel::Kernel;
 
@@ -263,11 +285,11 @@ mod none {
     pub(crate) enum Code {}
 
     impl Compiled {
-        pub(crate) fn code(&self, _: u32) -> Option<&Code> {
+        pub(crate) fn code(&self, _: bool, _: u32) -> Option<&Code> {
             None
         }
 
-        pub(crate) fn note(&self, _: &Kernel, _: u64) {}
+        pub(crate) fn note(&self, _: &Kernel, _: bool, _: u64) {}
     }
 
     impl Code {
@@ -276,10 +298,11 @@ mod none {
         pub(crate) unsafe fn run(
             &self,
             _: u32,
-            _: &mut Regs,
+            _: *mut Regs,
             _: u32,
             _: u64,
             _: Window,
+            _: Accesses,
         ) -> Option<(u32, u64)> {
             match *self {}
         }

@@ -12,7 +12,7 @@ use super::assembler::{
 };
 use super::native::{Binary, Compared, Float, Logic, Native, Shift, Unary, Width};
 use crate::exec::lanes::{Role, Sig};
-use crate::ir::{File, GUARD_NOT, Inst, NO_GUARD, Op, Regs, SINK};
+use crate::ir::{Access, File, GUARD_NOT, Inst, NO_GUARD, Op, Regs, SINK, Sem, Space};
 
 /// Vector registers that hold values.
 pub(super) const HOLDERS: u8 = 28;
@@ -37,6 +37,9 @@ const PREDICATES: i32 = 64;
 
 /// Where [`Surroundings`] has its fields.
 const REGISTERS: i32 = std::mem::offset_of!(Surroundings, regs) as i32;
+const EXECUTION: i32 = std::mem::offset_of!(Surroundings, execution) as i32;
+const ACCESS: i32 = std::mem::offset_of!(Surroundings, access) as i32;
+const PARAMETERS: i32 = std::mem::offset_of!(Surroundings, parameters) as i32;
 const BEHIND: i32 = std::mem::offset_of!(Surroundings, behind) as i32;
 const AHEAD: i32 = std::mem::offset_of!(Surroundings, ahead) as i32;
 
@@ -44,6 +47,10 @@ const AHEAD: i32 = std::mem::offset_of!(Surroundings, ahead) as i32;
 #[repr(C)]
 pub(super) struct Surroundings {
     pub(super) regs: *mut Regs,
+    /// See [`Accesses`](super::Accesses).
+    pub(super) access: *const (),
+    pub(super) execution: *mut (),
+    pub(super) parameters: *const u8,
     /// Compiled code runs blocks behind the one instruction, and in front of the other one: other
     /// lanes of the warp stand there.
     pub(super) behind: i32,
@@ -70,6 +77,8 @@ const SIGN_EXTEND: Vector = Vector(2, 1, false, 0x25);
 const UPPER_HALF: Vector = Vector(3, 1, true, 0x3b);
 const JOIN_HALVES: Vector = Vector(3, 1, true, 0x3a);
 const TRUNCATE: Vector = Vector(2, 2, false, 0x35);
+const BROADCAST32: Vector = Vector(2, 1, false, 0x58);
+const BROADCAST64: Vector = Vector(2, 1, true, 0x59);
 const MULTIPLY_WIDE: Vector = Vector(1, 1, true, 0xf4);
 const MULTIPLY_WIDE_SIGNED: Vector = Vector(2, 1, true, 0x28);
 const COMPARE_F32: Vector = Vector(1, 0, false, 0xc2);
@@ -97,12 +106,59 @@ unsafe extern "sysv64" fn call_function(regs: *mut Regs, inst: *const Inst, lane
     }
 }
 
+/// The form in which an instruction is part of compiled code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Part {
+    Arithmetic,
+    /// A load of parameters, from this offset on.
+    Parameters(u32),
+    /// A weak load or store.
+    Access,
+    Branch,
+    /// It ends compiled code.
+    None,
+}
+
+impl Part {
+    /// The part that an instruction is of code that goes on `over` loads and stores, or not.
+    pub(super) fn of(inst: &Inst, over: bool, constants: &HashMap<Slot, u64>, param_bytes: u64) -> Part {
+        match &inst.op {
+            Op::Alu { .. } => Part::Arithmetic,
+            Op::Bra { .. } => Part::Branch,
+            Op::Ld(a) if over && a.sem == Sem::Weak => {
+                Self::parameters(a, constants, param_bytes).map_or(Part::Access, Part::Parameters)
+            }
+            Op::St(a) if over && a.sem == Sem::Weak => Part::Access,
+            _ => Part::None,
+        }
+    }
+
+    /// The offset of the parameters that are loaded, if it is known, and the load has no fault.
+    fn parameters(a: &Access, constants: &HashMap<Slot, u64>, param_bytes: u64) -> Option<u32> {
+        let size = u64::from(a.bytes) * u64::from(a.n);
+        if a.space != Space::Param || a.whole || !matches!((a.bytes, a.wide), (4, false) | (8, true)) {
+            return None;
+        }
+        let file = if a.addr.wide { File::R64 } else { File::R32 };
+        let at = constants.get(&(file, a.addr.slot))?.wrapping_add(a.addr.offset as u64);
+        let at = if a.addr.wide { at } else { at & 0xffff_ffff };
+        let fits = at.is_multiple_of(size) && at.checked_add(size).is_some_and(|end| end <= param_bytes);
+        fits.then_some(at as u32)
+    }
+
+    /// Whether a value may stay in a register from the instruction before it to the one behind it.
+    pub(super) fn is_inline(self) -> bool {
+        matches!(self, Part::Arithmetic | Part::Parameters(_))
+    }
+}
+
 /// A register of the warp.
 pub(super) type Slot = (File, u32);
 
 /// The input of a translation.
 pub(super) struct Program<'a> {
     pub(super) code: &'a [Inst],
+    pub(super) parts: &'a [Part],
     /// By instruction: its slots, the guard included as one that is read. See [`slots_of`].
     pub(super) slots_of: Vec<Vec<(Slot, Role)>>,
     /// First instructions of basic blocks.
@@ -134,14 +190,21 @@ impl Program<'_> {
     }
 }
 
-/// The slots of an arithmetic instruction, its guard included as one that is read, and its results
-/// too if some lanes keep theirs.
-pub(super) fn slots_of(inst: &Inst, sig: &[Sig]) -> Vec<(Slot, Role)> {
-    let Op::Alu { s, native, .. } = &inst.op else { return vec![] };
-    let mut all: Vec<(Slot, Role)> =
-        sig.iter().zip(s).map(|(sig, &slot)| ((sig.file, slot), sig.role)).collect();
+/// The slots of an arithmetic instruction or a load of parameters, its guard included as one that is
+/// read, and its results too if some lanes keep theirs.
+pub(super) fn slots_of(inst: &Inst, sig: &[Sig], part: Part) -> Vec<(Slot, Role)> {
+    let mut all: Vec<(Slot, Role)> = match (&inst.op, part) {
+        (Op::Alu { s, .. }, _) => {
+            sig.iter().zip(s).map(|(sig, &slot)| ((sig.file, slot), sig.role)).collect()
+        }
+        (Op::Ld(a), Part::Parameters(_)) => {
+            let file = if a.wide { File::R64 } else { File::R32 };
+            a.regs[..usize::from(a.n)].iter().map(|&slot| ((file, slot), Role::Def)).collect()
+        }
+        _ => return vec![],
+    };
     // A comparison by itself does not look at the predicate that it could be combined with.
-    if matches!(native, Native::Compare(..)) && s[5] == 0 {
+    if matches!(&inst.op, Op::Alu { s, native: Native::Compare(..), .. } if s[5] == 0) {
         all.truncate(4);
     }
     if inst.guard != NO_GUARD {
@@ -210,7 +273,7 @@ pub(super) fn translate(
     let n = program.code.len();
     let mut entries = vec![None; n];
     let labels: Vec<Option<Label>> = (0..n)
-        .map(|i| (program.leaders[i] && is_compiled(&program.code[i])).then(|| t.asm.label()))
+        .map(|i| (program.leaders[i] && program.parts[i] != Part::None).then(|| t.asm.label()))
         .collect();
     let leave = t.asm.label();
     let mut exits = vec![];
@@ -218,10 +281,7 @@ pub(super) fn translate(
     let mut fall = None;
     for start in (0..n).filter(|&i| labels[i].is_some()) {
         let mut end = start;
-        while end < n
-            && matches!(program.code[end].op, Op::Alu { .. })
-            && (end == start || !program.leaders[end])
-        {
+        while end < n && program.parts[end].is_inline() && (end == start || !program.leaders[end]) {
             end += 1;
         }
         let label = labels[start]?;
@@ -232,13 +292,16 @@ pub(super) fn translate(
         }
         t.asm.bind(label);
         let length = (end - start) as i32;
-        let branches = matches!(program.code.get(end), Some(Inst { op: Op::Bra { .. }, .. }))
-            && (end == start || !program.leaders[end]);
+        // One more instruction ends the block.
+        let last = match program.parts.get(end) {
+            Some(&part) if end == start || !program.leaders[end] => part,
+            _ => Part::None,
+        };
         // Others stand at this block, or within it.
         let meets = t.asm.label();
         t.asm.compare_memory(Mem { base: R9, offset: BEHIND }, start as i32);
         t.asm.jump_if_not_less(meets);
-        t.asm.compare_memory(Mem { base: R9, offset: AHEAD }, (end + usize::from(branches)) as i32);
+        t.asm.compare_memory(Mem { base: R9, offset: AHEAD }, (end + usize::from(last != Part::None)) as i32);
         t.asm.jump_if_less(meets);
         exits.push((meets, 0, start));
         if length > 0 {
@@ -249,12 +312,20 @@ pub(super) fn translate(
             t.block(start, end, &alive(end))?;
         }
         let next = |i: usize| labels.get(i).copied().flatten();
+        if last != Part::None {
+            let exit = t.asm.label();
+            t.asm.subtract_wide(R8, 1);
+            t.asm.jump_if_less(exit);
+            exits.push((exit, 1, end));
+        }
+        if last == Part::Access {
+            let fault = t.asm.label();
+            t.access(end, fault);
+            exits.push((fault, 0, end));
+            end += 1;
+        }
         match program.code.get(end) {
-            Some(Inst { op: Op::Bra { target }, guard, .. }) if branches => {
-                let exit = t.asm.label();
-                t.asm.subtract_wide(R8, 1);
-                t.asm.jump_if_less(exit);
-                exits.push((exit, 1, end));
+            Some(Inst { op: Op::Bra { target }, guard, .. }) if last == Part::Branch => {
                 let mut to = |t: &mut Translator, pc: usize| {
                     next(pc).unwrap_or_else(|| {
                         let exit = t.asm.label();
@@ -324,11 +395,6 @@ pub(super) fn translate(
     Some(Translated { code: t.asm.finish()?, entries })
 }
 
-/// Whether a block of compiled code may begin with this instruction.
-pub(super) fn is_compiled(inst: &Inst) -> bool {
-    matches!(inst.op, Op::Alu { .. } | Op::Bra { .. })
-}
-
 struct Translator<'a> {
     program: &'a Program<'a>,
     lanes: Lanes,
@@ -367,8 +433,9 @@ impl Translator<'_> {
         uses.alive.push((n - 1, live.clone()));
         for i in (0..n).rev() {
             let slots = &self.program.slots_of[start + i];
-            let Op::Alu { native, .. } = self.program.code[start + i].op else { continue };
-            if native == Native::Function && i + 1 != n {
+            let is_function =
+                matches!(self.program.code[start + i].op, Op::Alu { native: Native::Function, .. });
+            if is_function && i + 1 != n {
                 uses.alive.push((i, live.clone()));
             }
             let is_live = |slot: Slot| live[self.program.id(slot)];
@@ -475,11 +542,28 @@ impl Translator<'_> {
 
     /// An instruction by its function. All registers are in memory.
     fn function(&mut self, i: usize) {
+        self.call(i, REGISTERS, None, |asm| {
+            asm.set_wide(RAX, call_function as *const () as usize as u64);
+        });
+    }
+
+    /// A load or a store; goes to `fault` if there is one. All registers are in memory.
+    fn access(&mut self, i: usize, fault: Label) {
+        self.call(i, EXECUTION, Some(fault), |asm| {
+            asm.set(RCX, i as u32);
+            asm.load_wide(RAX, Mem { base: R9, offset: ACCESS });
+        });
+    }
+
+    /// Calls a function that has the field at `first` of the surroundings for its first argument,
+    /// and then the instruction `i` and the lanes for which its guard holds. `target` brings the
+    /// function to RAX. Nothing happens if there are no lanes. Goes to `fault`, if given, where the
+    /// function returns true.
+    fn call(&mut self, i: usize, first: i32, fault: Option<Label>, target: impl Fn(&mut Assembler)) {
         let inst = &self.program.code[i];
         let registers = [RDI, RSI, RDX, RCX, R8, R9];
         let saved = |n: usize| Mem { base: RSP, offset: SAVED + 8 * n as i32 };
         let done = self.asm.label();
-        // The lanes for which it runs.
         self.asm.copy(RAX, RCX);
         if inst.guard != NO_GUARD {
             self.asm.load(R10, Mem { base: RDX, offset: 4 * (inst.guard & !GUARD_NOT) as i32 });
@@ -492,13 +576,17 @@ impl Translator<'_> {
         for (n, register) in registers.into_iter().enumerate() {
             self.asm.store_wide(saved(n), register);
         }
-        self.asm.load_wide(RDI, Mem { base: R9, offset: REGISTERS });
+        self.asm.load_wide(RDI, Mem { base: R9, offset: first });
         self.asm.set_wide(RSI, std::ptr::from_ref(inst).expose_provenance() as u64);
         self.asm.copy(RDX, RAX);
-        self.asm.set_wide(RAX, call_function as *const () as usize as u64);
+        target(&mut self.asm);
         self.asm.call(RAX);
         for (n, register) in registers.into_iter().enumerate() {
             self.asm.load_wide(register, saved(n));
+        }
+        if let Some(fault) = fault {
+            self.asm.test(RAX, 0xff);
+            self.asm.jump_if_not_equal(fault);
         }
         self.asm.bind(done);
     }
@@ -728,9 +816,27 @@ impl Translator<'_> {
         self.asm.vector(BLEND32, to, to, Source::Constant(0x7fff_0000), K1);
     }
 
+    /// A load of parameters, from `at` on: all lanes get the same.
+    fn parameters(&mut self, a: &Access, guard: u32, at: u32) -> Option<()> {
+        let (file, op) = if a.wide { (File::R64, BROADCAST64) } else { (File::R32, BROADCAST32) };
+        for (e, &slot) in (0..).zip(&a.regs[..usize::from(a.n)]) {
+            let size = i32::from(a.bytes);
+            let d = self.fresh()?;
+            self.asm.load_wide(R10, Mem { base: R9, offset: PARAMETERS });
+            let from = Source::Memory(Mem { base: R10, offset: at as i32 + e * size });
+            self.asm.vector_sized(op, d, from, size);
+            // The upper 8 lanes of 64 bits are in the same register.
+            self.define(guard, (file, slot), [d, d])?;
+        }
+        Some(())
+    }
+
     fn instruction(&mut self, i: usize) -> Option<()> {
         let inst = &self.program.code[i];
         let guard = inst.guard;
+        if let (Part::Parameters(at), Op::Ld(a)) = (self.program.parts[i], &inst.op) {
+            return self.parameters(a, guard, at);
+        }
         let Op::Alu { s, native, .. } = &inst.op else { return None };
         let r32 = |n: usize| (File::R32, s[n]);
         let r64 = |n: usize| (File::R64, s[n]);

@@ -11,6 +11,7 @@
 pub(crate) mod access;
 mod bulk;
 pub(crate) mod bulk_queue;
+mod called;
 pub(crate) mod cluster;
 mod converged;
 pub(crate) mod copies;
@@ -59,6 +60,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             side_effect: false,
             looked_again: false,
             spins: false,
+            fault: None,
             watch,
         }
     }
@@ -96,7 +98,10 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 self.reconverge();
             }
             if !COVER && self.straight_run(budget) {
-                continue;
+                match self.fault.take() {
+                    Some(fault) => return Err(fault),
+                    None => continue,
+                }
             }
             running = match self.instruction::<COVER>()? {
                 Flow::Next => true,
@@ -127,14 +132,14 @@ impl<'a, W: Hooks> Exec<'a, W> {
             () => Activity::Neutral,
         };
         if !COVER {
-            self.kernel.compiled.note(self.kernel, self.executed);
+            self.kernel.compiled.note(self.kernel, W::ON, self.executed);
         }
         Ok(Slice { status, executed: self.executed, activity })
     }
 
-    /// Runs arithmetic instructions from the present one on. Stops at the first instruction at
-    /// which the budget ends, or the running group meets another one or must let others run. False
-    /// if there is none.
+    /// Runs arithmetic instructions from the present one on, and what compiled code can. Stops at the
+    /// first instruction at which the budget ends, or the running group meets another one or must
+    /// let others run. False if there is none. There may be a fault then.
     #[inline(always)]
     fn straight_run(&mut self, budget: u64) -> bool {
         if self.compiled_run(budget) {
@@ -182,12 +187,12 @@ impl<'a, W: Hooks> Exec<'a, W> {
         window
     }
 
-    /// Runs compiled code from the present instruction on: arithmetic, and branches by all lanes of
-    /// the running group, up to an instruction at which it may meet another one. False if nothing
-    /// was executed.
+    /// Runs compiled code from the present instruction on: arithmetic, branches by all lanes of the
+    /// running group, and without checks loads and stores, up to an instruction at which it may meet
+    /// another one. False if nothing was executed. There may be a fault then.
     #[inline(always)]
     fn compiled_run(&mut self, budget: u64) -> bool {
-        let Some(code) = self.kernel.compiled.code(self.mask) else { return false };
+        let Some(code) = self.kernel.compiled.code(W::ON, self.mask) else { return false };
         // Late loads come in before the instruction that uses them.
         if W::ON && !self.warp.late.is_empty() {
             return false;
@@ -200,9 +205,12 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 window = self.window();
             }
         }
-        // SAFETY: the registers are those of a warp of this kernel, and the code is the one for
-        // these lanes.
-        let ran = unsafe { code.run(self.pc, &mut self.warp.regs, self.mask, budget, window) };
+        let (pc, mask, accesses) = (self.pc, self.mask, self.accesses());
+        // SAFETY: the registers are those of a warp of this kernel, which nothing resizes while the
+        // warp runs, and the code is the one for these lanes. The accesses are those of this
+        // execution, of the kernel with its parameters, and may be called while nothing else uses
+        // it.
+        let ran = unsafe { code.run(pc, &raw mut self.warp.regs, mask, budget, window, accesses) };
         let Some((pc, executed @ 1..)) = ran else { return false };
         if !alone {
             self.warp.since_switch += executed as u32 - 1;

@@ -404,6 +404,8 @@ pub(crate) struct Exec<'a, W> {
     pub(super) looked_again: bool,
     /// [`Group::spins`] of the running group.
     pub(super) spins: bool,
+    /// A fault in compiled code, at the present instruction.
+    pub(super) fault: Option<Box<Stop>>,
     pub(crate) watch: W,
 }
 
