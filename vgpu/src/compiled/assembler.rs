@@ -33,11 +33,13 @@ pub(super) enum Source {
     Memory(Mem),
     /// The same 32 bits in every lane.
     Constant(u32),
+    /// The same 64 bits in every lane.
+    Wide(u64),
 }
 
 /// An instruction in the EVEX encoding: opcode map (1: `0F`, 2: `0F 38`, 3: `0F 3A`), prefix
 /// (0: none, 1: `66`, 2: `F3`, 3: `F2`), operands of 64 bits, and opcode.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Vector(pub(super) u8, pub(super) u8, pub(super) bool, pub(super) u8);
 
 /// An instruction of mask registers in the VEX encoding: opcode map, prefix, the bits W and L, and
@@ -58,6 +60,21 @@ struct Tail {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Label(usize);
 
+/// The number of a constant behind the code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Constant {
+    Narrow(usize),
+    Wide(usize),
+}
+
+/// The number of `v` in `list`, to which it is added if need be.
+fn number_of<T: PartialEq + Copy>(list: &mut Vec<T>, v: T) -> usize {
+    list.iter().position(|c| *c == v).unwrap_or_else(|| {
+        list.push(v);
+        list.len() - 1
+    })
+}
+
 /// Code under construction.
 #[derive(Default)]
 pub(super) struct Assembler {
@@ -66,7 +83,8 @@ pub(super) struct Assembler {
     jumps: Vec<(usize, Label)>,
     /// Operands behind the code, and the places that name them.
     constants: Vec<u32>,
-    to_constants: Vec<(usize, usize)>,
+    wide: Vec<u64>,
+    to_constants: Vec<(usize, Constant)>,
 }
 
 impl Assembler {
@@ -128,9 +146,9 @@ impl Assembler {
         let (x, low) = match b {
             Source::Register(r) => (bit(r, 4), bit(r, 3)),
             Source::Memory(m) => (0, bit(m.base, 3)),
-            Source::Constant(_) => (0, 0),
+            Source::Constant(_) | Source::Wide(_) => (0, 0),
         };
-        let broadcast = u8::from(matches!(b, Source::Constant(_)));
+        let broadcast = u8::from(size == 64 && matches!(b, Source::Constant(_) | Source::Wide(_)));
         let inverted = bit(d, 3) << 7 | x << 6 | low << 5 | bit(d, 4) << 4;
         self.bytes(&[
             0x62,
@@ -142,13 +160,14 @@ impl Assembler {
         match b {
             Source::Register(r) => self.bytes(&[0xc0 | (d & 7) << 3 | r & 7]),
             Source::Memory(m) => self.memory(d, m, size),
-            Source::Constant(v) => {
-                let at = self.constants.iter().position(|c| *c == v).unwrap_or_else(|| {
-                    self.constants.push(v);
-                    self.constants.len() - 1
-                });
+            Source::Constant(_) | Source::Wide(_) => {
+                let constant = match b {
+                    Source::Wide(v) => Constant::Wide(number_of(&mut self.wide, v)),
+                    Source::Constant(v) => Constant::Narrow(number_of(&mut self.constants, v)),
+                    _ => Constant::Narrow(0),
+                };
                 self.bytes(&[(d & 7) << 3 | 5]);
-                self.to_constants.push((self.code.len(), at));
+                self.to_constants.push((self.code.len(), constant));
                 // The distance counts from the end of the instruction.
                 self.word(-4 - i32::from(imm.is_some()));
             }
@@ -375,7 +394,11 @@ impl Assembler {
     /// The code with its constants. `None` if a label was never bound.
     pub(super) fn finish(mut self) -> Option<Vec<u8>> {
         self.code.resize(self.code.len().next_multiple_of(64), 0xcc);
-        let constants = self.code.len();
+        let wide = self.code.len();
+        let constants = wide + 8 * self.wide.len();
+        for constant in std::mem::take(&mut self.wide) {
+            self.bytes(&constant.to_le_bytes());
+        }
         for constant in std::mem::take(&mut self.constants) {
             self.bytes(&constant.to_le_bytes());
         }
@@ -383,7 +406,10 @@ impl Assembler {
         for &(at, label) in &self.jumps {
             patches.push((at, self.labels[label.0]?));
         }
-        patches.extend(self.to_constants.iter().map(|&(at, n)| (at, constants + 4 * n)));
+        patches.extend(self.to_constants.iter().map(|&(at, constant)| match constant {
+            Constant::Narrow(n) => (at, constants + 4 * n),
+            Constant::Wide(n) => (at, wide + 8 * n),
+        }));
         for (at, target) in patches {
             let field: &mut [u8; 4] = self.code[at..].first_chunk_mut()?;
             let bias = i32::from_le_bytes(*field);

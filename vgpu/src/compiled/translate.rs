@@ -688,6 +688,12 @@ impl Translator<'_> {
             held.registers[..Self::parts(slot)].iter().for_each(|r| self.pinned |= 1 << r);
             return Some(held.registers);
         }
+        if let Some(bits) = self.constant(slot) {
+            let register = self.fresh()?;
+            self.broadcast(register, slot.0, bits);
+            self.hold(slot, [register, register], false);
+            return Some([register, register]);
+        }
         let registers = self.fresh_for(slot)?;
         for (half, &register) in registers[..Self::parts(slot)].iter().enumerate() {
             let row = self.row(slot, half);
@@ -697,8 +703,31 @@ impl Translator<'_> {
         Some(registers)
     }
 
-    /// The same as operands, which stay in memory if this is their only use.
+    /// `register` = the same bits in every lane. The registers of a warp have them as well, but all
+    /// warps share this place in memory.
+    fn broadcast(&mut self, register: u8, file: File, bits: u64) {
+        match file {
+            File::R64 => self.asm.vector_sized(BROADCAST64, register, Source::Wide(bits), 8),
+            _ => self.asm.vector_sized(BROADCAST32, register, Source::Constant(bits as u32), 4),
+        }
+    }
+
+    /// `register` = an operand of 32 bits.
+    fn bring(&mut self, register: u8, from: Source) {
+        match from {
+            Source::Constant(_) => self.asm.vector_sized(BROADCAST32, register, from, 4),
+            Source::Wide(_) => self.asm.vector_sized(BROADCAST64, register, from, 8),
+            _ => self.asm.vector(LOAD32, register, 0, from, 0),
+        }
+    }
+
+    /// The same as operands, which stay in memory if this is their only use, or are constants.
     fn source(&mut self, slot: Slot) -> Option<[Source; 2]> {
+        if let Some(bits) = self.constant(slot).filter(|_| self.find(slot).is_none()) {
+            let constant =
+                if slot.0 == File::R64 { Source::Wide(bits) } else { Source::Constant(bits as u32) };
+            return Some([constant, constant]);
+        }
         if self.find(slot).is_none() && self.left[self.program.id(slot)] == 0 {
             return Some([0, 1].map(|half| Source::Memory(self.row(slot, half))));
         }
@@ -713,6 +742,15 @@ impl Translator<'_> {
     /// The lanes `half` of a register of 32 bits, converted to 64 bits in `to`.
     fn widen(&mut self, op: Vector, slot: u32, half: usize, to: u8) -> Option<()> {
         let slot = (File::R32, slot);
+        if let Some(bits) = self.constant(slot) {
+            let wide = match op {
+                SIGN_EXTEND => bits as i32 as u64,
+                UNSIGNED_TO_F64 => f64::from(bits as u32).to_bits(),
+                _ => u64::from(bits as u32),
+            };
+            self.broadcast(to, File::R64, wide);
+            return Some(());
+        }
         if self.find(slot).is_none() && self.left[self.program.id(slot)] == 0 {
             let row = self.row(slot, 0).plus(32 * half as i32);
             self.asm.vector_sized(op, to, Source::Memory(row), 32);
@@ -857,7 +895,7 @@ impl Translator<'_> {
                         Unary::Move => {}
                         // All three inputs are the same; bit 0 of the table is for zeros.
                         Unary::Not => {
-                            self.asm.vector(LOAD32, d[half], 0, a[half], 0);
+                            self.bring(d[half], a[half]);
                             let same = Source::Register(d[half]);
                             self.asm.vector_with(TERNARY32, d[half], d[half], same, 0, Some(0x55));
                         }
@@ -1020,7 +1058,7 @@ impl Translator<'_> {
                 let b = self.value(r32(2))?;
                 let c = self.source(r32(3))?;
                 let d = self.fresh()?;
-                self.asm.vector(LOAD32, d, 0, a[0], 0);
+                self.bring(d, a[0]);
                 self.asm.vector(FMA, d, b[0], c[0], 0);
                 self.canonical(d);
                 self.define(guard, r32(0), [d, 0])?;
