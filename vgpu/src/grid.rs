@@ -32,8 +32,10 @@ pub(crate) use stepped::Step;
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
 
-/// Warp instructions per turn with the round-robin scheduler.
-const SLICE: u64 = 256;
+/// Warp instructions per turn with the round-robin scheduler. Without checks a longer turn pays: its
+/// first instructions find the registers of the warp far away.
+const SLICE: u64 = 1024;
+const CHECKED_SLICE: u64 = 256;
 
 /// Warp instructions that a warp gets at the least when it polls again: most loops that poll are
 /// shorter, and a part of one finds nothing out.
@@ -763,7 +765,7 @@ impl Grid {
     fn slice(&mut self, locked: &mut Locked<'_>) -> Result<u64, Box<Fault>> {
         self.resting.recall_due(&mut self.ready, self.epoch, self.stats.slices);
         let (index, budget) = match self.schedule {
-            Schedule::RoundRobin => (0, SLICE),
+            Schedule::RoundRobin => (0, if self.check.is_some() { CHECKED_SLICE } else { SLICE }),
             // Mostly short slices, now and then a long one.
             Schedule::Random => {
                 let index = self.rng.below(self.ready.len() as u64) as usize;

@@ -60,7 +60,7 @@ unsafe fn write(p: *mut u8, bytes: u8, v: u64, order: Ordering) {
 
 /// Accesses of 16 bytes at once.
 #[cfg(target_arch = "x86_64")]
-mod whole {
+pub(super) mod whole {
     use std::arch::asm;
     use std::arch::x86_64::{__m128i, _mm_cvtsi128_si64, _mm_set_epi64x, _mm_unpackhi_epi64};
 
@@ -68,7 +68,7 @@ mod whole {
     ///
     /// # Safety
     /// `p` must be valid for 16 bytes and aligned to them.
-    pub(super) unsafe fn read(p: *mut u8) -> [u64; 2] {
+    pub(in super::super) unsafe fn read(p: *mut u8) -> [u64; 2] {
         let value: __m128i;
         // SAFETY: passed on to the caller. Processors with AVX, which are all of the last ten
         // years, do this access at once (Intel's manual, volume 3, 9.1.1; AMD's, volume 2, 7.3.2).
@@ -96,7 +96,7 @@ mod whole {
 
 /// Accesses of 16 bytes, at once as far as the threads of one process are concerned.
 #[cfg(not(target_arch = "x86_64"))]
-mod whole {
+pub(super) mod whole {
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::sync::{Mutex, PoisonError};
 
@@ -106,7 +106,7 @@ mod whole {
     ///
     /// # Safety
     /// `p` must be valid for 16 bytes and aligned to them.
-    pub(super) unsafe fn read(p: *mut u8) -> [u64; 2] {
+    pub(in super::super) unsafe fn read(p: *mut u8) -> [u64; 2] {
         let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: passed on to the caller.
         [0, 8].map(|at| unsafe { AtomicU64::from_ptr(p.add(at).cast()) }.load(Ordering::SeqCst))
@@ -244,6 +244,11 @@ impl Footprint {
     }
 }
 
+/// The order of a load.
+fn order_of(a: &Access) -> Ordering {
+    if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed }
+}
+
 pub(super) const LOADS: usize = 0;
 const STORES: usize = 1;
 
@@ -270,7 +275,14 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Pointer for one lane's access to any space.
     #[inline(always)]
-    fn pointer(&mut self, cache: usize, space: Space, addr: u64, bytes: u64, lane: usize) -> Run<*mut u8> {
+    pub(super) fn pointer(
+        &mut self,
+        cache: usize,
+        space: Space,
+        addr: u64,
+        bytes: u64,
+        lane: usize,
+    ) -> Run<*mut u8> {
         if addr & (bytes - 1) != 0 {
             return stop(FaultKind::Misaligned { addr: addr & !TAG, align: bytes }, Some(lane));
         }
@@ -471,13 +483,34 @@ impl<W: Hooks> Exec<'_, W> {
             self.pc += 1;
             return Ok(Flow::Next);
         }
+        if !W::ON && m == FULL && a.sem != Sem::Weak {
+            let footprint = self.footprint(&a.addr, size);
+            if let Footprint::Row(base) = footprint
+                && let Some(p) = self.row(LOADS, a.space, base, size)
+                // SAFETY: `row` checked 32 * size bytes and the alignment.
+                && let Some((value, seen)) = unsafe { self.load_strong_rows(a, p, order_of(a)) }
+            {
+                return Ok(self.loaded(a, Some((base, value)), seen));
+            }
+        }
         let addr = self.addresses(&a.addr);
+        if !W::ON && a.sem == Sem::Weak && self.load_scattered(a, &addr, size, m)? {
+            self.pc += 1;
+            return Ok(Flow::Next);
+        }
         if W::ON && self.may_be_late(a, &addr, m) && self.watch.defers_load() {
             self.warp.late.push(LateLoad { access: *a, addr, lanes: m });
             self.pc += 1;
             return Ok(Flow::Next);
         }
         let (first, seen) = self.take_values(a, &addr, m, repeats)?;
+        Ok(self.loaded(a, first, seen))
+    }
+
+    /// A load has brought its values, of which the first one and a digest are given: goes on behind
+    /// it.
+    #[inline(always)]
+    fn loaded(&mut self, a: &Access, first: Option<(u64, u64)>, seen: u64) -> Flow {
         let spins = match first {
             Some((at, value)) if a.sem != Sem::Weak => {
                 self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
@@ -486,7 +519,7 @@ impl<W: Hooks> Exec<'_, W> {
             _ => false,
         };
         self.pc += 1;
-        Ok(if spins { Flow::GiveWay } else { Flow::Next })
+        if spins { Flow::GiveWay } else { Flow::Next }
     }
 
     /// Whether weak memory may deliver the values of a load later than its instruction, at their
@@ -559,7 +592,7 @@ impl<W: Hooks> Exec<'_, W> {
         repeats: u32,
     ) -> Run<(Option<(u64, u64)>, u64)> {
         let size = u64::from(a.bytes) * u64::from(a.n);
-        let order = if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed };
+        let order = order_of(a);
         if !W::ON && a.n == 1 {
             let first = m.trailing_zeros() as usize;
             let at = addr[first];
@@ -789,15 +822,18 @@ impl<W: Hooks> Exec<'_, W> {
             return self.watched_store(a, &self.addresses(&a.addr), size, m);
         }
         if m == FULL
-            && a.sem == Sem::Weak
             && let Footprint::Row(base) = self.footprint(&a.addr, size)
             && let Some(p) = self.row(STORES, a.space, base, size)
         {
             // SAFETY: `row` checked 32 * size bytes and the alignment.
-            let done = unsafe { self.store_rows(a, p) };
-            if done {
-                return Ok(());
+            let done = a.sem == Sem::Weak && unsafe { self.store_rows(a, p) };
+            if !done {
+                for i in 0..32 {
+                    // SAFETY: as above, for the vector of this lane.
+                    unsafe { self.store_lane(a, p.add(i * size as usize), i) };
+                }
             }
+            return Ok(());
         }
         let addr = self.addresses(&a.addr);
         for i in lanes(m) {

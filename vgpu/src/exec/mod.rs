@@ -25,6 +25,7 @@ mod simd;
 pub(crate) mod sparse;
 pub(crate) mod state;
 mod sync;
+mod unchecked;
 pub(crate) mod wgmma;
 
 use std::sync::atomic::Ordering;

@@ -462,6 +462,12 @@ impl SharedMemory {
         Ok(bytes)
     }
 
+    /// The first address, the length in bytes, and the pointer to the first.
+    #[inline]
+    pub(super) fn window(&self) -> (u64, u64, *mut u8) {
+        (self.base, self.bytes, self.units.as_ptr().cast::<u8>().cast_mut())
+    }
+
     /// Pointer to `address`, if `bytes` bytes from there on exist.
     #[inline]
     pub(crate) fn pointer(&self, address: u64, bytes: u64) -> Result<*mut u8, FaultKind> {

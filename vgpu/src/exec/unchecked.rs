@@ -1,0 +1,125 @@
+//! Loads and stores of warps without checks whose addresses are judged at once.
+
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use super::access::{LOADS, whole};
+use super::lanes::lanes;
+use super::state::{Exec, Run};
+use crate::check::hooks::Hooks;
+use crate::ir::{Access, Space};
+
+/// Fewer lanes are loaded one by one.
+const MANY: u32 = 4;
+
+impl<W: Hooks> Exec<'_, W> {
+    /// A weak load of the lanes `m` from scattered places. False, and nothing has happened, where
+    /// there are few lanes, or some place is bad or in another region than the others, or the shape
+    /// has no fast path.
+    #[inline(always)]
+    pub(super) fn load_scattered(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<bool> {
+        if m.count_ones() < MANY {
+            return Ok(false);
+        }
+        let (start, bytes, p) = match a.space {
+            Space::Global | Space::Generic => {
+                // Brings the region of the first lane to hand. A fault is that of the first lane.
+                let first = m.trailing_zeros() as usize;
+                self.pointer(LOADS, a.space, addr[first], size, first)?;
+                let region = self.warp.regions[LOADS][0];
+                (region.start, region.bytes, region.start as *mut u8)
+            }
+            Space::Shared => self.block.shared.window(),
+            _ => return Ok(false),
+        };
+        let Some(last) = bytes.checked_sub(size) else { return Ok(false) };
+        let bad = |i: usize| addr[i].wrapping_sub(start) > last || addr[i] & (size - 1) != 0;
+        if super::lanes::mask_of(bad) & m != 0 {
+            return Ok(false);
+        }
+        macro_rules! gather {
+            ($atomic:ty, $t:ty, $file:ident, $n:literal) => {{
+                for i in lanes(m) {
+                    // SAFETY: `last` is that of the window at `p`, so that the vector of each lane
+                    // lies in it, and the vector is aligned to its size.
+                    let vector = unsafe { p.add((addr[i] - start) as usize) }.cast::<$t>();
+                    for e in 0..$n {
+                        let slot = a.regs[e] as usize;
+                        // SAFETY: as above, for the element. Others access it by atomics, or by raw
+                        // copies.
+                        let v = unsafe { <$atomic>::from_ptr(vector.add(e)) }.load(Ordering::Relaxed);
+                        self.warp.regs.$file[slot][i] = v.into();
+                    }
+                }
+                true
+            }};
+        }
+        Ok(match (a.bytes, a.n, a.wide, a.signed) {
+            _ if a.whole => false,
+            (4, 1, false, _) => gather!(AtomicU32, u32, r32, 1),
+            (4, 2, false, _) => gather!(AtomicU32, u32, r32, 2),
+            (4, 4, false, _) => gather!(AtomicU32, u32, r32, 4),
+            (8, 1, true, _) => gather!(AtomicU64, u64, r64, 1),
+            (8, 2, true, _) => gather!(AtomicU64, u64, r64, 2),
+            (2, 1, false, false) => gather!(AtomicU16, u16, r32, 1),
+            (1, 1, false, false) => gather!(AtomicU8, u8, r32, 1),
+            _ => false,
+        })
+    }
+
+    /// A strong load of a full warp of consecutive elements at `p`, each by itself. Returns the
+    /// first value, and the digest of all that [`Exec::take_values`] returns; `None` where the shape
+    /// has no fast path.
+    ///
+    /// # Safety
+    /// `p` must be valid for 32 vectors and aligned to one.
+    #[inline(always)]
+    pub(super) unsafe fn load_strong_rows(
+        &mut self,
+        a: &Access,
+        p: *mut u8,
+        order: Ordering,
+    ) -> Option<(u64, u64)> {
+        macro_rules! rows {
+            ($atomic:ty, $t:ty, $file:ident, $n:literal) => {{
+                let (mut rows, mut seen) = ([[0; 32]; $n], 0u64);
+                for i in 0..32 {
+                    for e in 0..$n {
+                        // SAFETY: the caller checked the 32 * n elements, and their alignment.
+                        // Others access them by atomics, or by raw copies.
+                        let v: $t =
+                            unsafe { <$atomic>::from_ptr(p.cast::<$t>().add($n * i + e)) }.load(order);
+                        rows[e][i] = v;
+                        seen = seen.rotate_left(7) ^ u64::from(v);
+                    }
+                }
+                for e in 0..$n {
+                    self.warp.regs.$file[a.regs[e] as usize] = rows[e];
+                }
+                Some((rows[0][0].into(), seen))
+            }};
+        }
+        if a.whole {
+            let (mut rows, mut seen) = ([[0; 32]; 2], 0u64);
+            for i in 0..32 {
+                // SAFETY: the caller checked 32 vectors of 16 bytes, and their alignment.
+                let halves = unsafe { whole::read(p.add(16 * i)) };
+                for (row, half) in rows.iter_mut().zip(halves) {
+                    row[i] = half;
+                    seen = seen.rotate_left(7) ^ half;
+                }
+            }
+            for (row, &slot) in rows.iter().zip(&a.regs) {
+                self.warp.regs.r64[slot as usize] = *row;
+            }
+            return Some((rows[0][0], seen));
+        }
+        match (a.bytes, a.n, a.wide) {
+            _ if a.signed => None,
+            (4, 1, false) => rows!(AtomicU32, u32, r32, 1),
+            (4, 4, false) => rows!(AtomicU32, u32, r32, 4),
+            (8, 1, true) => rows!(AtomicU64, u64, r64, 1),
+            (8, 2, true) => rows!(AtomicU64, u64, r64, 2),
+            _ => None,
+        }
+    }
+}
