@@ -34,7 +34,7 @@ const PREEMPTION_SPAN: u64 = 20_000;
 
 /// Warp instructions per turn with the round-robin scheduler. Without checks a longer turn pays: its
 /// first instructions find the registers of the warp far away.
-const SLICE: u64 = 1024;
+const SLICE: u64 = 512;
 const CHECKED_SLICE: u64 = 256;
 
 /// Warp instructions that a warp gets at the least when it polls again: most loops that poll are

@@ -10,6 +10,7 @@ use super::parts::stored_word;
 use super::simd;
 use super::state::window;
 use super::state::{Exec, Flow, LateLoad, Run, stop};
+use super::unchecked::FEW;
 use crate::check::hooks::{Blamed, Hooks, Part, Place};
 use crate::check::record::{How, ViolationAt};
 use crate::fault::{FaultKind, WaitingFor};
@@ -28,7 +29,7 @@ pub(super) const TAG: u64 = 0xff << 56;
 /// # Safety
 /// `p` must be valid for `bytes` bytes and aligned to them.
 #[inline(always)]
-unsafe fn read(p: *mut u8, bytes: u8, order: Ordering) -> u64 {
+pub(super) unsafe fn read(p: *mut u8, bytes: u8, order: Ordering) -> u64 {
     // SAFETY: the caller passes a valid, aligned pointer; atomics make the access single and untorn
     // even if other threads or processes write it.
     unsafe {
@@ -245,7 +246,7 @@ impl Footprint {
 }
 
 /// The order of a load.
-fn order_of(a: &Access) -> Ordering {
+pub(super) fn order_of(a: &Access) -> Ordering {
     if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed }
 }
 
@@ -492,6 +493,10 @@ impl<W: Hooks> Exec<'_, W> {
             {
                 return Ok(self.loaded(a, Some((base, value)), seen));
             }
+        }
+        if !W::ON && a.sem != Sem::Weak && FEW.contains(&m.count_ones()) && !a.whole {
+            let (first, seen) = self.load_few(a, size, m)?;
+            return Ok(self.loaded(a, first, seen));
         }
         let addr = self.addresses(&a.addr);
         if !W::ON && a.sem == Sem::Weak && self.load_scattered(a, &addr, size, m)? {

@@ -1,25 +1,49 @@
 //! Loads and stores of warps without checks whose addresses are judged at once.
 
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use super::access::{LOADS, whole};
+use super::access::{LOADS, LOCAL_TAG, TAG, order_of, read, whole};
 use super::lanes::lanes;
 use super::state::{Exec, Run};
 use crate::check::hooks::Hooks;
 use crate::ir::{Access, Space};
 
-/// Fewer lanes are loaded one by one.
-const MANY: u32 = 4;
+/// As many lanes that poll are looked at one by one.
+pub(super) const FEW: RangeInclusive<u32> = 2..=4;
 
 impl<W: Hooks> Exec<'_, W> {
+    /// A strong load of few lanes. Returns what [`Exec::take_values`] returns.
+    #[inline(always)]
+    pub(super) fn load_few(&mut self, a: &Access, size: u64, m: u32) -> Run<(Option<(u64, u64)>, u64)> {
+        let order = order_of(a);
+        let (mut first, mut seen, mut alike) = (None, 0u64, a.n == 1);
+        for i in lanes(m) {
+            let at = self.address(&a.addr, i);
+            let p = self.pointer(LOADS, a.space, at, size, i)?;
+            let own = a.space == Space::Local || a.space == Space::Generic && at & TAG == LOCAL_TAG;
+            for e in 0..a.n as usize {
+                // SAFETY: `pointer` checked bounds and alignment of the whole vector.
+                let v = a.extend(unsafe { read(p.add(e * a.bytes as usize), a.bytes, order) });
+                let slot = a.regs[e] as usize;
+                if a.wide {
+                    self.warp.regs.r64[slot][i] = v;
+                } else {
+                    self.warp.regs.r32[slot][i] = v as u32;
+                }
+                let (one, _) = *first.get_or_insert((at, v));
+                alike &= one == at && !own;
+                seen = seen.rotate_left(7) ^ v;
+            }
+        }
+        // Elsewhere one place is read once for all lanes, and its value is the digest.
+        Ok((first, if alike { first.map_or(0, |(_, v)| v) } else { seen }))
+    }
+
     /// A weak load of the lanes `m` from scattered places. False, and nothing has happened, where
-    /// there are few lanes, or some place is bad or in another region than the others, or the shape
-    /// has no fast path.
+    /// some place is bad or in another region than the others, or the shape has no fast path.
     #[inline(always)]
     pub(super) fn load_scattered(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<bool> {
-        if m.count_ones() < MANY {
-            return Ok(false);
-        }
         let (start, bytes, p) = match a.space {
             Space::Global | Space::Generic => {
                 // Brings the region of the first lane to hand. A fault is that of the first lane.
