@@ -787,20 +787,26 @@ impl Grid {
     }
 
     /// Runs a warp that was taken from the ready queue.
+    #[inline(always)]
     fn run_picked(
         &mut self,
         pick: WarpRef,
         budget: u64,
         locked: &mut Locked<'_>,
     ) -> Result<Slice, Box<Fault>> {
-        let (block, peers) = cluster::with_peers(&mut self.blocks, self.clusters, pick.block);
-        let (state, warp) = (&mut block.state, &mut block.warps[pick.warp as usize]);
-        let ran = match (&mut block.check, locked.world()) {
-            (Some(block), Some(world)) => {
-                let watch = CheckHooks { world, block, peers, warp: pick.warp };
-                run_warp(&self.env, state, warp, watch, budget)
+        let ran = if self.check.is_none() {
+            let block = &mut self.blocks[pick.block as usize];
+            run_warp(&self.env, &mut block.state, &mut block.warps[pick.warp as usize], (), budget)
+        } else {
+            let (block, peers) = cluster::with_peers(&mut self.blocks, self.clusters, pick.block);
+            let (state, warp) = (&mut block.state, &mut block.warps[pick.warp as usize]);
+            match (&mut block.check, locked.world()) {
+                (Some(block), Some(world)) => {
+                    let watch = CheckHooks { world, block, peers, warp: pick.warp };
+                    run_warp(&self.env, state, warp, watch, budget)
+                }
+                _ => run_warp(&self.env, state, warp, (), budget),
             }
-            _ => run_warp(&self.env, state, warp, (), budget),
         };
         ran.map_err(|(pc, stop)| self.fault_at(pick, pc, stop.lane, stop.kind))
     }
@@ -1212,6 +1218,7 @@ fn poisoned_registers([n32, n64, np]: [u32; 3], poison: u64) -> Regs {
 }
 
 /// Runs a warp for a slice; an error with the instruction where it stopped.
+#[inline(always)]
 fn run_warp<W: Hooks>(
     env: &Env,
     block: &mut BlockState,

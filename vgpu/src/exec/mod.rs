@@ -67,6 +67,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// Runs up to `budget` instructions.
+    #[inline]
     pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
         // Two loops, so that coverage costs nothing when it is off.
         if self.kernel.executed.get().is_some() {
