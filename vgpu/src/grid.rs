@@ -703,6 +703,7 @@ impl Grid {
         if generation != self.generation {
             self.generation = generation;
             self.env.table = self.memory.snapshot();
+            self.blocks.iter_mut().for_each(|b| b.state.bulk.forget_regions());
             self.blocks.iter_mut().flat_map(|b| &mut b.warps).for_each(Warp::forget_regions);
         }
     }

@@ -46,7 +46,7 @@ impl Pending {
                         unsafe { std::ptr::copy_nonoverlapping(p, inside.as_mut_ptr(), inside.len()) };
                         self.reads.convert(inside);
                     }
-                    self.data[at..at + 16].copy_from_slice(&bytes);
+                    self.buffer(block)[at..at + 16].copy_from_slice(&bytes);
                 }
                 Stage::Read
             }
@@ -62,7 +62,7 @@ impl Pending {
             }
             Stage::Issued => {
                 let src = end_pointer(block, table, self.src, self.bytes)?;
-                let into = &mut self.data[range.clone()];
+                let into = &mut self.buffer(block)[range.clone()];
                 // SAFETY: `end_pointer` checked the source for the copy's length, in which the
                 // range lies; the buffer is ours.
                 unsafe { std::ptr::copy_nonoverlapping(src.add(range.start), into.as_mut_ptr(), into.len()) };
@@ -114,6 +114,27 @@ impl Pending {
         Ok(Some((p, first..first + usize::from(unit.len))))
     }
 
+    /// Reads and writes pieces of consecutive bytes that have not been read.
+    fn copy(&mut self, block: &mut BlockState, table: &Table, pieces: Range<usize>) -> Result<(), FaultKind> {
+        let range = self.range(pieces.start).start..self.range(pieces.end - 1).end;
+        let src = end_pointer(block, table, self.src, self.bytes)?;
+        let dst = end_pointer(block, table, self.dst, self.bytes)?;
+        // SAFETY: `end_pointer` checked both for the copy's length, in which the range lies. They may
+        // overlap.
+        unsafe { std::ptr::copy(src.add(range.start), dst.add(range.start), range.len()) };
+        self.stages.set(pieces, Stage::Landed);
+        Ok(())
+    }
+
+    /// The buffer, with room for all bytes.
+    fn buffer(&mut self, block: &mut BlockState) -> &mut [u8] {
+        if self.data.is_empty() {
+            self.data = block.bulk.spare.pop().unwrap_or_default();
+            self.data.resize(self.bytes as usize, 0);
+        }
+        &mut self.data
+    }
+
     /// Moves all pieces on to a stage.
     fn advance_to(&mut self, block: &mut BlockState, table: &Table, stage: Stage) -> Result<(), FaultKind> {
         let mut first = 0;
@@ -121,6 +142,10 @@ impl Pending {
             let from = self.stages.of(first);
             let same = (first..PIECES).take_while(|piece| self.stages.of(*piece) == from).count();
             let alike = first..first + same;
+            let plain = self.units.is_empty() && self.stale.is_empty() && self.reduces.is_none();
+            if plain && from == Stage::Issued && stage == Stage::Landed {
+                self.copy(block, table, alike.clone())?;
+            }
             while self.stages.of(first) < stage {
                 self.advance(block, table, alike.clone())?;
             }
@@ -133,10 +158,15 @@ impl Pending {
 fn end_pointer(block: &mut BlockState, table: &Table, end: End, bytes: u32) -> Result<*mut u8, FaultKind> {
     match end {
         End::Shared(address) => block.in_cluster(address, u64::from(bytes)),
-        End::Global(addr) => match table.find(addr, u64::from(bytes)) {
-            Some(_) => Ok(addr as *mut u8),
-            None => Err(table.out_of_bounds(addr, u64::from(bytes))),
-        },
+        End::Global(addr) => {
+            if !block.bulk.regions.iter().any(|region| region.holds(addr, u64::from(bytes))) {
+                let found = table.find(addr, u64::from(bytes));
+                let found = found.ok_or_else(|| table.out_of_bounds(addr, u64::from(bytes)))?;
+                block.bulk.regions.rotate_right(1);
+                block.bulk.regions[0] = found;
+            }
+            Ok(addr as *mut u8)
+        }
     }
 }
 
@@ -191,7 +221,7 @@ impl BlockState {
             if let Err(kind) = done {
                 failed = Some((kind, p.warp, p.pc));
             }
-            if landed {
+            if landed && !p.data.is_empty() {
                 self.bulk.spare.push(std::mem::take(&mut p.data));
             }
             !landed
@@ -604,8 +634,6 @@ impl<W: Hooks> Exec<'_, W> {
             }
         }
         self.changed();
-        let mut data = self.block.bulk.spare.pop().unwrap_or_default();
-        data.resize(bytes as usize, 0);
         let (warp, pc) = (self.warp.index, self.pc);
         let p = Pending {
             dst,
@@ -616,7 +644,7 @@ impl<W: Hooks> Exec<'_, W> {
             mbar,
             thread,
             group,
-            data,
+            data: vec![],
             reduces: None,
             stages: Stages::default(),
             late: None,

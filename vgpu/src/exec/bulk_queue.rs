@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use crate::check::hooks::Stale;
 use crate::ir::Rmw;
+use crate::memory::Found;
 use crate::tensor_map::{Reads, Unit};
 
 /// Most pieces of a copy.
@@ -88,7 +89,7 @@ pub(super) struct Pending {
     /// Thread that issued it, and its bulk group.
     pub(super) thread: u32,
     pub(super) group: u32,
-    /// Buffer of the bytes read, and the stage of each piece.
+    /// Buffer of the bytes read, empty before, and the stage of each piece.
     pub(super) data: Vec<u8>,
     /// For `red.async`: the operation that combines the data with the destination.
     pub(super) reduces: Option<Rmw>,
@@ -130,6 +131,8 @@ pub(crate) struct BulkQueue {
     pub(super) used: Vec<u32>,
     /// Buffers of copies that are over.
     pub(super) spare: Vec<Vec<u8>>,
+    /// The regions looked up last, latest first.
+    pub(super) regions: [Found; 4],
 }
 
 impl BulkQueue {
@@ -139,6 +142,11 @@ impl BulkQueue {
         self.committed.resize(threads as usize, 0);
         self.used.clear();
         self.used.resize(threads as usize, 0);
+    }
+
+    /// Looks regions up again, after the table has changed.
+    pub(crate) fn forget_regions(&mut self) {
+        self.regions = Default::default();
     }
 
     pub(crate) fn is_empty(&self) -> bool {
