@@ -1,6 +1,8 @@
 //! Loads, stores, atomics, address spaces, and the faults they raise.
 
 use epoxide_vgpu::{DeviceConfig, FaultKind, GridConfig};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 use crate::common::*;
 
@@ -442,4 +444,100 @@ fn matrices_go_to_registers_and_back() {
         );
         assert_eq!(&run(&round), want, "{back}");
     }
+}
+
+/// Types of loads and stores, the registers of their elements, and the size of the vector.
+const SHAPES: [(&str, &str, u64); 12] = [
+    ("b32", "%r", 4),
+    ("v2.b32", "%r", 8),
+    ("v4.b32", "%r", 16),
+    ("b64", "%rd", 8),
+    ("v2.b64", "%rd", 16),
+    ("u8", "%r", 1),
+    ("s8", "%r", 1),
+    ("u16", "%r", 2),
+    ("s32", "%rd", 4),
+    ("b128", "%rq", 16),
+    ("v4.u8", "%r", 4),
+    ("v2.s16", "%r", 4),
+];
+
+/// A warp judges its addresses together where it can: the results are those of one lane at a time.
+#[test]
+fn a_warp_accesses_what_its_lanes_access_one_by_one() {
+    epoxide_vgpu::for_each_seed(tier(400, 4000), |seed| {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let (ty, file, size) = SHAPES[rng.random_range(0..SHAPES.len())];
+        let sem = ["", "relaxed.gpu."][rng.random_range(0..2)];
+        let shared = rng.random_range(0..3) == 0;
+        let space = if shared { "shared." } else { ["global.", ""][rng.random_range(0..2)] };
+        let n = match ty.as_bytes()[..2] {
+            [b'v', n] => u64::from(n - b'0'),
+            _ => 1,
+        };
+        // Registers of the whole warp from `at` on, and of single lanes behind.
+        let vector = |at: u64| {
+            let names: Vec<_> = (at..at + n).map(|i| format!("{file}{i}")).collect();
+            if n == 1 { names[0].clone() } else { format!("{{{}}}", names.join(", ")) }
+        };
+        // The place of each lane: the same, a row, a row from an odd lane on, or scattered.
+        let pattern = rng.random_range(0..4);
+        let (factor, add) = [(0, 9), (1, 0), (1, 3), (rng.random_range(2..40), 5)][pattern];
+        let mask: u32 = match rng.random_range(0..4) {
+            0 => u32::MAX,
+            1 => rng.random(),
+            2 => 1 << rng.random_range(0..32),
+            _ => 0x8000_0101,
+        };
+        let base = if shared { "%rd45" } else { "%rd40" };
+        let address = if shared && space == "shared." { "%rd46" } else { "%rd47" };
+        let mut body = format!(
+            "mov.u64 %rd45, sh; mul.lo.u32 %r41, %r40, {factor}; add.u32 %r41, %r41, {add};
+             and.b32 %r41, %r41, 63; mul.wide.u32 %rd44, %r41, {size}; add.u64 %rd46, {base}, %rd44;
+             add.u64 %rd47, %rd40, %rd44; shr.u32 %r42, {mask}, %r40; and.b32 %r42, %r42, 1;
+             setp.ne.u32 %p1, %r42, 0; .reg .b128 %rq<8>;\n"
+        );
+        for word in 0..4 {
+            body += &format!(
+                "ld.global.u64 %rd43, [%rd42+{at}]; add.u64 %rd48, %rd45, %rd41;
+                 st.shared.u64 [%rd48+{at}], %rd43;\n",
+                at = 256 * word
+            );
+        }
+        for i in 0..8 {
+            body += &format!("mov.u32 %r{i}, {i}; mov.u64 %rd{i}, {i};\n");
+        }
+        body += "mov.b128 %rq0, {%rd1, %rd2}; mov.b128 %rq4, {%rd1, %rd2}; bar.warp.sync -1;\n";
+        body += &format!("@%p1 ld.{sem}{space}{ty} {}, [{address}];\n", vector(0));
+        let each = |instruction: String| -> String {
+            (0..32)
+                .map(|lane| format!("setp.eq.and.u32 %p2, %r40, {lane}, %p1; @%p2 {instruction}\n"))
+                .collect()
+        };
+        for i in 4..8 {
+            body += &format!("mov.u32 %r{i}, {}; mov.u64 %rd{i}, {};\n", i - 4, i - 4);
+        }
+        body += &each(format!("ld.{sem}{space}{ty} {}, [{address}];", vector(4)));
+        if file == "%rq" {
+            body += "mov.b128 {%rd0, %rd1}, %rq0; mov.b128 {%rd4, %rd5}, %rq4;\n";
+        }
+        for i in 0..8 {
+            body += &format!("st.global.u64 [%rd42+{}], %rd{i};\n", 8192 + 512 * i);
+            body += &format!("st.global.u32 [%rd42+{}], %r{i};\n", 8192 + 512 * i + 256);
+        }
+        // Two places of their own for stores of the same values.
+        let stored = ty.replace(['s', 'u'], "b");
+        for (at, whole) in [(0, true), (4096, false)] {
+            let store = |guard: &str| format!("{guard}st.{sem}{stored} [%rd49], {};", vector(0));
+            body += &format!("add.u64 %rd49, %rd47, {};\n", 16384 + at);
+            body += &if whole { store("@%p1 ") + "\n" } else { each(store("")) };
+        }
+        let buf: Vec<u64> = (0..4096).map(|i| if i < 1024 { rng.random() } else { 0 }).collect();
+        let got = run_body(".shared .align 16 .b8 sh[1024];", &body, 32, &buf);
+        for i in 0..4 {
+            let rows = |i: usize| &got[1024 + 64 * i..][..64];
+            assert_eq!(rows(i), rows(i + 4), "registers {i} of ld.{sem}{space}{ty}, lanes {mask:#x}\n{body}");
+        }
+        assert_eq!(got[2048..2560], got[2560..3072], "st.{sem}{stored}, lanes {mask:#x}\n{body}");
+    });
 }
