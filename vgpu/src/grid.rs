@@ -32,8 +32,9 @@ pub(crate) use stepped::Step;
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
 
-/// Warp instructions per turn with the round-robin scheduler. Without checks a longer turn pays: its
-/// first instructions find the registers of the warp far away.
+/// Warp instructions per turn with the round-robin scheduler, without checks and with them. At the
+/// start of a turn the registers of the warp are not in the nearest caches, so longer turns are
+/// faster.
 const SLICE: u64 = 512;
 const CHECKED_SLICE: u64 = 256;
 

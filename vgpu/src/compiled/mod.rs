@@ -2,8 +2,8 @@
 //!
 //! A kernel that has run for a while is compiled as a whole, once for warps all of whose lanes run
 //! and once for others. Compiled code runs from the start of a basic block on, for as long as there
-//! is arithmetic and all lanes branch alike. Without checks it goes on over weak loads and stores,
-//! which it calls the interpreter for. It stops in front of every other instruction, where the
+//! is arithmetic and all lanes branch alike. Without checks it also contains weak loads and stores:
+//! a load of parameters is an instruction, and others are calls of the interpreter. It stops in front of every other instruction, where the
 //! budget of the slice ends within a block, where lanes part, and at a fault. The interpreter goes
 //! on from there. Whatever is alive is in the registers of the warp then, so neither side notices
 //! the other, and both count the same instructions.
@@ -32,8 +32,9 @@ impl Window {
     pub(crate) const ALL: Window = Window { behind: -1, ahead: i32::MAX };
 }
 
-/// What compiled code needs to go on over loads and stores.
+/// The arguments of compiled code for its loads and stores.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(all(target_arch = "x86_64", not(miri))), allow(dead_code))]
 pub(crate) struct Accesses {
     /// A function with the C interface of this system (System V): executes a weak load or store. Its
     /// arguments are `execution`, the instruction, the lanes for which it runs (one or more), and

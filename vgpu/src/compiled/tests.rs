@@ -573,7 +573,7 @@ fn same_steps(seed: u64, text: &str, checked: bool) -> bool {
         let memory = Memory::checked(seed, checker);
         let out = memory.alloc_zeroed(32768, "out").unwrap();
         let device =
-            DeviceConfig { schedule_seed: (seed % 2 == 0).then_some(seed), ..DeviceConfig::default() };
+            DeviceConfig { schedule_seed: seed.is_multiple_of(2).then_some(seed), ..DeviceConfig::default() };
         let mut params = out.addr().to_ne_bytes().to_vec();
         params.extend((8..PARAMETERS).map(|i| (i * 37) as u8));
         let mut grid =
@@ -616,7 +616,7 @@ fn grids_take_the_same_steps_compiled_and_interpreted() {
         return;
     }
     crate::for_each_seed(600, |seed| {
-        same_steps(seed, &program(&branching(&mut Rng::new(seed), false)), seed % 3 == 0);
+        same_steps(seed, &program(&branching(&mut Rng::new(seed), false)), seed.is_multiple_of(3));
     });
 }
 
@@ -628,7 +628,7 @@ fn loads_and_stores_of_compiled_code_are_those_of_the_interpreter() {
     let (mut faults, mut runs) = (0, 0);
     crate::for_each_seed(1500, |seed| {
         let text = program(&branching(&mut Rng::new(seed), true));
-        faults += u32::from(same_steps(seed, &text, seed % 7 == 0));
+        faults += u32::from(same_steps(seed, &text, seed.is_multiple_of(7)));
         runs += 1;
     });
     // Both ways of ending are tested, unless one seed is replayed.

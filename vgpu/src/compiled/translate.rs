@@ -120,15 +120,15 @@ pub(super) enum Part {
 }
 
 impl Part {
-    /// The part that an instruction is of code that goes on `over` loads and stores, or not.
-    pub(super) fn of(inst: &Inst, over: bool, constants: &HashMap<Slot, u64>, param_bytes: u64) -> Part {
+    /// The form of an instruction. `accesses`: the code contains loads and stores.
+    pub(super) fn of(inst: &Inst, accesses: bool, constants: &HashMap<Slot, u64>, param_bytes: u64) -> Part {
         match &inst.op {
             Op::Alu { .. } => Part::Arithmetic,
             Op::Bra { .. } => Part::Branch,
-            Op::Ld(a) if over && a.sem == Sem::Weak => {
+            Op::Ld(a) if accesses && a.sem == Sem::Weak => {
                 Self::parameters(a, constants, param_bytes).map_or(Part::Access, Part::Parameters)
             }
-            Op::St(a) if over && a.sem == Sem::Weak => Part::Access,
+            Op::St(a) if accesses && a.sem == Sem::Weak => Part::Access,
             _ => Part::None,
         }
     }

@@ -512,8 +512,8 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(self.loaded(a, first, seen))
     }
 
-    /// A load has brought its values, of which the first one and a digest are given: goes on behind
-    /// it.
+    /// Goes on behind a load. `first` and `seen` are what [`Exec::take_values`] returns: a strong load
+    /// is a poll.
     #[inline(always)]
     fn loaded(&mut self, a: &Access, first: Option<(u64, u64)>, seen: u64) -> Flow {
         let spins = match first {

@@ -340,7 +340,7 @@ impl<W: Hooks> Exec<'_, W> {
                     Ok(())
                 }
                 BulkOp::Wait { pending, read_only } => {
-                    // Many lanes wait, few have copied.
+                    // Most lanes that wait have issued no copy.
                     let has_copies = *issuers.get_or_insert_with(|| self.block.bulk.issuers(self.warp.index));
                     self.wait_groups(env, i, pending, read_only, has_copies >> i & 1 != 0)
                 }

@@ -34,7 +34,8 @@ impl<W: Hooks> Exec<'_, W> {
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[target_feature(enable = "avx2")]
 unsafe extern "sysv64" fn access<W: Hooks>(execution: *mut (), inst: *const Inst, m: u32, pc: u32) -> bool {
-    // SAFETY: the caller vouches for both pointers.
+    // SAFETY: the caller vouches for both pointers. Compiled code also has pointers to the registers
+    // of the warp, which it does not use during the call, and the call does not move these.
     let (exec, inst) = unsafe { (&mut *execution.cast::<Exec<'_, W>>(), &*inst) };
     exec.pc = pc;
     let done = match &inst.op {

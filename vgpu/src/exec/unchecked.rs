@@ -1,4 +1,4 @@
-//! Loads and stores of warps without checks whose addresses are judged at once.
+//! Loads of warps without checks, whose addresses are compared with bounds all at once.
 
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use super::state::{Exec, Run};
 use crate::check::hooks::Hooks;
 use crate::ir::{Access, Space};
 
-/// As many lanes that poll are looked at one by one.
+/// Numbers of lanes whose strong loads are done one by one.
 pub(super) const FEW: RangeInclusive<u32> = 2..=4;
 
 impl<W: Hooks> Exec<'_, W> {
@@ -36,7 +36,7 @@ impl<W: Hooks> Exec<'_, W> {
                 seen = seen.rotate_left(7) ^ v;
             }
         }
-        // Elsewhere one place is read once for all lanes, and its value is the digest.
+        // `take_values` reads a place that all lanes share once: its value is the digest.
         Ok((first, if alike { first.map_or(0, |(_, v)| v) } else { seen }))
     }
 
@@ -46,7 +46,8 @@ impl<W: Hooks> Exec<'_, W> {
     pub(super) fn load_scattered(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<bool> {
         let (start, bytes, p) = match a.space {
             Space::Global | Space::Generic => {
-                // Brings the region of the first lane to hand. A fault is that of the first lane.
+                // The first lane's region becomes the one used last. A fault here is the one that
+                // the lanes would have one by one.
                 let first = m.trailing_zeros() as usize;
                 self.pointer(LOADS, a.space, addr[first], size, first)?;
                 let region = self.warp.regions[LOADS][0];
@@ -68,8 +69,8 @@ impl<W: Hooks> Exec<'_, W> {
                     let vector = unsafe { p.add((addr[i] - start) as usize) }.cast::<$t>();
                     for e in 0..$n {
                         let slot = a.regs[e] as usize;
-                        // SAFETY: as above, for the element. Others access it by atomics, or by raw
-                        // copies.
+                        // SAFETY: as above, for the element. Other threads access it by atomics, or
+                        // by raw copies.
                         let v = unsafe { <$atomic>::from_ptr(vector.add(e)) }.load(Ordering::Relaxed);
                         self.warp.regs.$file[slot][i] = v.into();
                     }
@@ -109,9 +110,9 @@ impl<W: Hooks> Exec<'_, W> {
                 for i in 0..32 {
                     for e in 0..$n {
                         // SAFETY: the caller checked the 32 * n elements, and their alignment.
-                        // Others access them by atomics, or by raw copies.
-                        let v: $t =
-                            unsafe { <$atomic>::from_ptr(p.cast::<$t>().add($n * i + e)) }.load(order);
+                        // Other threads access them by atomics, or by raw copies.
+                        let cell = unsafe { <$atomic>::from_ptr(p.cast::<$t>().add($n * i + e)) };
+                        let v: $t = cell.load(order);
                         rows[e][i] = v;
                         seen = seen.rotate_left(7) ^ u64::from(v);
                     }
