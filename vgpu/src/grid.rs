@@ -32,9 +32,8 @@ pub(crate) use stepped::Step;
 /// Slices of a run among which preemptions are drawn.
 const PREEMPTION_SPAN: u64 = 20_000;
 
-/// Warp instructions per turn with the round-robin scheduler, without checks and with them. At the
-/// start of a turn the registers of the warp are not in the nearest caches, so longer turns are
-/// faster.
+/// Warp instructions per turn with the round-robin scheduler, without checks and with them. Longer
+/// turns load the registers of warps into the nearest cache less often.
 const SLICE: u64 = 512;
 const CHECKED_SLICE: u64 = 256;
 
