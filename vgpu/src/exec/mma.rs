@@ -1,16 +1,13 @@
 //! `mma.sync`: the product of two matrices that lie in the registers of a warp, added to a third.
 //! `wgmma` does the same with a matrix of a warpgroup, whose B lies in shared memory.
 //!
-//! Products are exact. The sum begins with the element of C and takes the products in the order of
-//! k, in double precision; it is rounded once, to the type of D. Hardware adds in another way: with
-//! a few bits more than those of D, which it cuts off, in an order that NVIDIA does not publish, and
-//! with fewer bits yet for eight-bit floats. So results of a GPU differ from these in the last
-//! places, unless every sum is exact. Sums of integers are exact here as there.
+//! `sums` adds floats as an H200 does. Sums of integers are exact.
 
 use std::sync::LazyLock;
 
 use half::{bf16, f16};
 
+use super::sums::{Adder, Sums, to_f16};
 use crate::float::{E4M3, E5M2, F32, Format, Overflow, Round, canonical, convert};
 use crate::ir::Regs;
 
@@ -141,7 +138,7 @@ impl Mma {
     fn multiply_within<const K: usize>(&self, regs: &mut Regs, d: &[u32], a: &[u32], b: &[u32]) {
         let [na, nb, nd] = self.registers();
         let (left, right) = (self.left::<K>(regs, &a[..na]), self.right::<K>(regs, &b[..nb]));
-        self.add_product(regs, &d[..nd], &left, &right, Start::Registers);
+        self.add_product(regs, &d[..nd], &left, &right, (Start::Registers, Adder::Warp));
     }
 
     /// The matrix A in the registers `a`.
@@ -183,13 +180,37 @@ impl Mma {
         d: &[u32],
         left: &Left<K>,
         right: &Right<K>,
-        start: Start,
+        (start, adder): (Start, Adder),
     ) {
-        self.change_sums(regs, d, start, |row, sums| {
-            for k in 0..usize::from(self.k) {
-                for (sum, right) in sums.iter_mut().zip(&right[k]) {
-                    *sum += left[row][k] * right;
+        let k = usize::from(self.k);
+        let Some(floats) = Sums::new(self.a, self.b, self.sum, adder) else {
+            return self.change_sums(regs, d, start, |row, sums| {
+                for k in 0..k {
+                    for (sum, right) in sums.iter_mut().zip(&right[k]) {
+                        *sum += left[row][k] * right;
+                    }
                 }
+            });
+        };
+        let powers = floats.powers(right, k);
+        let right = (right, &powers);
+        if self.a.bits() > 8 || adder == Adder::Warpgroup {
+            return self.change_sums(regs, d, start, |row, sums| {
+                floats.add(sums, (0..k).map(|k| (left[row][k], k)), right);
+            });
+        }
+        // A warp takes the first two of each four products, then the others, and at last C.
+        self.change_sums(regs, d, start, |row, sums| {
+            let mut products = [0.0; COLUMNS];
+            for half in 0..2 {
+                let of_half = (0..k).filter(|k| k / 2 % 2 == half);
+                floats.add(&mut products, of_half.map(|k| (left[row][k], k)), right);
+            }
+            for (sum, product) in sums.iter_mut().zip(products) {
+                *sum = match self.sum {
+                    Sum::F32 => f64::from(*sum as f32 + product as f32),
+                    _ => *sum + product,
+                };
             }
         });
     }
@@ -247,7 +268,7 @@ impl Mma {
         match self.sum {
             Sum::F32 => canonical(sum as f32).to_bits(),
             Sum::F16 if sum.is_nan() => 0x7fff,
-            Sum::F16 => f16::from_f64(sum).to_bits().into(),
+            Sum::F16 => to_f16(sum).to_bits().into(),
             // Whole numbers of far less than 53 bits.
             Sum::S32 => sum as i64 as u32,
             Sum::SaturatedS32 => sum as i32 as u32,

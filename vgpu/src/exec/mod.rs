@@ -24,6 +24,7 @@ pub(crate) mod products;
 mod simd;
 pub(crate) mod sparse;
 pub(crate) mod state;
+mod sums;
 mod sync;
 mod unchecked;
 pub(crate) mod wgmma;

@@ -18,6 +18,7 @@ use super::lanes::lanes;
 use super::mma::{COLUMNS, Left, MOST_K, Mma, Right, Start};
 use super::sparse::Sparsity;
 use super::state::{Exec, Flow, GroupState, Run, stop};
+use super::sums::Adder;
 use crate::check::hooks::Hooks;
 use crate::check::record::How;
 use crate::fault::{FaultKind, WaitingFor};
@@ -406,7 +407,7 @@ impl<W: Hooks> Exec<'_, W> {
                 mma.add_sparse_product(&mut self.warp.regs, d, (&left, columns), &right, start, poison);
             } else {
                 let right: Right = elements(major, mma.b, of_b, units).or_else(|kind| stop(kind, None))?;
-                mma.add_product(&mut self.warp.regs, d, &left, &right, start);
+                mma.add_product(&mut self.warp.regs, d, &left, &right, (start, Adder::Warpgroup));
             }
         }
         let group = self.warp.products.committed + 1;

@@ -7,7 +7,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::common::{device, kernel, launch, per_lane, reject, run_body, tier};
-use crate::numbers::{BF16, E4M3, E5M2, F16, F32, Matrix, S8, S32, TF32, Type, U8, matrix};
+use crate::numbers::{BF16, E4M3, E5M2, F16, F32, Matrix, S8, S32, TF32, Type, U8, cut_off, matrix};
 
 /// A product: `[rows, k]` by `[k, 8]`.
 struct Shape {
@@ -211,7 +211,7 @@ fn products_of_small_whole_numbers_are_exact() {
 }
 
 #[test]
-fn sums_are_rounded_once() {
+fn sums_are_cut_off_as_by_an_h200() {
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     for ty in [F16, BF16, TF32] {
         for k in if ty.bytes == 4 { [4, 8] } else { [8, 16] } {
@@ -223,12 +223,12 @@ fn sums_are_rounded_once() {
             };
             let (a, b) = (matrix(16, k, &mut number), matrix(k, 8, &mut number));
             let c = matrix(16, 8, &mut number);
-            let rounded = |x: f64| (x as f32).to_bits();
-            let expected: Vec<Vec<u32>> = shape
-                .exact(&a, &b, &c)
-                .into_iter()
-                .map(|row| row.into_iter().map(rounded).collect())
-                .collect();
+            let sum = |row: usize, column: usize| {
+                let products: Vec<_> = (0..k).map(|at| [a[row][at], b[at][column]]).collect();
+                cut_off(c[row][column], &products)
+            };
+            let expected: Vec<Vec<u32>> =
+                (0..16).map(|row| (0..8).map(|column| sum(row, column)).collect()).collect();
             assert_eq!(shape.run(&a, &b, &c, None), expected, "{}", shape.opcode());
         }
     }

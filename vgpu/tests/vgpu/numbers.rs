@@ -40,3 +40,18 @@ fn small(x: f64, mantissa: u32, bias: i32) -> u32 {
     assert!(exponent > 0 && fraction << (64 - mantissa) == bits << 12, "{x} is not exact");
     (bits >> 63 << 7) as u32 | (exponent as u32) << mantissa | fraction as u32
 }
+
+/// The f32 that an H200's tensor core makes of a sum of products of numbers that are not subnormal:
+/// bits are cut off 25 places below the largest exponent, and behind 24 bits of the sum.
+pub fn cut_off(start: f64, products: &[[f64; 2]]) -> u32 {
+    let exponent = |x: f64| (x.to_bits() >> 52 & 0x7ff) as i32 - 1023;
+    let all =
+        products.iter().map(|factors| (factors[0] * factors[1], exponent(factors[0]) + exponent(factors[1])));
+    let all: Vec<(f64, i32)> = all.chain([(start, exponent(start))]).filter(|(x, _)| *x != 0.0).collect();
+    let Some(top) = all.iter().map(|(_, exponent)| *exponent).max() else { return 0 };
+    let unit = 2f64.powi(top - 25);
+    let units: i64 = all.iter().map(|(x, _)| (x / unit) as i64).sum();
+    let extra = (64 - units.unsigned_abs().leading_zeros()).saturating_sub(24);
+    let kept = (units.unsigned_abs() >> extra << extra) as f64 * unit;
+    (kept.copysign(units as f64) as f32).to_bits()
+}

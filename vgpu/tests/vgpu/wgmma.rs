@@ -8,7 +8,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::common::{device, kernel, launch, reject, tier};
-use crate::numbers::{BF16, E4M3, E5M2, F16, F32, Matrix, S8, S32, TF32, Type, U8, matrix};
+use crate::numbers::{BF16, E4M3, E5M2, F16, F32, Matrix, S8, S32, TF32, Type, U8, cut_off, matrix};
 use crate::sparse::{metadata as sparse_metadata, sparse};
 
 /// A product: `[64, k]` by `[k, columns]`.
@@ -526,7 +526,7 @@ fn scales_negate_and_leave_out() {
 }
 
 #[test]
-fn sums_are_rounded_once() {
+fn sums_are_cut_off_as_by_an_h200() {
     let mut rng = ChaCha8Rng::seed_from_u64(4);
     for ty in [F16, BF16, TF32] {
         let shape = shape(24, ty, ty, F32);
@@ -537,9 +537,12 @@ fn sums_are_rounded_once() {
         };
         let (a, b) = (matrix(64, shape.k(), &mut number), matrix(shape.k(), 24, &mut number));
         let d = matrix(64, 24, &mut number);
-        let rounded = |x: f64| (x as f32).to_bits();
+        let sum = |row: usize, column: usize| {
+            let products: Vec<_> = (0..shape.k()).map(|at| [a[row][at], b[at][column]]).collect();
+            cut_off(d[row][column], &products)
+        };
         let expected: Vec<Vec<u32>> =
-            shape.exact(&a, &b, &d).into_iter().map(|row| row.into_iter().map(rounded).collect()).collect();
+            (0..64).map(|row| (0..24).map(|column| sum(row, column)).collect()).collect();
         assert!(shape.run(&a, &b, &d, None) == expected, "{}", shape.opcode());
     }
 }

@@ -54,6 +54,15 @@ impl Format {
         2f64.powi(2 - (1 << (self.exponent - 1)) - self.mantissa as i32)
     }
 
+    /// A number whose exponent is at most `most` from 0, or, one in 16, a zero.
+    fn any(self, rng: &mut Rng, most: i64) -> u64 {
+        let bias = (1 << (self.exponent - 1)) - 1;
+        let exponent = (bias + rng.from(-most, most)).clamp(0, (1 << self.exponent) - 2) as u64;
+        let bits = rng.next() & ((1 << self.mantissa) - 1) | exponent << self.mantissa;
+        let sign = (rng.next() & 1) << (self.bits - 1 - self.padding);
+        if rng.from(0, 15) == 0 { 0 } else { (bits | sign) << self.padding }
+    }
+
     /// An infinity, a NaN or a zero.
     fn special(self, rng: &mut Rng) -> u64 {
         let sign = (rng.next() & 1) << (self.bits - 1);
@@ -79,9 +88,12 @@ enum Numbers {
     Special,
     /// Sums that are multiples of the smallest number of A.
     Small,
+    /// Any numbers whose exponents are at most so far from 0. Their sums are not exact.
+    Any(i64),
 }
 
 const ALL: [Numbers; 3] = [Numbers::Whole, Numbers::Special, Numbers::Small];
+const INEXACT: [Numbers; 4] = [Numbers::Any(0), Numbers::Any(3), Numbers::Any(10), Numbers::Any(100)];
 
 /// Bytes of elements of matrix 0 (A) to 2 (C), the factors of which are of format `a`.
 fn elements(
@@ -106,6 +118,9 @@ fn elements(
         }
         if numbers == Numbers::Special && rng.from(0, 15) == 0 {
             return format.special(rng);
+        }
+        if let Numbers::Any(most) = numbers {
+            return format.any(rng, if matrix == 2 { 2 * most + 2 } else { most });
         }
         let whole = if matrix == 2 {
             rng.from(-500, 500) as f64
@@ -147,6 +162,7 @@ fn case(name: String, ptx: &Rc<str>, kernel: String, memory: Vec<u8>, result: us
 
 /// `wmma`: each shape and type, with all layouts of the four matrices.
 fn fragments(cases: &mut Vec<Case>) {
+    let mut rng = Rng(5);
     let mut products = vec![("m16n16k8", TF32, F32, [4, 4, 8], "")];
     for round in ["", ".rn", ".rz", ".rm", ".rp"] {
         products.push(("m8n8k4", F64, F64, [1, 1, 2], round));
@@ -162,7 +178,6 @@ fn fragments(cases: &mut Vec<Case>) {
             products.push((shape, U8, S32, [bytes[0], bytes[1], 8], saturates));
         }
     }
-    let mut rng = Rng(5);
     for (shape, factor, sum, counts, modifier) in products {
         let name = format!("wmma {shape} {} {}{modifier}", factor.name, sum.name);
         let mut text = String::from(".version 8.6\n.target sm_90a\n.address_size 64\n");
@@ -254,6 +269,11 @@ setp.lt.u32 %p1, %r2, {ROOM}; @%p1 bra OUT;\n",
 
 /// `mma.sync` of floats, each shape and type, with 4 products of each kind of numbers.
 fn registers(cases: &mut Vec<Case>) {
+    registers_of(cases, Rng(6), &ALL);
+    registers_of(cases, Rng(10), &INEXACT);
+}
+
+fn registers_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
     let mut products = vec![];
     for (shape, counts) in [("m16n8k8", [2, 1]), ("m16n8k16", [4, 2])] {
         products.extend([(shape, F16, F16, F32, counts), (shape, F16, F16, F16, counts)]);
@@ -291,9 +311,8 @@ ld.param.u64 %rd1, [memory]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 16; ad
         text += "ret;\n}\n";
     }
     let ptx: Rc<str> = text.into();
-    let mut rng = Rng(6);
     for (i, (shape, a, b, sum, _)) in products.into_iter().enumerate() {
-        for numbers in ALL {
+        for &numbers in kinds {
             for _ in 0..4 {
                 let mut memory = vec![];
                 for (matrix, format) in [a, b, sum].into_iter().enumerate() {
@@ -301,7 +320,9 @@ ld.param.u64 %rd1, [memory]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 16; ad
                 }
                 memory.extend(rng.bytes(512));
                 let name = format!("mma {shape} {} {} {} {numbers:?}", a.name, b.name, sum.name);
-                cases.push(case(name, &ptx, format!("k{i}"), memory, 1536));
+                // With the operands, for models of the sums.
+                let result = if matches!(numbers, Numbers::Any(_)) { 0 } else { 1536 };
+                cases.push(case(name, &ptx, format!("k{i}"), memory, result));
             }
         }
     }
@@ -434,6 +455,11 @@ wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n",
 
 /// `wgmma`: each type with 8 shapes, layouts and signs.
 fn warpgroups(cases: &mut Vec<Case>) {
+    warpgroups_of(cases, Rng(9), &ALL);
+    warpgroups_of(cases, Rng(11), &INEXACT);
+}
+
+fn warpgroups_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
     let mut products =
         vec![([F16, F16, F16], ""), ([F16, F16, F32], ""), ([BF16, BF16, F32], ""), ([TF32, TF32, F32], "")];
     for (a, b) in [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)] {
@@ -442,14 +468,13 @@ fn warpgroups(cases: &mut Vec<Case>) {
     for (a, b) in [(S8, S8), (S8, U8), (U8, S8), (U8, U8)] {
         products.extend([([a, b, S32], ""), ([a, b, S32], ".satfinite")]);
     }
-    let mut rng = Rng(9);
     for (formats, saturates) in products {
         let [a, b, sum] = formats;
         let all: Vec<_> = (0..8).map(|_| Warpgroup::random(&mut rng, formats, saturates)).collect();
         let mut text = String::from(".version 8.6\n.target sm_90a\n.address_size 64\n");
         text.extend(all.iter().enumerate().map(|(i, product)| product.kernel(i)));
         let ptx: Rc<str> = text.into();
-        for numbers in ALL {
+        for &numbers in kinds {
             if numbers != Numbers::Whole && a.exponent == 0 {
                 continue;
             }
