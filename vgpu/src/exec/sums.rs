@@ -1,11 +1,12 @@
 //! Sums of products of floats as an H200 adds them.
 //!
-//! A step adds up to 16 products, or 8 of tf32, and what came before them at once. The products are
-//! exact. Everything is aligned to the largest exponent, where that of a product is the sum of the
-//! exponents of its factors. Bits that lie more than a number of places below are cut off, and the
-//! sum of the rest is exact. A sum of f32 is cut off at 24 bits, one of f16 rounded to nearest even.
+//! A step adds all products of a row and a column, and what came before them, at once. The products
+//! are exact. Everything is aligned to the largest exponent, where that of a product is the sum of
+//! the exponents of its factors. Bits that lie a number of places below are cut off, and the sum of
+//! the rest is exact. A sum of f32 is cut off too, one of f16 rounded to nearest even.
 //!
-//! Sums here are computed in double precision, eight columns at a time.
+//! `docs/decisions/2026-11-28-virtual-gpu-sums-of-products.md` says how the rule was measured. Sums
+//! here are computed in double precision, eight columns at a time.
 
 use half::f16;
 
