@@ -330,11 +330,11 @@ pub(crate) struct Tensor {
     tile: [u64; MOST_DIMENSIONS],
     element_strides: [u64; MOST_DIMENSIONS],
     swizzle: u32,
-    /// What loads do with the bytes.
+    /// The conversion of loads.
     pub(crate) reads: Reads,
 }
 
-/// What a load of a box does with 16 bytes of a tensor.
+/// The conversion of 16 bytes of a tensor by a load of a box.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Reads {
     rounds: bool,

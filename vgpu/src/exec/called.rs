@@ -19,7 +19,7 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// There is no compiled code.
+    /// Without a compiler no code asks for one.
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     pub(super) fn accesses(&mut self) -> Accesses {
         Accesses { access: std::ptr::null(), execution: std::ptr::null_mut(), parameters: std::ptr::null() }

@@ -142,7 +142,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     /// Runs arithmetic instructions from the present one on, and what compiled code can. Stops at the
     /// first instruction at which the budget ends, or the running group meets another one or must
-    /// let others run. False if there is none. There may be a fault then.
+    /// let others run. False if there is none. A fault is left in `fault`.
     #[inline(always)]
     fn straight_run(&mut self, budget: u64) -> bool {
         if self.compiled_run(budget) {
@@ -192,7 +192,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     /// Runs compiled code from the present instruction on: arithmetic, branches by all lanes of the
     /// running group, and without checks loads and stores, up to an instruction at which it may meet
-    /// another one. False if nothing was executed. There may be a fault then.
+    /// another one. False if nothing was executed. A fault is left in `fault`.
     #[inline(always)]
     fn compiled_run(&mut self, budget: u64) -> bool {
         let Some(code) = self.kernel.compiled.code(W::ON, self.mask) else { return false };

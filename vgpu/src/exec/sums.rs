@@ -12,7 +12,7 @@ use half::f16;
 
 use super::mma::{COLUMNS, Element, Right, Sum};
 
-/// What adds: a warp's `mma.sync` or `wmma`, or a warpgroup's `wgmma`.
+/// The instructions that add: a warp's `mma.sync` or `wmma`, or a warpgroup's `wgmma`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Adder {
     Warp,

@@ -175,7 +175,7 @@ fn the_virtual_gpu_gives_what_an_h200_gave() {
 /// case: its digest, a tab, and all bytes.
 const FIRST: &str = "EPOXIDE_TEST_FIRST";
 const RESULTS: &str = "results.tsv";
-/// The longest that all cases may take. Those that come later are not recorded.
+/// The longest that all cases may take. Later ones are not recorded.
 const LONGEST: Duration = Duration::from_secs(100);
 
 /// A fault leaves a process without a GPU, so each process runs cases up to its first fault.
