@@ -96,13 +96,18 @@ pub(super) fn map(m: &mut Mods) -> Result<Emit, String> {
         ("global_stride", Field::Stride),
         ("element_stride", Field::ElementStride),
     ];
-    // The inner `None` is a value that every map here has: no interleaving, units of 16 bytes.
-    type OfValue = fn(i64) -> Option<Option<(Field, u64)>>;
-    let fixed: [(&str, OfValue); 4] = [
-        ("swizzle_mode", |value| (value < 4).then_some(Some((Field::Swizzle, value as u64)))),
-        ("interleave_layout", |value| (value == 0).then_some(None)),
-        ("fill_mode", |value| (value < 2).then_some(Some((Field::Fill, value as u64)))),
-        ("swizzle_atomicity", |value| (value == 0).then_some(None)),
+    // No field: a value that every map here has, no interleaving, units of 16 bytes.
+    type OfValue = fn(i64) -> Option<Vec<(Field, u64)>>;
+    let fixed: [(&str, OfValue); 5] = [
+        ("elemtype", |value| {
+            let element = element_type(value)?;
+            let rounds = element.rounds().then_some((Field::Rounds, 1));
+            Some([(Field::Element, element.byte())].into_iter().chain(rounds).collect())
+        }),
+        ("swizzle_mode", |value| (value < 4).then(|| vec![(Field::Swizzle, value as u64)])),
+        ("interleave_layout", |value| (value == 0).then(Vec::new)),
+        ("fill_mode", |value| (value < 2).then(|| vec![(Field::Fill, value as u64)])),
+        ("swizzle_atomicity", |value| (value == 0).then(Vec::new)),
     ];
     if let Some(of) = m.one_of(&by_dimension) {
         let wide = matches!(of(0), Field::Stride(_));
@@ -128,35 +133,15 @@ pub(super) fn map(m: &mut Mods) -> Result<Emit, String> {
             l.count(ops, 2..=2)?;
             let value = integer(l, &ops[1], 0..=15, "new value")?;
             let map = l.address(&ops[0])?;
-            let Some(change) = of(value) else {
+            let Some(fields) = of(value) else {
                 return l.error(format!("value {value} of '{name}' is not supported"));
             };
-            let Some((field, value)) = change else {
+            if fields.is_empty() {
                 mark(l, space, map);
-                return Ok(());
-            };
-            let value = l.constant(File::R32, Init::Bits(value));
-            replace(l, space, map, field, value);
-            Ok(())
-        }));
-    }
-    if m.has("elemtype") {
-        let name = m.opcode.to_owned();
-        if !m.has("b32") {
-            return m.unsupported();
-        }
-        return Ok(Box::new(move |l, ops| {
-            l.count(ops, 2..=2)?;
-            let value = integer(l, &ops[1], 0..=15, "new value")?;
-            let map = l.address(&ops[0])?;
-            let Some(element) = element_type(value) else {
-                return l.error(format!("value {value} of '{name}' is not supported"));
-            };
-            let byte = l.constant(File::R32, Init::Bits(element.byte()));
-            replace(l, space, map, Field::Element, byte);
-            if element.rounds() {
-                let rounds = l.constant(File::R32, Init::Bits(1));
-                replace(l, space, map, Field::Rounds, rounds);
+            }
+            for (field, value) in fields {
+                let value = l.constant(File::R32, Init::Bits(value));
+                replace(l, space, map, field, value);
             }
             Ok(())
         }));
