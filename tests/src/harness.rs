@@ -61,6 +61,10 @@ pub fn num_ranks(default: u32) -> u32 {
     number.unwrap_or_else(|| panic!("{RANKS}={text}: must be a number of at least 2"))
 }
 
+/// Ranks of a large group. One of 64 opens some ten thousand files, and two at a time pass the limit.
+const LARGE: u32 = 32;
+static LARGE_GROUP: Mutex<()> = Mutex::new(());
+
 /// Groups of ranks that [`run_ranks`] runs now.
 static RUNNING: Mutex<usize> = Mutex::new(0);
 static ENDED: Condvar = Condvar::new();
@@ -89,7 +93,8 @@ impl Drop for Slot {
 
 /// Runs `main(rank, group)` on threads as [`run_threads`] does, with [`PATIENCE`]. Few groups of a
 /// process run at a time: their virtual GPUs compute without a pause, and more of them would only
-/// share the processors. `main` must not call this.
+/// share the processors. Of groups of 32 ranks and more one runs at a time. `main` must not
+/// call this.
 ///
 /// # Errors
 /// As [`run_threads`].
@@ -98,6 +103,8 @@ pub fn try_run_ranks<T: Send>(
     count: u32,
     main: impl Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 ) -> Result<Vec<T>, RankFailure> {
+    // In front of the slot, so that a group that waits here holds none.
+    let _large = (count >= LARGE).then(|| LARGE_GROUP.lock().unwrap_or_else(PoisonError::into_inner));
     let _slot = Slot::wait();
     run_threads(count, PATIENCE, main)
 }
