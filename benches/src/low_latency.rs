@@ -92,7 +92,7 @@ pub(crate) fn measure(
 
 /// Low latency on one rank: graphs of one call each and of a chain of pairs. An operation lends its
 /// place to the next, so calls cannot be enqueued one by one from different functions.
-pub(crate) struct LowLatency {
+struct LowLatency {
     // Graphs go before what they were recorded of.
     dispatch: Graph,
     combine: Graph,
@@ -101,14 +101,14 @@ pub(crate) struct LowLatency {
     alone: Option<Graph>,
     _between: Option<Between>,
     inputs: LowLatencyInputs,
-    pub case: LowLatencyCase,
-    pub rank: LowLatencyRank,
+    case: LowLatencyCase,
+    rank: LowLatencyRank,
 }
 
 impl LowLatency {
     /// Ready to be timed, behind calls with correct results. A chain has so many pairs, with this
     /// between their calls. Collective.
-    pub fn checked(
+    fn checked(
         case: LowLatencyCase,
         buffer: Buffer,
         group: &Arc<dyn ProcessGroup>,
@@ -138,11 +138,6 @@ impl LowLatency {
         let alone = |between: &Between| stream.capture(|| (0..2 * pairs).try_for_each(|_| between.enqueue()));
         let alone = between.as_ref().map(alone).transpose()?;
         Ok(LowLatency { dispatch, combine, chain, alone, _between: between, inputs, case, rank })
-    }
-
-    /// Replays the graph of a call.
-    pub fn replay(&self, name: PhaseName) -> Result<()> {
-        self.launch(if name.is_dispatch() { &self.dispatch } else { &self.combine })
     }
 
     fn launch(&self, graph: &Graph) -> Result<()> {
@@ -190,7 +185,7 @@ impl Mode for LowLatency {
     }
 
     fn call(&mut self, name: PhaseName) -> Result<()> {
-        self.replay(name)
+        self.launch(if name.is_dispatch() { &self.dispatch } else { &self.combine })
     }
 
     /// Pairs of single calls: graphs were recorded without a trace.

@@ -61,7 +61,8 @@ pub fn num_ranks(default: u32) -> u32 {
     number.unwrap_or_else(|| panic!("{RANKS}={text}: must be a number of at least 2"))
 }
 
-/// Ranks of a large group. One of 64 opens some ten thousand files, and two at a time pass the limit.
+/// Ranks of a large group. One of 64 opens some ten thousand files, and two at a time pass the
+/// limit.
 const LARGE: u32 = 32;
 static LARGE_GROUP: Mutex<()> = Mutex::new(());
 
@@ -93,8 +94,8 @@ impl Drop for Slot {
 
 /// Runs `main(rank, group)` on threads as [`run_threads`] does, with [`PATIENCE`]. Few groups of a
 /// process run at a time: their virtual GPUs compute without a pause, and more of them would only
-/// share the processors. Of groups of 32 ranks and more one runs at a time. `main` must not
-/// call this.
+/// share the processors. Of groups of 32 ranks and more one runs at a time. `main` must not call
+/// this.
 ///
 /// # Errors
 /// As [`run_threads`].

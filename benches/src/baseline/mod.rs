@@ -30,8 +30,8 @@ pub(crate) trait Exchange {
     /// And back.
     fn combine(&self, stream: &Stream) -> Result<()>;
 
-    /// Whether each combine answers a dispatch of its own, and each dispatch comes behind a combine,
-    /// as a model's do: one behind another dispatch waits for all ranks first.
+    /// Whether each combine answers a dispatch of its own, and each dispatch comes behind a
+    /// combine, as a model's do: one behind another dispatch waits for all ranks first.
     fn in_pairs(&self) -> bool {
         false
     }

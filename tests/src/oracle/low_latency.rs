@@ -97,10 +97,9 @@ pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize
 }
 
 /// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale
-/// is the largest magnitude, at least 1e-4, over 448, or the next power of two from there on if it is
-/// finite.
-/// Elements are divided by it and rounded to nearest even. Of a block with a NaN, scale and
-/// elements are NaN; of one with an infinity, the scale is infinite.
+/// is the largest magnitude, at least 1e-4, over 448, or the next power of two from there on if it
+/// is finite. Elements are divided by it and rounded to nearest even. Of a block with a NaN, scale
+/// and elements are NaN; of one with an infinity, the scale is infinite.
 pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
     let block = |block: &[f32]| {
         let mut amax = block.iter().map(|value| value.abs()).fold(1e-4f32, f32::max);

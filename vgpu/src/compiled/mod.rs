@@ -3,10 +3,10 @@
 //! A kernel that has run for a while is compiled as a whole, once for warps all of whose lanes run
 //! and once for others. Compiled code runs from the start of a basic block on, for as long as there
 //! is arithmetic and all lanes branch alike. Without checks it also contains weak loads and stores:
-//! a load of parameters is an instruction, and others are calls of the interpreter. It stops in front of every other instruction, where the
-//! budget of the slice ends within a block, where lanes part, and at a fault. The interpreter goes
-//! on from there. Whatever is alive is in the registers of the warp then, so neither side notices
-//! the other, and both count the same instructions.
+//! a load of parameters is an instruction, and others are calls of the interpreter. It stops in
+//! front of every other instruction, where the budget of the slice ends within a block, where lanes
+//! part, and at a fault. The interpreter goes on from there. Whatever is alive is in the registers
+//! of the warp then, so neither side notices the other, and both count the same instructions.
 //!
 //! It needs x86-64 with AVX-512 (F, BW, DQ, VL, CD and VPOPCNTDQ). Elsewhere, and in a process whose
 //! environment has `EPOXIDE_VGPU_COMPILE=0`, everything is interpreted. With
