@@ -49,6 +49,7 @@ fn place() -> (LowLatencyPlace, u64) {
         weights: pool.array(few * TOKENS * TOPK, 8),
         recv_x: pool.array(rows, ROW_BYTES.into()),
         recv_scales: 0,
+        scale_packets: 0,
         returned_x: pool.array(rows, ROW_BYTES.into()),
         returned_packets: pool.array(rows * pieces_of(ROW_BYTES), PIECE_PACKET_BYTES.into()),
         returned_scales: 0,

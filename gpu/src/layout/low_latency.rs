@@ -81,6 +81,9 @@ pub struct LowLatencyPlace {
     pub recv_x: u64,
     /// f32 `[num_scales, num_ranks * max_tokens]`.
     pub recv_scales: u64,
+    /// Packets `[num_ranks * max_tokens]`, [`scale_packets`] of each row: its scales on their way to
+    /// `recv_scales`, where ranks [send them so](has_scale_packets).
+    pub scale_packets: u64,
     /// Returned rows `[num_ranks * max_tokens]`: row `src * max_tokens + t` is rank `src`'s share
     /// of this rank's token t, as it is summed, or in e4m3 with its f32 scales behind it. Where ranks
     /// gather, it is this rank's share of rank `src`'s token t, for that rank to read.
@@ -92,7 +95,7 @@ pub struct LowLatencyPlace {
     pub returned_scales: u64,
 }
 
-layout_assert!(LowLatencyPlace, size = 72, returned_scales at 64);
+layout_assert!(LowLatencyPlace, size = 80, returned_scales at 72);
 
 /// Tokens of all ranks that one warp lists for an expert, a lane each; of more, all warps of a
 /// block do.
@@ -108,6 +111,34 @@ pub const BATCH_TOPK: u32 = 8;
 /// words of so many tokens are a sector of 32 bytes. Words of single tokens took as long as a quarter
 /// of the rows.
 pub const LOW_LATENCY_TOKENS_AT_ONCE: u32 = 8;
+
+/// Scales in a packet of 16 bytes. The fourth word is the epoch.
+pub const SCALES_IN_PACKET: u32 = 3;
+/// Bytes of such a packet.
+pub const SCALE_PACKET_BYTES: u32 = 16;
+
+/// Whether a rank with so many tokens sends scales as packets, if ranks [do](has_scale_packets): packets
+/// of fewer tokens come no sooner than words do.
+#[inline(always)]
+pub const fn sends_scale_packets(num_tokens: u32) -> bool {
+    num_tokens > 64
+}
+
+/// Whether ranks with at most so many tokens send scales as packets, but for those of MXFP8: where a
+/// block has one token, and rows are not listed by a batch.
+#[inline(always)]
+pub const fn has_scale_packets(max_tokens: u32, num_ranks: u32) -> bool {
+    sends_scale_packets(max_tokens)
+        && max_tokens <= 128
+        && num_ranks <= FEW_RANKS as u32
+        && max_tokens * num_ranks <= BATCH_TOKENS
+}
+
+/// Packets of so many scales of a row.
+#[inline(always)]
+pub const fn scale_packets(scales: u32) -> u32 {
+    scales.div_ceil(SCALES_IN_PACKET)
+}
 
 /// Bytes of a row that travel together as packets: a lane of a warp has three vectors of 16 bytes,
 /// a warp's worth apart. The last piece of a row is filled up with zeros.
@@ -221,7 +252,7 @@ pub struct LowLatencyArgs {
     pub reserved: u32,
 }
 
-layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 192, reserved at size_of::<Comm>() + 188);
+layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 200, reserved at size_of::<Comm>() + 196);
 
 /// Arguments of `low_latency_dispatch`.
 #[kernel_args(requires(

@@ -64,6 +64,22 @@ fn blocks_share_rows_of_one_token_or_several() {
     LowLatencyCase { sm_count: 9, ..case(routing, 1024 * 3 + 8, 8) }.check();
 }
 
+/// Rows take their scales from packets of a rank with more than 64 tokens, and from their table of
+/// others.
+#[test]
+fn scales_are_taken_from_packets() {
+    for (counts, sm_count) in [([66, 64], 12), ([9, 128], 40)] {
+        LowLatencyCase {
+            quantise: Quantise::Fp8,
+            sm_count,
+            checker: Some(Checker::new(CheckConfig::default())),
+            rounds: 2,
+            ..case(routing(&counts, 3, 6, Style::WithHoles), 384, 8)
+        }
+        .check();
+    }
+}
+
 #[test]
 fn nothing_is_selected() {
     let topk_idx = vec![vec![vec![-1, -1]; 3], vec![], vec![vec![-1, -1]]];

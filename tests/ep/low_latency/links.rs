@@ -5,7 +5,9 @@ use std::collections::BTreeMap;
 
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded};
 use epoxide::low_latency::Quantise;
-use epoxide_gpu::layout::{PIECE_PACKET_BYTES, PUSHED_TOKENS, pieces_of};
+use epoxide_gpu::layout::{
+    PIECE_PACKET_BYTES, PUSHED_TOKENS, has_scale_packets, pieces_of, scale_packets, sends_scale_packets,
+};
 use epoxide_testing::harness::PATIENCE;
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, Segments};
 use epoxide_testing::oracle::{Routing, Style, by_expert};
@@ -16,11 +18,18 @@ use crate::shapes::routing;
 /// The kernel of a case's dispatches.
 fn dispatch_of(case: &LowLatencyCase) -> &'static str {
     match (case.segments.is_some(), case.quantise == Quantise::Mxfp8) {
+        (false, false) if has_packets(case) => "low_latency_dispatch_scale_packets",
+        (true, false) if has_packets(case) => "low_latency_dispatch_by_expert_scale_packets",
         (false, false) => "low_latency_dispatch",
         (false, true) => "low_latency_dispatch_mxfp8",
         (true, false) => "low_latency_dispatch_by_expert",
         (true, true) => "low_latency_dispatch_by_expert_mxfp8",
     }
+}
+
+/// Whether some scales travel as packets.
+fn has_packets(case: &LowLatencyCase) -> bool {
+    case.quantise == Quantise::Fp8 && has_scale_packets(case.max_tokens, case.routing.num_ranks())
 }
 
 /// Bytes by kernel, sending rank, receiving rank and part of the receiver's pool; parts with none
@@ -47,7 +56,11 @@ fn predicted(case: &LowLatencyCase) -> Links {
         let scales = if is_fp8 { u64::from(case.hidden / 128) } else { 0 };
         let chunks = |tokens: u64| tokens.div_ceil(case.chunk_tokens.into());
         add(dispatch, "recv_x", rows * u64::from(row_bytes));
-        add(dispatch, "recv_scales", rows * scales * 4);
+        if has_packets(case) && sends_scale_packets(tokens as u32) {
+            add(dispatch, "scale_packets", rows * u64::from(scale_packets(scales as u32)) * 16);
+        } else {
+            add(dispatch, "recv_scales", rows * scales * 4);
+        }
         add(dispatch, "arrived", chunks(tokens) * 8);
         add(dispatch, "control.calls", 8);
         // The ids of all tokens, two to a packet, and a weight for each entry that is for the
@@ -184,6 +197,14 @@ fn each_kind(case: &LowLatencyCase) {
     }
     for quantise_back in tier::sample([Quantise::Fp8, Quantise::Fp8PowerOfTwo]) {
         check(&LowLatencyCase { quantise_back, ..case.clone() });
+    }
+}
+
+#[test]
+fn scales_of_some_ranks_travel_as_packets() {
+    for counts in [[66, 9], [128, 64]] {
+        let case = LowLatencyCase::new(routing(&counts, 3, 6, Style::WithHoles), 256);
+        check(&LowLatencyCase { quantise: Quantise::Fp8, packet_tokens: 0, ..case });
     }
 }
 

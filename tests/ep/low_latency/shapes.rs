@@ -108,11 +108,28 @@ fn scales_of_several_tokens() {
     }
 }
 
-/// Rows that are e4m3 already take their scales along, of one token of a block at a time and of several.
+/// Scales of ranks with more than 64 tokens travel as packets: of blocks with one token and with
+/// eleven, and of more scales than a warp has packets for at a time.
+#[test]
+fn scales_of_some_ranks_are_packets() {
+    for (tokens, hidden, sm_count) in [([66, 9], 384, 70), ([127, 128], 256, 12), ([65, 64], 128 * 98, 70)] {
+        LowLatencyCase {
+            quantise: Quantise::Fp8,
+            sm_count,
+            checker: Some(Checker::new(CheckConfig::default())),
+            rounds: 2,
+            ..LowLatencyCase::new(routing(&tokens, 2, 4, Style::WithHoles), hidden)
+        }
+        .check();
+    }
+}
+
+/// Rows that are e4m3 already take their scales along, of one token of a block at a time and of several,
+/// as words and as packets.
 #[test]
 fn quantised_already() {
-    for sm_count in [2, 24] {
-        let routing = routing(&[19, 5, 0], 2, 6, Style::WithHoles);
+    for (tokens, sm_count) in [([19, 5, 0], 2), ([19, 5, 0], 24), ([5, 66, 0], 9)] {
+        let routing = routing(&tokens, 2, 6, Style::WithHoles);
         let checker = Some(Checker::new(CheckConfig::default()));
         let case = LowLatencyCase { sm_count, checker, ..LowLatencyCase::new(routing, 400) };
         case.run(|rank| dispatch_quantised_rows(&case, rank));

@@ -32,7 +32,7 @@ use crate::simt::*;
     )
 )]
 pub unsafe fn low_latency_dispatch_batch(args: LowLatencyDispatchArgs) {
-    dispatch::<Few, false, true>(&args);
+    dispatch::<Few, false, true, false>(&args);
 }
 
 /// The same to up to [`MAX_RANKS`] ranks.
@@ -47,7 +47,7 @@ pub unsafe fn low_latency_dispatch_batch(args: LowLatencyDispatchArgs) {
     )
 )]
 pub unsafe fn low_latency_dispatch_many_batch(args: LowLatencyDispatchArgs) {
-    dispatch::<Many, false, true>(&args);
+    dispatch::<Many, false, true, false>(&args);
 }
 
 /// Warps that a team has at most: a warp has two words of [`Words::of_warp`].

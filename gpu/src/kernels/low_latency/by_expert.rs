@@ -74,6 +74,8 @@ pub(super) trait Arrivals {
     unsafe fn row(&self, source: u32, index: u32) -> u64;
     /// A scale of the row.
     unsafe fn scale(&self, source: u32, index: u32, scale: u32) -> f32;
+    /// Puts a scale of the row where the row's scales are received, if it is not there.
+    unsafe fn keep_scale(&self, source: u32, index: u32, scale: u32, value: f32);
     /// Where the row belongs as it is received, if it is not there.
     unsafe fn home(&self, source: u32, index: u32) -> Option<Home>;
     /// Notes the token's index where a combine needs it. One lane calls it.
@@ -701,6 +703,9 @@ impl<C: Arrivals, const MOST: usize, const BARRIER: u32> Placing<'_, C, MOST, BA
         let mut left = ballot(place != NOWHERE);
         let scale = piece * SCALES + lane;
         let has_scale = lane < SCALES && scale < shape.scales;
+        if has_scale {
+            come.keep_scale(source, index, scale, loaded.scale);
+        }
         if let Some(home) = come.home(source, index) {
             unroll!(4, J => {
                 let at = offset_of(piece, J);

@@ -25,6 +25,7 @@ use super::batch;
 use super::by_expert::{Arrivals, Home, Placing, RowShape, Scratch};
 use super::list::{Listed, Words, list_few_rows, list_rows};
 use super::ranks::{Few, Many, Ranks, each_pool};
+use super::scale_packets;
 use super::team::Team;
 use super::{
     NodeShared, Opened, Opening, Scales, begin, chunk_offset, chunks_of, completes, dispatch_shared_bytes,
@@ -34,7 +35,7 @@ use super::{
 use crate::layout::{
     Comm, FEW_RANKS, FEW_TOKENS, GIVING_UP_NS, LOW_LATENCY_TOKENS_AT_ONCE, LowLatencyArgs, LowLatencyCall,
     LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs, LowLatencyExpertRows, MAX_MEMBERS, MAX_RANKS,
-    Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride,
+    Quantise, SCALE_BLOCK, Wait, gave_up_offset, phase, row_stride, sends_scale_packets,
 };
 use crate::simt::*;
 
@@ -49,13 +50,16 @@ few_and_many! {
     fn(args: LowLatencyDispatchArgs);
 
     /// Sends rows, or waits for them and lists each expert's rows, or both.
-    low_latency_dispatch, low_latency_dispatch_many<R> { dispatch::<R, false, false>(&args) }
+    low_latency_dispatch, low_latency_dispatch_many<R> { dispatch::<R, false, false, false>(&args) }
 }
 
 /// `MX`: whether rows are quantised as [`Quantise::Mxfp8`]. The kernels that quantise otherwise, or
-/// not at all, have no instruction for it. `BATCH`: whether rows are listed as [`batch`] does.
+/// not at all, have no instruction for it. `BATCH`: whether rows are listed as [`batch`] does. `PACKS`:
+/// whether scales travel as [`scale_packets`].
 #[device]
-pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args: &LowLatencyDispatchArgs) {
+pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool, const PACKS: bool>(
+    args: &LowLatencyDispatchArgs,
+) {
     let comm = &args.common.comm;
     let shared = R::shared();
     let sends = args.common.phases & phase::SEND != 0;
@@ -75,12 +79,12 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool>(args:
         store_call(&args.common, &shared, opened.epoch());
     }
     if sends {
-        send::<R, MX>(args, &work, moves, &shared, &opened, first);
+        send::<R, MX, PACKS>(args, &work, moves, &shared, &opened, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     griddepcontrol_launch_dependents();
     if args.common.phases & phase::RECEIVE != 0 {
-        receive::<R, BATCH>(args, lists, &shared, &opened);
+        receive::<R, BATCH, PACKS>(args, lists, &shared, &opened);
         finish(comm);
     }
 }
@@ -102,7 +106,7 @@ few_and_many! {
     /// The same as [`LowLatencyDispatch`], and copies each row to the segments of its experts as soon as
     /// it has come.
     low_latency_dispatch_by_expert, low_latency_dispatch_many_by_expert<R> {
-        dispatch_by_expert::<R, { most_ranks::<R>() }, false>(&args)
+        dispatch_by_expert::<R, { most_ranks::<R>() }, false, false>(&args)
     }
 }
 
@@ -111,9 +115,9 @@ pub(super) const fn most_ranks<R: Ranks>() -> usize {
     if R::MANY { MAX_RANKS } else { MAX_MEMBERS }
 }
 
-/// `MOST`: as [`most_ranks`] says. `MX`: as of [`dispatch`].
+/// `MOST`: as [`most_ranks`] says. `MX` and `PACKS`: as of [`dispatch`].
 #[device]
-pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: bool>(
+pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: bool, const PACKS: bool>(
     args: &LowLatencyExpertDispatchArgs,
 ) {
     let comm = &args.dispatch.common.comm;
@@ -135,13 +139,13 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
         store_call(&args.dispatch.common, &shared, opened.epoch());
     }
     if sends {
-        send::<R, MX>(&args.dispatch, &work, moves, &shared, &opened, first);
+        send::<R, MX, PACKS>(&args.dispatch, &work, moves, &shared, &opened, first);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.dispatch.common);
     if args.dispatch.common.phases & phase::RECEIVE != 0 {
         if let Some(blocks) = roles.receivers() {
-            receive_by_expert::<R, MOST>(args, roles, blocks, &shared, &opened);
+            receive_by_expert::<R, MOST, PACKS>(args, roles, blocks, &shared, &opened);
         }
         finish(comm);
     }
@@ -412,9 +416,9 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
-/// Sends the block's tokens.
+/// Sends the block's tokens. `MX` and `PACKS`: as of [`dispatch`].
 #[device]
-unsafe fn send<R: Ranks, const MX: bool>(
+unsafe fn send<R: Ranks, const MX: bool, const PACKS: bool>(
     args: &LowLatencyDispatchArgs,
     work: &Work,
     moves: Team<2>,
@@ -453,8 +457,9 @@ unsafe fn send<R: Ranks, const MX: bool>(
     }
     let announces_first = overlaps(common, roles) | roles.are_apart;
     let (mut token, mut unsaid) = (tokens.first, 0);
-    let scales =
-        if roles.have_several(common) && args.row_scales() != 0 { Some(shared.scales()) } else { None };
+    let packs_scales = PACKS && sends_scale_packets(common.num_tokens);
+    let keeps_scales = (packs_scales || roles.have_several(common)) && args.row_scales() != 0;
+    let scales = if keeps_scales { Some(shared.scales()) } else { None };
     while token < tokens.end && takes_part {
         let row = comm.rank * common.max_tokens + token;
         let ranks = send_ids(args, token, row, &ahead.entry, !announces_first & (warp == 0), opened);
@@ -474,7 +479,11 @@ unsafe fn send<R: Ranks, const MX: bool>(
         if unsaid == LOW_LATENCY_TOKENS_AT_ONCE || next >= tokens.end {
             moves.sync();
             if let Some(scales) = scales {
-                send_scales(args, moves, next - unsaid, unsaid, scales);
+                if packs_scales {
+                    scale_packets::send(args, moves, next - unsaid, unsaid, scales, opened.epoch());
+                } else {
+                    send_scales(args, moves, next - unsaid, unsaid, scales);
+                }
                 moves.sync();
             }
             if warp == last_warp() && lane < unsaid {
@@ -684,9 +693,22 @@ unsafe fn quantise_pair<R: Ranks, const MX: bool>(
     }
 }
 
-/// Says which expert has which rows, and waits for them. `BATCH`: as of [`dispatch`].
+/// The warps that place scales, and whether they are others than those that list rows: where a block
+/// lists rows while it moves some, those that have moved them, but for the last one, which waits until
+/// its rows have arrived. A load waits behind the stores of rows, and a list has two of them one after
+/// the other.
 #[device]
-unsafe fn receive<R: Ranks, const BATCH: bool>(
+fn scale_team(args: &LowLatencyDispatchArgs, lists: Team<1>) -> (Team<2>, bool) {
+    if sends_scale_packets(args.common.num_tokens) && overlaps(&args.common, Roles::together()) {
+        let first = LISTING_WARPS * 32;
+        return (Team { first, threads: last_warp() * 32 - first }, true);
+    }
+    (Team { first: lists.first, threads: lists.threads }, false)
+}
+
+/// Says which expert has which rows, and waits for them. `BATCH` and `PACKS`: as of [`dispatch`].
+#[device]
+unsafe fn receive<R: Ranks, const BATCH: bool, const PACKS: bool>(
     args: &LowLatencyDispatchArgs,
     team: Team<1>,
     shared: &NodeShared<R>,
@@ -695,19 +717,37 @@ unsafe fn receive<R: Ranks, const BATCH: bool>(
     let (common, comm) = (&args.common, &args.common.comm);
     let thread = tid();
     let epoch = opened.epoch();
-    if !team.has_this_warp() {
+    let lists = team.has_this_warp();
+    let (places, are_apart) =
+        if PACKS { scale_team(args, team) } else { (Team { first: 0, threads: 0 }, false) };
+    let both = team.threads + places.threads;
+    if lists {
+        let have_called = wait_calls(common, team, shared, opened);
+        if are_apart {
+            barrier_arrive_part::<4>(both);
+        }
+        if !have_called {
+            return say_given_up::<R>(comm, epoch);
+        }
+        if ctaid() == 0 && thread < R::ROOM {
+            st_u32(common.tables.num_tokens.array::<u32>().at(thread), shared.tokens.ld(thread));
+        }
+        if BATCH {
+            batch::list(args, team, shared, epoch);
+        } else {
+            list(args, team, Blocks::all(), shared, epoch);
+        }
+    } else if PACKS && are_apart && places.has_this_warp() {
+        barrier_sync_part::<4>(both);
+        if !have_all_called(shared, opened) {
+            return;
+        }
+    }
+    if PACKS && places.has_this_warp() {
+        scale_packets::place(args, places, shared, epoch);
+    }
+    if !lists {
         return;
-    }
-    if !wait_calls(common, team, shared, opened) {
-        return say_given_up::<R>(comm, epoch);
-    }
-    if ctaid() == 0 && thread < R::ROOM {
-        st_u32(common.tables.num_tokens.array::<u32>().at(thread), shared.tokens.ld(thread));
-    }
-    if BATCH {
-        batch::list(args, team, shared, epoch);
-    } else {
-        list(args, team, Blocks::all(), shared, epoch);
     }
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
     let chunks = chunks_of(common, common.max_tokens);
@@ -737,7 +777,7 @@ fn teams_by_expert(moves_rows: bool) -> (Team<1>, Team<3>) {
 
 /// The same, and copies rows to the segments of their experts.
 #[device]
-unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
+unsafe fn receive_by_expert<R: Ranks, const MOST: usize, const PACKS: bool>(
     args: &LowLatencyExpertDispatchArgs,
     roles: Roles,
     blocks: Blocks,
@@ -772,7 +812,17 @@ unsafe fn receive_by_expert<R: Ranks, const MOST: usize>(
     scratch.clear(places);
     let shape = RowShape { bytes: dispatched.row_bytes, scales: dispatched.row_scales() };
     let pool = R::pool(&common.comm, common.comm.rank);
-    let come = Coming { args: dispatched, shared, opened, blocks, places, both, listing_waits, pool, epoch };
+    let come = Coming::<R, PACKS> {
+        args: dispatched,
+        shared,
+        opened,
+        blocks,
+        places,
+        both,
+        listing_waits,
+        pool,
+        epoch,
+    };
     let placing = Placing { args: common, to: &args.to, shape, team: places, blocks, scratch, come: &come };
     if !placing.place_rows() {
         say_given_up::<R>(&common.comm, epoch);
@@ -791,7 +841,7 @@ unsafe fn wait_chunk<R: Ranks>(args: &LowLatencyDispatchArgs, source: u32, chunk
 }
 
 /// The tokens of all ranks within a node, of which ids come first, as packets.
-struct Coming<'a, R> {
+struct Coming<'a, R, const PACKS: bool> {
     args: &'a LowLatencyDispatchArgs,
     shared: &'a NodeShared<R>,
     opened: &'a Opened<R>,
@@ -809,11 +859,18 @@ struct Coming<'a, R> {
     epoch: u64,
 }
 
-impl<R: Ranks> Coming<'_, R> {
+impl<R: Ranks, const PACKS: bool> Coming<'_, R, PACKS> {
     /// The row of a token among those received.
     #[device]
     fn row_of(&self, source: u32, index: u32) -> u32 {
         source * self.args.common.max_tokens + index
+    }
+
+    /// The place of a row's scale in the table of received scales.
+    #[device]
+    fn scale_at(&self, source: u32, index: u32, scale: u32) -> u64 {
+        let common = &self.args.common;
+        row_major(scale, common.comm.num_ranks * common.max_tokens, self.row_of(source, index))
     }
 
     /// Where a packet of a token's ids is.
@@ -825,7 +882,7 @@ impl<R: Ranks> Coming<'_, R> {
     }
 }
 
-impl<R: Ranks> Arrivals for Coming<'_, R> {
+impl<R: Ranks, const PACKS: bool> Arrivals for Coming<'_, R, PACKS> {
     #[device]
     unsafe fn wait_for_counts(&self) -> bool {
         let (common, thread) = (&self.args.common, tid());
@@ -925,9 +982,19 @@ impl<R: Ranks> Arrivals for Coming<'_, R> {
         if self.is_here(source) {
             return self.args.scales.array::<f32>().ld(index * self.args.num_scales + scale);
         }
-        let rows = common.comm.num_ranks * common.max_tokens;
-        let at = row_major(scale, rows, self.row_of(source, index));
-        Global::<f32>::new(self.pool + common.place.recv_scales).ld(at)
+        if PACKS && sends_scale_packets(self.count(source)) {
+            return scale_packets::scale(self.args, self.pool, self.row_of(source, index), scale);
+        }
+        Global::<f32>::new(self.pool + common.place.recv_scales).ld(self.scale_at(source, index, scale))
+    }
+
+    /// Scales that came as packets have no other kernel that puts them into their table.
+    #[device]
+    unsafe fn keep_scale(&self, source: u32, index: u32, scale: u32, value: f32) {
+        if PACKS && sends_scale_packets(self.count(source)) {
+            let table = Global::<f32>::new(self.pool + self.args.common.place.recv_scales);
+            table.st(self.scale_at(source, index, scale), value);
+        }
     }
 
     #[device]

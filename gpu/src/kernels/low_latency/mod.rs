@@ -48,6 +48,7 @@ mod internode;
 mod list;
 mod mxfp8;
 mod ranks;
+mod scale_packets;
 mod team;
 mod wait;
 
@@ -75,6 +76,7 @@ pub use {
         LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8,
         LowLatencyDispatchMxfp8, LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8,
     },
+    scale_packets::{LowLatencyDispatchByExpertScalePackets, LowLatencyDispatchScalePackets},
     wait::{LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany},
 };
 

@@ -25,7 +25,7 @@ few_and_many! {
 
     /// The same as [`LowLatencyDispatch`](super::LowLatencyDispatch), of rows that become MXFP8 on
     /// their way.
-    low_latency_dispatch_mxfp8, low_latency_dispatch_many_mxfp8<R> { dispatch::<R, true, false>(&args) }
+    low_latency_dispatch_mxfp8, low_latency_dispatch_many_mxfp8<R> { dispatch::<R, true, false, false>(&args) }
 }
 
 few_and_many! {
@@ -46,7 +46,7 @@ few_and_many! {
     /// The same as [`LowLatencyDispatchByExpert`](super::LowLatencyDispatchByExpert), of rows that
     /// become MXFP8 on their way.
     low_latency_dispatch_by_expert_mxfp8, low_latency_dispatch_many_by_expert_mxfp8<R> {
-        dispatch_by_expert::<R, { most_ranks::<R>() }, true>(&args)
+        dispatch_by_expert::<R, { most_ranks::<R>() }, true, false>(&args)
     }
 }
 

@@ -9,19 +9,20 @@ use epoxide_gpu::kernels::{
     LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32, LowLatencyCombineManyFp8,
     LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
     LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchBatch, LowLatencyDispatchByExpert,
-    LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchMany, LowLatencyDispatchManyBatch,
-    LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8,
-    LowLatencyDispatchMxfp8, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
-    LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
-    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeDispatchByExpertMxfp8,
-    LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
-    low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
-    low_latency_internode_by_expert_shared_bytes,
+    LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchByExpertScalePackets, LowLatencyDispatchMany,
+    LowLatencyDispatchManyBatch, LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8,
+    LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8, LowLatencyDispatchScalePackets,
+    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
+    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
+    LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
+    LowLatencyWait, LowLatencyWaitMany, low_latency_by_expert_shared_bytes,
+    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
     BATCH_TOKENS, BATCH_TOPK, DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs,
     LowLatencyExpertDispatchArgs, LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs,
-    LowLatencyInternodeExpertDispatchArgs, LowLatencyMessages, LowLatencyWaitArgs, Quantise, phase,
+    LowLatencyInternodeExpertDispatchArgs, LowLatencyMessages, LowLatencyWaitArgs, Quantise,
+    has_scale_packets, phase,
 };
 
 use super::results::Room;
@@ -384,7 +385,7 @@ impl Buffer {
         messages: Option<LowLatencyMessages>,
         grid: u32,
     ) -> Result<()> {
-        let Kernels { dispatch, batch_dispatch, mxfp8_dispatch, .. } = &self.kernels;
+        let Kernels { dispatch, batch_dispatch, packed_dispatch, mxfp8_dispatch, .. } = &self.kernels;
         let (is_mxfp8, is_many) = (args.quantise == Quantise::Mxfp8 as u32, self.is_many());
         // SAFETY: the caller keeps the memory. The number of nodes decides both the set of kernels
         // and whether the place has messages.
@@ -404,6 +405,10 @@ impl Buffer {
             let tokens = args.common.num_tokens * args.common.comm.num_ranks;
             let is_batch = tokens > BATCH_TOKENS && args.common.num_topk <= BATCH_TOPK;
             match (is_many, is_mxfp8) {
+                (false, false) if Self::packs_scales(&args) => {
+                    let call = LowLatencyDispatchScalePackets::call(args);
+                    stream.call(packed_dispatch, grid, THREADS, shared, call)
+                }
                 (false, false) if is_batch => {
                     let call = LowLatencyDispatchBatch::call(args);
                     stream.call(batch_dispatch, grid, THREADS, shared, call)
@@ -432,6 +437,13 @@ impl Buffer {
         }
     }
 
+    /// Whether scales of a dispatch within a node travel as packets: all ranks decide alike.
+    fn packs_scales(args: &LowLatencyDispatchArgs) -> bool {
+        args.row_scales() > 0
+            && args.quantise != Quantise::Mxfp8 as u32
+            && has_scale_packets(args.common.max_tokens, args.common.comm.num_ranks)
+    }
+
     /// The same, of a dispatch that brings rows by expert.
     ///
     /// # Safety
@@ -444,8 +456,13 @@ impl Buffer {
         grid: u32,
     ) -> Result<()> {
         let (is_mxfp8, is_many) = (args.dispatch.quantise == Quantise::Mxfp8 as u32, self.is_many());
-        let Kernels { dispatch_by_expert, mxfp8_dispatch_by_expert, .. } = &self.kernels;
-        let Some(kernel) = (if is_mxfp8 { mxfp8_dispatch_by_expert } else { dispatch_by_expert }) else {
+        let packs_scales = messages.is_none() && Self::packs_scales(&args.dispatch);
+        let kernel = match &self.kernels {
+            Kernels { packed_dispatch_by_expert, .. } if packs_scales => packed_dispatch_by_expert,
+            Kernels { mxfp8_dispatch_by_expert, .. } if is_mxfp8 => mxfp8_dispatch_by_expert,
+            Kernels { dispatch_by_expert, .. } => dispatch_by_expert,
+        };
+        let Some(kernel) = kernel else {
             let rule = "the buffer has no kernel for them: create it with Options::rows_by_expert";
             return Err(Error::argument("by_expert", "asked for", rule));
         };
@@ -464,6 +481,10 @@ impl Buffer {
             }
             let shared = low_latency_by_expert_shared_bytes(&args);
             match (is_many, is_mxfp8) {
+                (false, false) if packs_scales => {
+                    let call = LowLatencyDispatchByExpertScalePackets::call(args);
+                    stream.call(kernel, grid, THREADS, shared, call)
+                }
                 (false, false) => {
                     stream.call(kernel, grid, THREADS, shared, LowLatencyDispatchByExpert::call(args))
                 }

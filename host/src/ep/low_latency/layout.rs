@@ -3,8 +3,9 @@
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{
     ControlWord, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, LowLatencyExpertRows, LowLatencyPlace,
-    LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, MAX_RANKS, PIECE_PACKET_BYTES, Section, call_offset,
-    gave_up_offset, pieces_of, room_for_ranks, row_stride,
+    LowLatencyTables, LowLatencyTurns, MAX_MEMBERS, MAX_RANKS, PIECE_PACKET_BYTES, SCALE_PACKET_BYTES,
+    Section, call_offset, gave_up_offset, has_scale_packets, pieces_of, room_for_ranks, row_stride,
+    scale_packets,
 };
 
 use super::options::Options;
@@ -41,6 +42,8 @@ impl PoolLayout {
         let (stride, returned) = (row_stride(options.shape.hidden * 2), options.combine_row_bytes());
         let few = u64::from(num_ranks) * u64::from(options.most_in_packets(num_ranks));
         let pieces = u64::from(pieces_of(returned as u32) * PIECE_PACKET_BYTES);
+        let of_scales = u64::from(scale_packets(options.most_words() as u32) * SCALE_PACKET_BYTES);
+        let packs_scales = has_scale_packets(options.shape.max_tokens, num_ranks);
         let room = u64::from(room);
         let mut array = |name, count, stride| pool.array(name, count, stride).0;
         let mut place = || LowLatencyPlace {
@@ -50,6 +53,7 @@ impl PoolLayout {
             weights: array("weights", room * tokens, topk * 8),
             recv_x: array("recv_x", rows, stride),
             recv_scales: array("recv_scales", options.most_words(), rows * 4),
+            scale_packets: array("scale_packets", if packs_scales { rows } else { 0 }, of_scales),
             returned_x: array("returned_x", rows, row_stride(returned)),
             returned_packets: array("returned_packets", few, pieces),
             returned_scales: array("returned_scales", few, options.fp8_scales() * 8),

@@ -31,9 +31,10 @@ use epoxide_gpu::kernels::{
     LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
     LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
     LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchBatch,
-    LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchMany,
-    LowLatencyDispatchManyBatch, LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8,
-    LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8, LowLatencyGather, LowLatencyGatherColumns,
+    LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchByExpertScalePackets,
+    LowLatencyDispatchMany, LowLatencyDispatchManyBatch, LowLatencyDispatchManyByExpert,
+    LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8,
+    LowLatencyDispatchScalePackets, LowLatencyGather, LowLatencyGatherColumns,
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
     LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
     LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
@@ -98,6 +99,8 @@ struct Kernels {
     dispatch: Kernel,
     /// Within a node, a dispatch of many tokens.
     batch_dispatch: Kernel,
+    /// Within a node of few ranks, a dispatch whose scales travel as packets.
+    packed_dispatch: Kernel,
     /// A dispatch of rows that become MXFP8.
     mxfp8_dispatch: Kernel,
     /// Of rows of [`Options::combine_dtype`].
@@ -116,6 +119,7 @@ struct Kernels {
     /// A dispatch that brings rows by expert, where the buffer has room for them.
     dispatch_by_expert: Option<Kernel>,
     mxfp8_dispatch_by_expert: Option<Kernel>,
+    packed_dispatch_by_expert: Option<Kernel>,
 }
 
 /// The set of kernels that a buffer has.
@@ -190,6 +194,7 @@ impl Kernels {
         let infos = [
             dispatch,
             batch,
+            LowLatencyDispatchScalePackets::INFO,
             mxfp8,
             combine,
             quantised_combine,
@@ -203,15 +208,16 @@ impl Kernels {
             wait,
         ];
         let mut names = infos.map(|info| info.name).to_vec();
-        let of_segments = [by_expert, mxfp8_by_expert];
+        let of_segments = [by_expert, mxfp8_by_expert, LowLatencyDispatchByExpertScalePackets::INFO];
         names.extend(of_segments.iter().filter(|_| has_rows_by_expert).map(|info| info.name));
         let module = Module::shipped(device, None, &names)?;
-        let [by_expert, mxfp8_by_expert] =
+        let [by_expert, mxfp8_by_expert, packed_by_expert] =
             of_segments.map(|info| has_rows_by_expert.then(|| module.kernel(info.name, 0)).transpose());
         let kernels = infos.map(|info| module.kernel(info.name, 0));
         let [
             dispatch,
             batch_dispatch,
+            packed_dispatch,
             mxfp8_dispatch,
             combine,
             quantised_combine,
@@ -227,6 +233,7 @@ impl Kernels {
         Ok(Kernels {
             dispatch: dispatch?,
             batch_dispatch: batch_dispatch?,
+            packed_dispatch: packed_dispatch?,
             mxfp8_dispatch: mxfp8_dispatch?,
             combine: combine?,
             quantised_combine: quantised_combine?,
@@ -240,6 +247,7 @@ impl Kernels {
             wait: wait?,
             dispatch_by_expert: by_expert?,
             mxfp8_dispatch_by_expert: mxfp8_by_expert?,
+            packed_dispatch_by_expert: packed_by_expert?,
         })
     }
 }

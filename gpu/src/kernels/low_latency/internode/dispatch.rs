@@ -515,6 +515,10 @@ impl Arrivals for Messages<'_> {
         ld_f32(arrived(self.args, source, index) + (self.args.dispatch.row_bytes + scale * 4) as u64)
     }
 
+    /// [`Home`] has them.
+    #[device]
+    unsafe fn keep_scale(&self, _: u32, _: u32, _: u32, _: f32) {}
+
     #[device]
     unsafe fn home(&self, source: u32, index: u32) -> Option<Home> {
         let (common, messages) = (&self.args.dispatch.common, &self.args.messages);
