@@ -194,25 +194,36 @@ impl Mma {
         };
         let powers = floats.powers(right, k);
         let right = (right, &powers);
+        self.change_sums(regs, d, start, |row, sums| {
+            self.add_row(&floats, adder, sums, (0..k).map(|k| (left[row][k], k)), right);
+        });
+    }
+
+    /// Adds the products of a row: of each element of A, and the row of B that belongs to it.
+    /// `right` is B with its powers.
+    pub(super) fn add_row<const K: usize>(
+        &self,
+        floats: &Sums,
+        adder: Adder,
+        sums: &mut [f64; COLUMNS],
+        products: impl Iterator<Item = (f64, usize)> + Clone,
+        right: (&Right<K>, &Right<K>),
+    ) {
         if self.a.bits() > 8 || adder == Adder::Warpgroup {
-            return self.change_sums(regs, d, start, |row, sums| {
-                floats.add(sums, (0..k).map(|k| (left[row][k], k)), right);
-            });
+            return floats.add(sums, products, right);
         }
         // A warp takes the first two of each four products, then the others, and at last C.
-        self.change_sums(regs, d, start, |row, sums| {
-            let mut products = [0.0; COLUMNS];
-            for half in 0..2 {
-                let of_half = (0..k).filter(|k| k / 2 % 2 == half);
-                floats.add(&mut products, of_half.map(|k| (left[row][k], k)), right);
-            }
-            for (sum, product) in sums.iter_mut().zip(products) {
-                *sum = match self.sum {
-                    Sum::F32 => f64::from(*sum as f32 + product as f32),
-                    _ => *sum + product,
-                };
-            }
-        });
+        let mut added = [0.0; COLUMNS];
+        for half in 0..2 {
+            let of_half = products.clone().enumerate().filter(|(at, _)| at / 2 % 2 == half);
+            floats.add(&mut added, of_half.map(|(_, product)| product), right);
+        }
+        for (sum, added) in sums.iter_mut().zip(added) {
+            *sum = match self.sum {
+                Sum::F32 => f64::from(*sum as f32 + added as f32),
+                _ => *sum + added,
+            };
+        }
     }
 
     /// Lets `f` change each row of sums, which begin with what `start` names, and stores them in

@@ -10,6 +10,7 @@
 //! multiply-accumulate operation with sparse matrix A".
 
 use super::mma::{COLUMNS, Element, Left, MOST_K, Mma, Right, Start};
+use super::sums::{Adder, Sums};
 use crate::ir::Regs;
 
 /// Elements of a row of a stored A at most: those of `m16n8k128`.
@@ -129,7 +130,7 @@ impl Mma {
     ) {
         let (left, right): (Left<STORED>, Right<K>) = (self.left(regs, a), self.right(regs, b));
         let columns = sparsity.columns(self, regs, &left);
-        self.add_sparse_product(regs, d, (&left, &columns), &right, Start::Registers, poison);
+        self.add_sparse_product(regs, d, (&left, &columns), &right, (Start::Registers, Adder::Warp), poison);
     }
 
     /// Stores the product of a sparse A and `right` in the registers `d`, added to what `start`
@@ -140,15 +141,22 @@ impl Mma {
         d: &[u32],
         (left, columns): (&Left<STORED>, &Columns<STORED>),
         right: &Right<K>,
-        start: Start,
+        (start, adder): (Start, Adder),
         poison: u32,
     ) {
+        let floats = Sums::new(self.a, self.b, self.sum, adder)
+            .map(|floats| (floats, floats.powers(right, 2 * usize::from(self.k))));
         self.change_sums(regs, d, start, |row, sums| {
             if columns.undefined >> row & 1 != 0 {
                 *sums = [self.value(poison); COLUMNS];
                 return;
             }
-            for (left, &k) in left[row].iter().zip(&columns.of[row]).take(self.k.into()) {
+            let stored = left[row].iter().zip(&columns.of[row]).take(self.k.into());
+            if let Some((floats, powers)) = &floats {
+                let stored = stored.map(|(left, &k)| (*left, usize::from(k)));
+                return self.add_row(floats, adder, sums, stored, (right, powers));
+            }
+            for (left, &k) in stored {
                 for (sum, right) in sums.iter_mut().zip(&right[usize::from(k)]) {
                     *sum += left * right;
                 }

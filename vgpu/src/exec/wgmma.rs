@@ -404,7 +404,14 @@ impl<W: Hooks> Exec<'_, W> {
             if let Some(columns) = &columns {
                 let right: Right<{ 2 * MOST_K }> =
                     elements(major, mma.b, of_b, units).or_else(|kind| stop(kind, None))?;
-                mma.add_sparse_product(&mut self.warp.regs, d, (&left, columns), &right, start, poison);
+                mma.add_sparse_product(
+                    &mut self.warp.regs,
+                    d,
+                    (&left, columns),
+                    &right,
+                    (start, Adder::Warpgroup),
+                    poison,
+                );
             } else {
                 let right: Right = elements(major, mma.b, of_b, units).or_else(|kind| stop(kind, None))?;
                 mma.add_product(&mut self.warp.regs, d, &left, &right, (start, Adder::Warpgroup));

@@ -1,5 +1,5 @@
-//! Products of matrices: `wmma` from memory to memory, `mma.sync` from registers to registers, and
-//! `wgmma` of registers and shared memory.
+//! Products of matrices: `wmma` from memory to memory, `mma.sync` and `mma.sp` from registers to
+//! registers, and `wgmma` of registers and shared memory.
 //! Registers and memory hold random elements, so the place of an element does not matter here.
 
 use std::rc::Rc;
@@ -162,7 +162,11 @@ fn case(name: String, ptx: &Rc<str>, kernel: String, memory: Vec<u8>, result: us
 
 /// `wmma`: each shape and type, with all layouts of the four matrices.
 fn fragments(cases: &mut Vec<Case>) {
-    let mut rng = Rng(5);
+    fragments_of(cases, Rng(5), &ALL);
+    fragments_of(cases, Rng(13), &INEXACT);
+}
+
+fn fragments_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
     let mut products = vec![("m16n16k8", TF32, F32, [4, 4, 8], "")];
     for round in ["", ".rn", ".rz", ".rm", ".rp"] {
         products.push(("m8n8k4", F64, F64, [1, 1, 2], round));
@@ -187,7 +191,7 @@ fn fragments(cases: &mut Vec<Case>) {
             text += &fragment_kernel(shape, [factor, sum], counts, modifier, layouts, strides);
         }
         let ptx: Rc<str> = text.into();
-        for numbers in ALL {
+        for &numbers in kinds {
             if numbers != Numbers::Whole && (factor == F64 || factor.exponent == 0) {
                 continue;
             }
@@ -271,6 +275,7 @@ setp.lt.u32 %p1, %r2, {ROOM}; @%p1 bra OUT;\n",
 fn registers(cases: &mut Vec<Case>) {
     registers_of(cases, Rng(6), &ALL);
     registers_of(cases, Rng(10), &INEXACT);
+    sparse(cases, Rng(14), &[ALL.as_slice(), &INEXACT].concat());
 }
 
 fn registers_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
@@ -320,9 +325,74 @@ ld.param.u64 %rd1, [memory]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 16; ad
                 }
                 memory.extend(rng.bytes(512));
                 let name = format!("mma {shape} {} {} {} {numbers:?}", a.name, b.name, sum.name);
-                // With the operands, for models of the sums.
                 let result = if matches!(numbers, Numbers::Any(_)) { 0 } else { 1536 };
                 cases.push(case(name, &ptx, format!("k{i}"), memory, result));
+            }
+        }
+    }
+}
+
+/// Metadata of a lane for a sparse A: of each chunk two of four elements, or one of two of tf32.
+fn metadata(rng: &mut Rng, a: Format) -> [u8; 4] {
+    let of_two = [0b0100, 0b1110];
+    let of_four = [0b0100, 0b1000, 0b1100, 0b1001, 0b1101, 0b1110];
+    let chunk = |rng: &mut Rng| rng.of(if a == TF32 { of_two.as_slice() } else { &of_four });
+    let chunks = (0..8).map(|at| chunk(rng) << (4 * at));
+    chunks.fold(0u32, |all, chunk| all | chunk).to_le_bytes()
+}
+
+/// `mma.sp` of floats, as [`registers`].
+fn sparse(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
+    let mut products = vec![
+        ("m16n8k16", F16, F16, F32, [2, 2]),
+        ("m16n8k32", F16, F16, F32, [4, 4]),
+        ("m16n8k32", F16, F16, F16, [4, 4]),
+        ("m16n8k16", BF16, BF16, F32, [2, 2]),
+        ("m16n8k32", BF16, BF16, F32, [4, 4]),
+        ("m16n8k8", TF32, TF32, F32, [2, 2]),
+        ("m16n8k16", TF32, TF32, F32, [4, 4]),
+    ];
+    for (a, b) in [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)] {
+        products.push(("m16n8k64", a, b, F32, [4, 4]));
+    }
+    let mut text = String::from(".version 8.7\n.target sm_90a\n.address_size 64\n");
+    for (i, (shape, a, b, sum, [of_a, of_b])) in products.iter().enumerate() {
+        let of_c = if *sum == F32 { 4 } else { 2 };
+        text += &format!(
+            ".visible .entry k{i}(.param .u64 memory)\n{{
+.reg .b32 %r<3>; .reg .b32 %a<4>; .reg .b32 %b<4>; .reg .b32 %c<4>; .reg .b64 %rd<4>;
+ld.param.u64 %rd1, [memory]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd3, %rd1, %rd2;
+mul.wide.u32 %rd2, %r1, 16; add.u64 %rd1, %rd1, %rd2; ld.global.b32 %r2, [%rd3+2048];\n"
+        );
+        for (name, count, at) in [("a", *of_a, 0), ("b", *of_b, 512), ("c", of_c, 1024)] {
+            for register in 0..count {
+                text += &format!("ld.global.b32 %{name}{register}, [%rd1+{}];\n", at + 4 * register);
+            }
+        }
+        let (d, of_a, of_b) = (list("c", of_c), list("a", *of_a), list("b", *of_b));
+        text += &format!(
+            "mma.sp::ordered_metadata.sync.aligned.{shape}.row.col.{sum}.{a}.{b}.{sum} {d}, {of_a}, {of_b}, {d}, %r2, 0;\n",
+            sum = sum.name,
+            a = a.name,
+            b = b.name
+        );
+        for register in 0..of_c {
+            text += &format!("st.global.b32 [%rd1+{}], %c{register};\n", 1536 + 4 * register);
+        }
+        text += "ret;\n}\n";
+    }
+    let ptx: Rc<str> = text.into();
+    for (i, (shape, a, b, sum, _)) in products.into_iter().enumerate() {
+        for &numbers in kinds {
+            for _ in 0..4 {
+                let mut memory = vec![];
+                for (matrix, format) in [a, b, sum].into_iter().enumerate() {
+                    memory.extend(elements(&mut rng, format, matrix, numbers, a, 512));
+                }
+                memory.extend(rng.bytes(512));
+                memory.extend((0..32).flat_map(|_| metadata(&mut rng, a)));
+                let name = format!("mma.sp {shape} {} {} {} {numbers:?}", a.name, b.name, sum.name);
+                cases.push(case(name, &ptx, format!("k{i}"), memory, 1536));
             }
         }
     }
