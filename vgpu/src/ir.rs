@@ -11,7 +11,7 @@ use crate::exec::mma::Mma;
 use crate::exec::products::WarpProduct;
 use crate::exec::wgmma::Product;
 use crate::ptx::Source;
-use crate::tensor_map::MOST_DIMENSIONS;
+use crate::tensor_map::{MOST_AXES, MOST_DIMENSIONS};
 
 /// Named barriers per block.
 pub(crate) const NAMED_BARRIERS: usize = 16;
@@ -630,6 +630,8 @@ pub(crate) struct TensorCopy {
     pub(crate) shared: Addr,
     /// Blocks of the cluster that a load is for, one bit each; [`SINK`] for this one.
     pub(crate) blocks: u32,
+    /// The offsets of pixels in W, H and D, of which a store has none. A copy of a box has no list.
+    pub(crate) offsets: Option<[u32; MOST_AXES]>,
 }
 
 /// The direction of a copy of a tensor's box.

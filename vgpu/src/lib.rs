@@ -108,7 +108,7 @@ pub use memory_error::{MemoryError, NearRegion};
 pub use module::{Module, Refusal};
 pub use seeds::for_each_seed;
 pub use symmetric::Symmetric;
-pub use tensor_map::{ElementType, Fill, Swizzle, TensorMap, TensorMapError, TiledTensor};
+pub use tensor_map::{ElementType, Fill, PixelTensor, Swizzle, TensorMap, TensorMapError, TiledTensor};
 
 /// The examples of the README are compiled and run.
 #[cfg(doctest)]

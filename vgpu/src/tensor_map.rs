@@ -5,6 +5,9 @@ use crate::machine::Argument;
 /// Most dimensions of a tensor.
 pub(crate) const MOST_DIMENSIONS: usize = 5;
 
+/// Most dimensions of a pixel's place in an image.
+pub(crate) const MOST_AXES: usize = MOST_DIMENSIONS - 2;
+
 /// Marks the first word of a tensor map, in the upper half.
 const MARK: u64 = 0x7e25_0001;
 
@@ -27,6 +30,41 @@ pub struct TiledTensor<'a> {
     /// innermost one is ignored.
     pub element_strides: &'a [u32],
     /// How rows of the box trade places in shared memory.
+    pub swizzle: Swizzle,
+    /// The elements of a load that are outside of the tensor.
+    pub fill: Fill,
+}
+
+/// A tensor of images in global memory, and the pixels that one copy moves (`im2col`).
+///
+/// The dimensions are those of [`TiledTensor`]: channels, then one to three of the place in an image
+/// (W, H, D), and the image. A copy takes pixels one behind the other: along W, H and D in a box of
+/// each image, and then in the next image. Elements of a load lie beside the pixels of the box, by
+/// offsets that the instruction has.
+#[derive(Debug, Clone, Copy)]
+pub struct PixelTensor<'a> {
+    /// Address of the first element, a multiple of 16.
+    pub address: u64,
+    /// The type of its elements.
+    pub element_type: ElementType,
+    /// Elements of the tensor: 3 to 5 dimensions, each from 1 to 2^32.
+    pub shape: &'a [u64],
+    /// Distance of neighbours in each dimension but the innermost, in bytes: multiples of 16 below
+    /// 2^40.
+    pub strides: &'a [u64],
+    /// The first place of the box, from the first one of an image, in W, H and D: 16 bits in one
+    /// dimension, 8 in each of two, 5 in each of three.
+    pub lower_corner: &'a [i32],
+    /// The last place of the box, from the last one of an image, as `lower_corner`.
+    pub upper_corner: &'a [i32],
+    /// Channels of a pixel that are copied: from 1 to 256.
+    pub channels: u32,
+    /// Pixels of a copy: from 1 to 1024.
+    pub pixels: u32,
+    /// The steps from a pixel to the next, in each dimension: from 1 to 8. The innermost one is
+    /// ignored.
+    pub element_strides: &'a [u32],
+    /// How pixels trade places in shared memory.
     pub swizzle: Swizzle,
     /// The elements of a load that are outside of the tensor.
     pub fill: Fill,
@@ -169,6 +207,9 @@ fn check_row(tile: &[u32], element_bytes: u32, swizzle: u32) -> Result<(), Tenso
     })
 }
 
+/// The most pixels of a copy.
+const MOST_PIXELS: u32 = 1024;
+
 /// The most bytes of a box. An H200's driver refuses more.
 const MOST_BYTES: u64 = 228 << 10;
 
@@ -238,6 +279,60 @@ impl TensorMap {
         Ok(Self(words))
     }
 
+    /// Describes a tensor that is copied pixel by pixel.
+    ///
+    /// # Errors
+    /// Where a number is outside of the bounds that [`PixelTensor`] states, the lists differ in
+    /// length, the box has no pixel, or the channels of a pixel do not fit: they have a multiple of 16
+    /// bytes, and no more than the rows of the swizzle.
+    pub fn of_pixels(tensor: &PixelTensor<'_>) -> Result<Self, TensorMapError> {
+        let PixelTensor { address, element_type, shape, strides, channels, pixels, .. } = *tensor;
+        let PixelTensor { lower_corner, upper_corner, element_strides, swizzle, fill, .. } = *tensor;
+        let rank = shape.len();
+        check((3..=MOST_DIMENSIONS).contains(&rank), || {
+            format!("{rank} dimensions of images, where 3 to 5 are allowed")
+        })?;
+        let axes = rank - 2;
+        check(lower_corner.len() == axes && upper_corner.len() == axes, || {
+            format!("a corner needs {axes} numbers for {rank} dimensions")
+        })?;
+        let bound = [1 << 15, 1 << 7, 1 << 4][axes - 1];
+        for &corner in lower_corner.iter().chain(upper_corner) {
+            check((-bound..bound).contains(&corner), || {
+                format!("a corner of {corner}: each is from {} to {}", -bound, bound - 1)
+            })?;
+        }
+        check((1..=MOST_PIXELS).contains(&pixels), || {
+            format!("{pixels} pixels, where 1 to {MOST_PIXELS} are allowed")
+        })?;
+        let tile: [u32; MOST_DIMENSIONS] = std::array::from_fn(|d| if d == 0 { channels } else { 1 });
+        let tiled = TiledTensor {
+            address,
+            element_type,
+            shape,
+            strides,
+            tile: &tile[..rank],
+            element_strides,
+            swizzle,
+            fill,
+        };
+        let mut map = Self::tiled(&tiled)?;
+        for axis in 0..axes {
+            let last = shape[axis + 1] as i64 - 1 + i64::from(upper_corner[axis]);
+            check(i64::from(lower_corner[axis]) <= last, || {
+                format!("a box from {} to {last} has no pixel", lower_corner[axis])
+            })?;
+        }
+        let packed = |corner: &[i32]| {
+            let numbers = corner.iter().enumerate();
+            numbers.map(|(axis, &at)| u64::from(at as u16) << (16 * axis)).sum::<u64>()
+        };
+        map.0[3] |= OF_PIXELS;
+        map.0[WORDS] = packed(lower_corner) | u64::from(pixels) << 48;
+        map.0[WORDS + 1] = packed(upper_corner);
+        Ok(map)
+    }
+
     /// The 128 bytes.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; 128] {
@@ -255,6 +350,16 @@ impl Argument for TensorMap {
 
 /// Words of a tensor map that have a meaning.
 pub(crate) const WORDS: usize = 11;
+/// The same of a map of pixels.
+pub(crate) const WORDS_OF_PIXELS: usize = 13;
+
+/// The bit of word 3 that marks a map of pixels.
+const OF_PIXELS: u64 = 1 << 8;
+
+/// Whether a map has words behind the first ones: it is of pixels.
+pub(crate) fn is_of_pixels(words: &[u64]) -> bool {
+    words[0] >> 32 == MARK && words[3] & OF_PIXELS != 0
+}
 
 /// A field of a tensor map in memory, which `tensormap.replace` writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -330,8 +435,18 @@ pub(crate) struct Tensor {
     tile: [u64; MOST_DIMENSIONS],
     element_strides: [u64; MOST_DIMENSIONS],
     swizzle: u32,
+    pixels: Option<Pixels>,
     /// The conversion of loads.
     pub(crate) reads: Reads,
+}
+
+/// The pixels of a copy.
+#[derive(Clone, Copy, Debug)]
+struct Pixels {
+    count: u64,
+    /// The first and the last place of the box in an image, in W, H and D.
+    first: [i64; MOST_AXES],
+    last: [i64; MOST_AXES],
 }
 
 /// The conversion of 16 bytes of a tensor by a load of a box.
@@ -383,11 +498,11 @@ pub(crate) struct Unit {
 impl Tensor {
     /// Decodes a tensor map. `None` where it is none. The error is a number that a kernel has
     /// replaced, or has left out.
-    pub(crate) fn decode(words: &[u64; WORDS]) -> Option<Result<Self, TensorMapError>> {
+    pub(crate) fn decode(words: &[u64; WORDS_OF_PIXELS]) -> Option<Result<Self, TensorMapError>> {
         (words[0] >> 32 == MARK).then(|| Self::decode_marked(words))
     }
 
-    fn decode_marked(words: &[u64; WORDS]) -> Result<Self, TensorMapError> {
+    fn decode_marked(words: &[u64; WORDS_OF_PIXELS]) -> Result<Self, TensorMapError> {
         let (head, address) = (words[0], without_bit_21(words[1]) << 4);
         let (rank, element_bytes) = ((head & 0xff) as usize, head >> 8 & 0xf);
         let fill = if head >> 24 & 0xff == 0 { Fill::Zeros } else { Fill::Nan };
@@ -418,17 +533,30 @@ impl Tensor {
         check_row(&tile[..rank], element_bytes as u32, swizzle)?;
         let dimension = |d: usize, of: fn(u64) -> u64| if d < rank { of(words[2 + d]) } else { 1 };
         let dimensions = |of: fn(u64) -> u64| std::array::from_fn(|d| dimension(d, of));
+        let shape: [u64; MOST_DIMENSIONS] = dimensions(|word| (word >> 32) + 1);
+        let corner = |word: usize, axis: usize| i64::from((words[word] >> (16 * axis)) as i16);
+        let pixels = is_of_pixels(words).then(|| Pixels {
+            count: words[WORDS] >> 48,
+            first: std::array::from_fn(|axis| corner(WORDS, axis)),
+            last: std::array::from_fn(|axis| shape[axis + 1] as i64 - 1 + corner(WORDS + 1, axis)),
+        });
         Ok(Self {
             rank,
             element_bytes,
             address,
-            shape: dimensions(|word| (word >> 32) + 1),
+            shape,
             strides: std::array::from_fn(|d| if d == 0 { element_bytes } else { words[6 + d] }),
             tile: tile.map(u64::from),
             element_strides: dimensions(|word| word & 0xff).map(|stride: u64| stride.max(1)),
             swizzle,
+            pixels,
             reads: Reads { rounds, fill },
         })
+    }
+
+    /// Whether it is copied pixel by pixel.
+    pub(crate) fn is_of_pixels(&self) -> bool {
+        self.pixels.is_some()
     }
 
     /// Elements of the box that are copied, in each dimension.
@@ -448,7 +576,20 @@ impl Tensor {
     }
 
     fn rows(&self) -> u64 {
-        self.copied()[1..].iter().product()
+        self.pixels.map_or_else(|| self.copied()[1..].iter().product(), |pixels| pixels.count)
+    }
+
+    /// The place of the pixel behind another one, in all dimensions but the innermost.
+    fn next_pixel(&self, pixels: &Pixels, place: &mut [i64; MOST_DIMENSIONS]) {
+        let image = self.rank - 1;
+        for (axis, at) in place[1..image].iter_mut().enumerate() {
+            *at += self.element_strides[axis + 1] as i64;
+            if *at <= pixels.last[axis] {
+                return;
+            }
+            *at = pixels.first[axis];
+        }
+        place[image] += self.element_strides[image] as i64;
     }
 
     /// Bytes of the box.
@@ -480,22 +621,40 @@ impl Tensor {
         }
     }
 
-    /// The box at `coordinates`, with the offset `shared` of its begin in the shared window, in the
-    /// order of the box. A box must have less than 2^32 bytes.
-    pub(crate) fn units(&self, coordinates: &[i32; MOST_DIMENSIONS], shared: u64) -> Vec<Unit> {
+    /// The box or the pixels at `coordinates`, with the offset `shared` of their begin in the shared
+    /// window, in their order. They have less than 2^32 bytes. `offsets` are those of a load of pixels,
+    /// in W, H and D.
+    pub(crate) fn units(
+        &self,
+        coordinates: &[i32; MOST_DIMENSIONS],
+        offsets: [u16; MOST_AXES],
+        shared: u64,
+    ) -> Vec<Unit> {
         let (copied, pitch) = (self.copied(), self.pitch());
         let mut units = Vec::with_capacity((self.bytes() / 16) as usize);
         // The bytes of a row that lie in the tensor.
         let at = |element: i64| (element.clamp(0, self.tile[0] as i64) as u64) * self.element_bytes;
         let first = i64::from(coordinates[0]);
         let inside = at(-first)..at(self.shape[0] as i64 - first);
+        let begin = coordinates.map(i64::from);
+        let mut pixel = begin;
         for row in 0..self.rows() {
-            let (mut rest, mut start, mut exists) = (row, self.address, !inside.is_empty());
-            for d in 1..self.rank {
-                let index = i64::from(coordinates[d]) + (rest % copied[d] * self.element_strides[d]) as i64;
-                rest /= copied[d];
-                exists &= (0..self.shape[d] as i64).contains(&index);
-                start = start.wrapping_add((index as u64).wrapping_mul(self.strides[d]));
+            let mut place = begin;
+            if let Some(pixels) = &self.pixels {
+                place = pixel;
+                (0..self.rank - 2).for_each(|axis| place[axis + 1] += i64::from(offsets[axis]));
+                self.next_pixel(pixels, &mut pixel);
+            } else {
+                let mut rest = row;
+                for (d, at) in place[..self.rank].iter_mut().enumerate().skip(1) {
+                    *at += (rest % copied[d] * self.element_strides[d]) as i64;
+                    rest /= copied[d];
+                }
+            }
+            let (mut start, mut exists) = (self.address, !inside.is_empty());
+            for (d, &at) in place[..self.rank].iter().enumerate().skip(1) {
+                exists &= (0..self.shape[d] as i64).contains(&at);
+                start = start.wrapping_add((at as u64).wrapping_mul(self.strides[d]));
             }
             start = start.wrapping_add((first as u64).wrapping_mul(self.element_bytes));
             for unit in (0..self.row_bytes()).step_by(16) {
@@ -549,7 +708,7 @@ mod tests {
         };
         let TensorMap(mut words) = TensorMap::tiled(&tensor).unwrap();
         words[1] &= !(1 << 21);
-        let decoded = Tensor::decode(words[..WORDS].try_into().unwrap()).unwrap().unwrap();
+        let decoded = Tensor::decode(words[..WORDS_OF_PIXELS].try_into().unwrap()).unwrap().unwrap();
         assert_eq!((decoded.address, decoded.rank), (u64::MAX << 4, 2));
     }
 }

@@ -19,7 +19,9 @@ use crate::fault::FaultKind;
 use crate::ir::{BulkOp, Multicast, RemoteStore, SINK, Scope, TensorCopy, Way};
 use crate::memory::Table;
 use crate::seeds::Rng;
-use crate::tensor_map::{MOST_DIMENSIONS, Reads, Tensor, Unit, WORDS};
+use crate::tensor_map::{
+    MOST_AXES, MOST_DIMENSIONS, Reads, Tensor, Unit, WORDS, WORDS_OF_PIXELS, is_of_pixels,
+};
 
 /// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
@@ -491,16 +493,18 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Issues a copy of a box of a tensor, as [`Exec::issue`] does.
     fn issue_tensor(&mut self, env: &Env, lane: usize, copy: u32) -> Run<Result<(), FaultKind>> {
-        let TensorCopy { way, map, rank, coordinates, shared, blocks } =
+        let TensorCopy { way, map, rank, coordinates, shared, blocks, offsets } =
             env.kernel.operands.tensor_copies[copy as usize];
         let bad = |message: String| Ok(Err(FaultKind::BulkCopy { message }));
         let at = self.address(&map, lane);
         if !at.is_multiple_of(64) {
             return bad(format!("the address {at:#x} of a tensor map is no multiple of 64 bytes"));
         }
-        let mut words = [0; WORDS];
-        for (i, word) in words.iter_mut().enumerate() {
-            *word = self.read_generic(at + 8 * i as u64, 8, lane)?;
+        let mut words = [0; WORDS_OF_PIXELS];
+        for i in 0..words.len() {
+            if i < WORDS || is_of_pixels(&words) {
+                words[i] = self.read_generic(at + 8 * i as u64, 8, lane)?;
+            }
         }
         let Some(tensor) = Tensor::decode(&words) else {
             return bad(format!("there is no tensor map at {at:#x}: cuTensorMapEncodeTiled makes one"));
@@ -512,7 +516,19 @@ impl<W: Hooks> Exec<'_, W> {
         if tensor.rank != usize::from(rank) {
             return bad(format!("a copy of {rank} dimensions, and the tensor map has {}", tensor.rank));
         }
-        let coordinates = coordinates.map(|slot| self.warp.regs.r32[slot as usize][lane] as i32);
+        if tensor.is_of_pixels() != offsets.is_some() {
+            let [copied, described] = match tensor.is_of_pixels() {
+                true => ["a box", "pixels"],
+                false => ["pixels", "boxes"],
+            };
+            return bad(format!("a copy of {copied} by a tensor map of {described}"));
+        }
+        let value = |slot: u32| self.warp.regs.r32[slot as usize][lane];
+        let coordinates = coordinates.map(|slot| value(slot) as i32);
+        let offsets = match (way, offsets) {
+            (Way::Load(_), Some(slots)) => slots.map(|slot| value(slot) as u16),
+            _ => [0; MOST_AXES],
+        };
         if let Err(message) = tensor.check_coordinates(&coordinates, matches!(way, Way::Store)) {
             return bad(message);
         }
@@ -526,7 +542,7 @@ impl<W: Hooks> Exec<'_, W> {
             return Ok(Err(FaultKind::Misaligned { addr: offset, align: 128 }));
         }
         if blocks == SINK {
-            return self.copy_box(env, lane, (&tensor, at), &coordinates, offset, mbar);
+            return self.copy_box(env, lane, (&tensor, at), (&coordinates, offsets), offset, mbar);
         }
         let targets = match self.targets(blocks, lane) {
             Ok(targets) => targets,
@@ -534,7 +550,9 @@ impl<W: Hooks> Exec<'_, W> {
         };
         for rank in targets {
             let (offset, mbar) = (map_shared(offset, rank), mbar.map(|mbar| map_shared(mbar, rank)));
-            if let Err(kind) = self.copy_box(env, lane, (&tensor, at), &coordinates, offset, mbar)? {
+            if let Err(kind) =
+                self.copy_box(env, lane, (&tensor, at), (&coordinates, offsets), offset, mbar)?
+            {
                 return Ok(Err(kind));
             }
         }
@@ -548,7 +566,7 @@ impl<W: Hooks> Exec<'_, W> {
         env: &Env,
         lane: usize,
         (tensor, at): (&Tensor, u64),
-        coordinates: &[i32; MOST_DIMENSIONS],
+        (coordinates, offsets): (&[i32; MOST_DIMENSIONS], [u16; MOST_AXES]),
         offset: u64,
         mbar: Option<u64>,
     ) -> Run<Result<(), FaultKind>> {
@@ -561,7 +579,7 @@ impl<W: Hooks> Exec<'_, W> {
         if let Err(kind) = formed {
             return Ok(Err(kind));
         }
-        let mut units = tensor.units(coordinates, offset);
+        let mut units = tensor.units(coordinates, offsets, offset);
         if mbar.is_none() {
             // Where a row of the tensor ends in a unit, an H200 stores the rest of the unit too. A
             // unit ends with its memory here: on a GPU no other memory begins there.

@@ -157,11 +157,12 @@ pub(super) fn registers(
                 f(R32, Use, size);
             }
             BulkOp::Tensor { copy } => {
-                let TensorCopy { way, map, coordinates, shared, blocks, rank } =
+                let TensorCopy { way, map, coordinates, shared, blocks, rank, offsets } =
                     &mut operands.tensor_copies[*copy as usize];
                 address(map, f);
                 coordinates[..usize::from(*rank)].iter_mut().for_each(|s| f(R32, Use, s));
                 f(R32, Use, blocks);
+                offsets.iter_mut().flatten().for_each(|s| f(R32, Use, s));
                 if let Way::Load(mbar) = way {
                     address(mbar, f);
                 }

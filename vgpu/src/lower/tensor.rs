@@ -1,7 +1,7 @@
 //! Decoding of `cp.async.bulk.tensor`, and of `tensormap`, which changes and copies tensor maps.
 
 use super::decode::Emit;
-use super::matrix::access;
+use super::matrix::{access, parts_of};
 use super::state::{Lower, Lowered};
 use super::types::Mods;
 use super::wgmma::integer;
@@ -10,23 +10,32 @@ use crate::ir::{
     Addr, BulkOp, FULL, Fence, File, Init, Op, SINK, Scope, Space, Special, TensorCopy, WarpOp, Way,
 };
 use crate::ptx::{Operand, Span};
-use crate::tensor_map::{ElementType, Field, MARK_PLACE, MOST_DIMENSIONS, address_word};
+use crate::tensor_map::{ElementType, Field, MARK_PLACE, MOST_AXES, MOST_DIMENSIONS, address_word};
 
-/// `cp.async.bulk.tensor` and `cp.async.bulk.prefetch.tensor` of tiles.
+/// `cp.async.bulk.tensor` and `cp.async.bulk.prefetch.tensor`, of boxes (`.tile`) and of pixels
+/// (`.im2col`, and `.im2col_no_offs` of a store).
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     const DIMENSIONS: [(&str, u8); MOST_DIMENSIONS] = [("1d", 1), ("2d", 2), ("3d", 3), ("4d", 4), ("5d", 5)];
     let Some(rank) = m.one_of(&DIMENSIONS) else { return m.unsupported() };
-    m.has("tile");
+    let (with_offsets, without) = (m.has("im2col"), m.has("im2col_no_offs"));
+    let is_box = m.has("tile") || !(with_offsets || without);
+    if rank < 3 && !is_box {
+        return m.unsupported();
+    }
+    let list = usize::from(with_offsets);
     let policy = usize::from(m.has("L2::cache_hint"));
     if m.has("prefetch") {
-        if !(m.has("L2") && m.has("global")) {
+        if !(m.has("L2") && m.has("global")) || without {
             return m.unsupported();
         }
         return Ok(Box::new(move |l, ops| {
-            l.count(ops, 1 + policy..=1 + policy)?;
+            let n = 1 + list + policy;
+            l.count(ops, n..=n)?;
             let (map, coordinates) = place(l, rank, &ops[0])?;
-            let nowhere = Addr { slot: SINK, wide: false, offset: 0 };
-            push(l, TensorCopy { way: Way::Prefetch, map, rank, coordinates, shared: nowhere, blocks: SINK });
+            let shared = Addr { slot: SINK, wide: false, offset: 0 };
+            let offsets = if with_offsets { Some(offsets(l, rank, &ops[1])?) } else { None };
+            let way = Way::Prefetch;
+            push(l, TensorCopy { way, map, rank, coordinates, shared, blocks: SINK, offsets });
             Ok(())
         }));
     }
@@ -38,23 +47,30 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     let in_group = m.has("bulk_group");
     let multicast = usize::from(m.has("multicast::cluster"));
     match (spaces.as_slice(), on_mbarrier, in_group) {
-        (["shared::cluster" | "shared::cta", "global"], true, false) => Ok(Box::new(move |l, ops| {
-            let n = 3 + multicast + policy;
-            l.count(ops, n..=n)?;
-            let shared = l.address(&ops[0])?;
-            let (map, coordinates) = place(l, rank, &ops[1])?;
-            let way = Way::Load(l.address(&ops[2])?);
-            let blocks = if multicast == 1 { l.source(&ops[3], crate::ir::File::R32, 16)? } else { SINK };
-            push(l, TensorCopy { way, map, rank, coordinates, shared, blocks });
-            Ok(())
-        })),
-        (["global", "shared::cta"], false, true) if multicast == 0 => Ok(Box::new(move |l, ops| {
-            l.count(ops, 2 + policy..=2 + policy)?;
-            let (map, coordinates) = place(l, rank, &ops[0])?;
-            let shared = l.address(&ops[1])?;
-            push(l, TensorCopy { way: Way::Store, map, rank, coordinates, shared, blocks: SINK });
-            Ok(())
-        })),
+        (["shared::cluster" | "shared::cta", "global"], true, false) if !without => {
+            Ok(Box::new(move |l, ops| {
+                let n = 3 + list + multicast + policy;
+                l.count(ops, n..=n)?;
+                let shared = l.address(&ops[0])?;
+                let (map, coordinates) = place(l, rank, &ops[1])?;
+                let way = Way::Load(l.address(&ops[2])?);
+                let offsets = if with_offsets { Some(offsets(l, rank, &ops[3])?) } else { None };
+                let blocks = if multicast == 1 { l.source(&ops[3 + list], File::R32, 16)? } else { SINK };
+                push(l, TensorCopy { way, map, rank, coordinates, shared, blocks, offsets });
+                Ok(())
+            }))
+        }
+        (["global", "shared::cta"], false, true) if multicast == 0 && !with_offsets => {
+            Ok(Box::new(move |l, ops| {
+                l.count(ops, 2 + policy..=2 + policy)?;
+                let (map, coordinates) = place(l, rank, &ops[0])?;
+                let shared = l.address(&ops[1])?;
+                let offsets = without.then_some([SINK; MOST_AXES]);
+                let way = Way::Store;
+                push(l, TensorCopy { way, map, rank, coordinates, shared, blocks: SINK, offsets });
+                Ok(())
+            }))
+        }
         _ => m.unsupported(),
     }
 }
@@ -62,6 +78,15 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
 fn push(l: &mut Lower, copy: TensorCopy) {
     l.operands.tensor_copies.push(copy);
     l.push(Op::Bulk(BulkOp::Tensor { copy: l.operands.tensor_copies.len() as u32 - 1 }));
+}
+
+/// `{w, h}`: the offsets of pixels, of 16 bits.
+fn offsets(l: &mut Lower, rank: u8, op: &(Operand, Span)) -> Lowered<[u32; MOST_AXES]> {
+    let mut slots = [SINK; MOST_AXES];
+    for (slot, part) in slots.iter_mut().zip(parts_of(op, usize::from(rank) - 2)?) {
+        *slot = l.source(&part, File::R32, 16)?;
+    }
+    Ok(slots)
 }
 
 /// `[map, {x, y}]`: the address of the map, and the coordinates.

@@ -17,6 +17,7 @@ mod load;
 mod memory;
 mod mma;
 mod numbers;
+mod pixels;
 mod products;
 mod random;
 mod reports;

@@ -496,7 +496,6 @@ fn other_copies_of_tensors_are_refused() {
         assert!(supported_opcode(opcode), "{opcode}");
     }
     for opcode in [
-        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes",
         "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group",
         "cp.async.bulk.tensor.2d.global.shared::cta.mbarrier::complete_tx::bytes",
         "cp.async.bulk.tensor.2d.shared::cta.global.bulk_group",
