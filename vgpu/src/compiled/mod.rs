@@ -2,11 +2,12 @@
 //!
 //! A kernel that has run for a while is compiled as a whole, once for warps all of whose lanes run
 //! and once for others. Compiled code runs from the start of a basic block on, for as long as there
-//! is arithmetic and all lanes branch alike. Without checks it also contains weak loads and stores:
-//! a load of parameters is an instruction, and others are calls of the interpreter. It stops in
-//! front of every other instruction, where the budget of the slice ends within a block, where lanes
-//! part, and at a fault. The interpreter goes on from there. Whatever is alive is in the registers
-//! of the warp then, so neither side notices the other, and both count the same instructions.
+//! is arithmetic and all lanes branch alike. Without checks it also contains all other instructions:
+//! a load of parameters is an instruction, and the others are calls of the interpreter. It stops
+//! behind such a call after which the same lanes do not simply go on, where the budget of the slice
+//! ends within a block, and where lanes part; with checks in front of every other instruction. The
+//! interpreter goes on from there. Whatever is alive is in the registers of the warp then, so
+//! neither side notices the other, and both count the same instructions.
 //!
 //! It needs x86-64 with AVX-512 (F, BW, DQ, VL, CD and VPOPCNTDQ). Elsewhere, and in a process whose
 //! environment has `EPOXIDE_VGPU_COMPILE=0`, everything is interpreted. With
@@ -32,15 +33,15 @@ impl Window {
     pub(crate) const ALL: Window = Window { behind: -1, ahead: i32::MAX };
 }
 
-/// The arguments of compiled code for its loads and stores.
+/// The arguments of compiled code for the instructions that it calls the interpreter for.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(all(target_arch = "x86_64", not(miri))), allow(dead_code))]
-pub(crate) struct Accesses {
-    /// A function with the C interface of this system (System V): executes a weak load or store. Its
-    /// arguments are `execution`, the instruction, the lanes for which it runs (one or more), and
-    /// the number of the instruction. It returns whether there was a fault. Null where code stops in
-    /// front of loads and stores.
-    pub(crate) access: *const (),
+pub(crate) struct Calls {
+    /// A function with the C interface of this system (System V): executes an instruction. Its
+    /// arguments are `execution`, the instruction, the lanes for which it runs (one or more), the
+    /// number of the instruction, and how much of the budget is left behind it. It returns whether
+    /// compiled code ends. Null where code stops in front of such instructions.
+    pub(crate) call: *const (),
     /// The warp in the act of running.
     pub(crate) execution: *mut (),
     /// The parameter block of the grid.
@@ -56,7 +57,7 @@ mod machine {
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
     use super::translate::{HOLDERS, Lanes, Part, Program, Surroundings, slots_of, translate};
-    use super::{Accesses, Window};
+    use super::{Calls, Window};
     use crate::ir::{FULL, Init, Regs};
     use crate::kernel::Kernel;
     use crate::lower::live::Live;
@@ -232,7 +233,7 @@ mod machine {
         /// # Safety
         /// `regs` must be valid for as long as the code runs, have the slots of the kernel that this
         /// is the code of, and not move them, and `mask` be all lanes unless this is the code for
-        /// some. For code of grids without checks, `accesses` has a function that may be called with
+        /// some. For code of grids without checks, `calls` has a function that may be called with
         /// its `execution` and instructions of this kernel, and the parameters of this kernel.
         #[inline(always)]
         pub(crate) unsafe fn run(
@@ -242,7 +243,7 @@ mod machine {
             mask: u32,
             budget: u64,
             window: Window,
-            accesses: Accesses,
+            calls: Calls,
         ) -> Option<(u32, u64)> {
             let entry = self.entries[pc as usize];
             if entry == 0 {
@@ -256,11 +257,11 @@ mod machine {
                 let regs = &mut *regs;
                 (regs.r32.as_mut_ptr().cast(), regs.r64.as_mut_ptr().cast(), regs.pred.as_mut_ptr())
             };
-            let Accesses { access, execution, parameters } = accesses;
+            let Calls { call, execution, parameters } = calls;
             let Window { behind, ahead } = window;
-            let around = Surroundings { regs, access, execution, parameters, behind, ahead };
+            let around = Surroundings { regs, call, execution, parameters, behind, ahead };
             // SAFETY: the code accesses slots of the kernel in these three files alone, parameters
-            // within their block, and its own frame. It calls functions of the kernel, and `access`
+            // within their block, and its own frame. It calls functions of the kernel, and `call`
             // as the caller allows. The processor has the instructions: `when` has looked.
             let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, &around) };
             Some((pc as u32, budget - left as u64))
@@ -274,7 +275,7 @@ pub(crate) use machine::Compiled;
 /// Without a compiler: no kernel ever has code.
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 mod none {
-    use super::{Accesses, Window};
+    use super::{Calls, Window};
     use crate::ir::Regs;
     use crate::kernel::Kernel;
 
@@ -303,7 +304,7 @@ mod none {
             _: u32,
             _: u64,
             _: Window,
-            _: Accesses,
+            _: Calls,
         ) -> Option<(u32, u64)> {
             match *self {}
         }

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::machine::{Compiled, compiles};
-use super::{Accesses, Window};
+use super::{Calls, Window};
 use crate::ir::{FULL, File, GUARD_NOT, Init, NO_GUARD, Op, Regs, SINK};
 use crate::kernel::Kernel;
 use crate::lower::live::Live;
@@ -11,9 +11,9 @@ use crate::module::Module;
 use crate::seeds::Rng;
 use crate::{DeviceConfig, Grid, GridConfig, Memory, Progress};
 
-/// Loads and stores end the code.
-const NONE: Accesses =
-    Accesses { access: std::ptr::null(), execution: std::ptr::null_mut(), parameters: std::ptr::null() };
+/// Other instructions than arithmetic and branches end the code.
+const NONE: Calls =
+    Calls { call: std::ptr::null(), execution: std::ptr::null_mut(), parameters: std::ptr::null() };
 
 /// Numbers at the edges of formats, as bits of 32.
 const SPECIAL: [u32; 24] = [
@@ -460,6 +460,9 @@ const ACCESSES: &[(&str, u64)] = &[
     ("st.SPACE.v2.b16 [A], {h, h}", 4),
     ("st.relaxed.gpu.SPACE.b64 [A], d", 8),
     ("st.relaxed.gpu.SPACE.v2.b64 [A], {d, d}", 16),
+    ("atom.SPACE.add.u32 r, [A], r", 4),
+    ("atom.SPACE.cas.b64 d, [A], d, d", 8),
+    ("red.SPACE.max.u32 [A], r", 4),
 ];
 
 /// Loads of parameters.
@@ -486,7 +489,10 @@ fn access(rng: &mut Rng) -> String {
         return format!("{guard}{}\n", access_at(form, at, rng));
     }
     let (form, size) = ACCESSES[rng.below(ACCESSES.len() as u64) as usize];
-    let space = ["global", "shared", "local", "generic", "shared window"][rng.below(5) as usize];
+    let mut space = ["global", "shared", "local", "generic", "shared window"][rng.below(5) as usize];
+    if space == "local" && (form.starts_with("atom") || form.starts_with("red")) {
+        space = "global";
+    }
     // The place of each lane, in elements.
     let place = match rng.below(6) {
         0 => format!("mov.u32 %r8, {};", rng.below(64)),
@@ -540,7 +546,8 @@ fn branching(rng: &mut Rng, accesses: bool) -> String {
             }
         }
         // The lanes that run together, and the time, become part of the results.
-        body += ["activemask.b32 %r4;\n", "mov.u32 %r5, %clock;\n", ""][rng.below(3) as usize];
+        let now = ["activemask.b32 %r4;\n", "mov.u32 %r5, %clock;\n", "fence.acq_rel.gpu;\n", ""];
+        body += now[rng.below(4) as usize];
         // Lanes that leave the loop early do not come to a collective within it.
         match rng.below(if accesses { 2 } else { 4 }) {
             0 => body += &format!("@%p{} bra M{part};\nadd.u32 %r3, %r3, %r0;\nM{part}:\n", rng.below(8)),

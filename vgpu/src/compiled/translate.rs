@@ -38,7 +38,7 @@ const PREDICATES: i32 = 64;
 /// Where [`Surroundings`] has its fields.
 const REGISTERS: i32 = std::mem::offset_of!(Surroundings, regs) as i32;
 const EXECUTION: i32 = std::mem::offset_of!(Surroundings, execution) as i32;
-const ACCESS: i32 = std::mem::offset_of!(Surroundings, access) as i32;
+const CALL: i32 = std::mem::offset_of!(Surroundings, call) as i32;
 const PARAMETERS: i32 = std::mem::offset_of!(Surroundings, parameters) as i32;
 const BEHIND: i32 = std::mem::offset_of!(Surroundings, behind) as i32;
 const AHEAD: i32 = std::mem::offset_of!(Surroundings, ahead) as i32;
@@ -47,8 +47,8 @@ const AHEAD: i32 = std::mem::offset_of!(Surroundings, ahead) as i32;
 #[repr(C)]
 pub(super) struct Surroundings {
     pub(super) regs: *mut Regs,
-    /// See [`Accesses`](super::Accesses).
-    pub(super) access: *const (),
+    /// See [`Calls`](super::Calls).
+    pub(super) call: *const (),
     pub(super) execution: *mut (),
     pub(super) parameters: *const u8,
     /// Compiled code runs blocks behind the one instruction, and in front of the other one: other
@@ -112,23 +112,23 @@ pub(super) enum Part {
     Arithmetic,
     /// A load of parameters, from this offset on.
     Parameters(u32),
-    /// A weak load or store.
-    Access,
     Branch,
+    /// Any other instruction, where compiled code calls the interpreter for these.
+    Call,
     /// It ends compiled code.
     None,
 }
 
 impl Part {
-    /// The form of an instruction. `accesses`: the code contains loads and stores.
-    pub(super) fn of(inst: &Inst, accesses: bool, constants: &HashMap<Slot, u64>, param_bytes: u64) -> Part {
+    /// The form of an instruction. `calls`: the code calls the interpreter.
+    pub(super) fn of(inst: &Inst, calls: bool, constants: &HashMap<Slot, u64>, param_bytes: u64) -> Part {
         match &inst.op {
             Op::Alu { .. } => Part::Arithmetic,
             Op::Bra { .. } => Part::Branch,
-            Op::Ld(a) if accesses && a.sem == Sem::Weak => {
-                Self::parameters(a, constants, param_bytes).map_or(Part::Access, Part::Parameters)
+            Op::Ld(a) if calls && a.sem == Sem::Weak => {
+                Self::parameters(a, constants, param_bytes).map_or(Part::Call, Part::Parameters)
             }
-            Op::St(a) if accesses && a.sem == Sem::Weak => Part::Access,
+            _ if calls => Part::Call,
             _ => Part::None,
         }
     }
@@ -318,10 +318,10 @@ pub(super) fn translate(
             t.asm.jump_if_less(exit);
             exits.push((exit, 1, end));
         }
-        if last == Part::Access {
-            let fault = t.asm.label();
-            t.access(end, fault);
-            exits.push((fault, 0, end));
+        if last == Part::Call {
+            let stop = t.asm.label();
+            t.interpreted(end, stop);
+            exits.push((stop, 0, end));
             end += 1;
         }
         match program.code.get(end) {
@@ -547,19 +547,20 @@ impl Translator<'_> {
         });
     }
 
-    /// A load or a store; goes to `fault` if there is one. All registers are in memory.
-    fn access(&mut self, i: usize, fault: Label) {
-        self.call(i, EXECUTION, Some(fault), |asm| {
+    /// An instruction by the interpreter; goes to `stop` where compiled code ends with it. All
+    /// registers are in memory. R8 has what is left of the budget.
+    fn interpreted(&mut self, i: usize, stop: Label) {
+        self.call(i, EXECUTION, Some(stop), |asm| {
             asm.set(RCX, i as u32);
-            asm.load_wide(RAX, Mem { base: R9, offset: ACCESS });
+            asm.load_wide(RAX, Mem { base: R9, offset: CALL });
         });
     }
 
     /// Calls a function that has the field at `first` of the surroundings for its first argument,
     /// and then the instruction `i` and the lanes for which its guard holds. `target` brings the
-    /// function to RAX. Nothing happens if there are no lanes. Goes to `fault`, if given, where the
+    /// function to RAX. Nothing happens if there are no lanes. Goes to `stop`, if given, where the
     /// function returns true.
-    fn call(&mut self, i: usize, first: i32, fault: Option<Label>, target: impl Fn(&mut Assembler)) {
+    fn call(&mut self, i: usize, first: i32, stop: Option<Label>, target: impl Fn(&mut Assembler)) {
         let inst = &self.program.code[i];
         let registers = [RDI, RSI, RDX, RCX, R8, R9];
         let saved = |n: usize| Mem { base: RSP, offset: SAVED + 8 * n as i32 };
@@ -584,9 +585,9 @@ impl Translator<'_> {
         for (n, register) in registers.into_iter().enumerate() {
             self.asm.load_wide(register, saved(n));
         }
-        if let Some(fault) = fault {
+        if let Some(stop) = stop {
             self.asm.test(RAX, 0xff);
-            self.asm.jump_if_not_equal(fault);
+            self.asm.jump_if_not_equal(stop);
         }
         self.asm.bind(done);
     }

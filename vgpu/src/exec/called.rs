@@ -1,9 +1,11 @@
-//! Loads and stores that compiled code calls the interpreter for.
+//! Instructions that compiled code calls the interpreter for.
 
 use super::state::Exec;
 use crate::check::hooks::Hooks;
-use crate::compiled::Accesses;
+use crate::compiled::Calls;
 
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+use super::state::Flow;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 use crate::ir::{Inst, Op};
 
@@ -11,9 +13,9 @@ impl<W: Hooks> Exec<'_, W> {
     /// For code that runs on the registers of this warp.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     #[inline(always)]
-    pub(super) fn accesses(&mut self) -> Accesses {
-        Accesses {
-            access: access::<W> as *const (),
+    pub(super) fn calls(&mut self) -> Calls {
+        Calls {
+            call: call::<W> as *const (),
             execution: std::ptr::from_mut(self).cast(),
             parameters: self.env.params.as_ptr().cast(),
         }
@@ -21,33 +23,39 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Without a compiler no code asks for one.
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
-    pub(super) fn accesses(&mut self) -> Accesses {
-        Accesses { access: std::ptr::null(), execution: std::ptr::null_mut(), parameters: std::ptr::null() }
+    pub(super) fn calls(&mut self) -> Calls {
+        Calls { call: std::ptr::null(), execution: std::ptr::null_mut(), parameters: std::ptr::null() }
     }
 }
 
-/// A weak load or store of compiled code, by the lanes `m`: see [`Accesses::access`].
+/// An instruction of compiled code, by the lanes `m`: see [`Calls::call`]. Compiled code goes on
+/// behind it if the same lanes do, and no others of the warp may have moved.
 ///
 /// # Safety
 /// `execution` must be an `Exec` with these hooks that nothing else uses during the call, and `inst`
 /// an instruction of its kernel. The processor must have AVX2.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[target_feature(enable = "avx2")]
-unsafe extern "sysv64" fn access<W: Hooks>(execution: *mut (), inst: *const Inst, m: u32, pc: u32) -> bool {
+unsafe extern "sysv64" fn call<W: Hooks>(
+    execution: *mut (),
+    inst: *const Inst,
+    m: u32,
+    pc: u32,
+    left: i64,
+) -> bool {
     // SAFETY: the caller vouches for both pointers. Compiled code also has pointers to the registers
     // of the warp, which it does not use during the call, and the call does not move these.
     let (exec, inst) = unsafe { (&mut *execution.cast::<Exec<'_, W>>(), &*inst) };
+    let mask = exec.mask;
     exec.pc = pc;
-    let done = match &inst.op {
-        Op::Ld(a) => exec.load(a, m).map(drop),
-        Op::St(a) => exec.store(a, m),
-        _ => Ok(()),
-    };
-    match done {
-        Ok(()) => false,
-        Err(stop) => {
-            exec.fault = Some(stop);
-            true
-        }
+    exec.executed = exec.run_end - left as u64;
+    let done = exec.execute(inst, m);
+    let moves_no_others =
+        || matches!(inst.op, Op::Ld(_) | Op::St(_) | Op::Atom(_) | Op::Fence(_) | Op::Timer { .. });
+    let others_stay = || exec.warp.groups.is_empty() || moves_no_others();
+    if matches!(done, Ok(Flow::Next)) && exec.mask == mask && others_stay() {
+        return false;
     }
+    exec.called = Some(done);
+    true
 }

@@ -62,7 +62,8 @@ impl<'a, W: Hooks> Exec<'a, W> {
             side_effect: false,
             looked_again: false,
             spins: false,
-            fault: None,
+            run_end: 0,
+            called: None,
             watch,
         }
     }
@@ -100,13 +101,12 @@ impl<'a, W: Hooks> Exec<'a, W> {
             if !self.warp.groups.is_empty() {
                 self.reconverge();
             }
-            if !COVER && self.straight_run(budget) {
-                match self.fault.take() {
-                    Some(fault) => return Err(fault),
-                    None => continue,
-                }
-            }
-            running = match self.instruction::<COVER>()? {
+            let run = if COVER { None } else { self.straight_run(budget) };
+            let flow = match run {
+                Some(flow) => flow?,
+                None => self.instruction::<COVER>()?,
+            };
+            running = match flow {
                 Flow::Next => true,
                 Flow::GiveWay => self.give_way(),
                 Flow::Gone => {
@@ -142,17 +142,17 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     /// Runs arithmetic instructions from the present one on, and what compiled code can. Stops at the
     /// first instruction at which the budget ends, or the running group meets another one or must
-    /// let others run. False if there is none. A fault is left in `fault`.
+    /// let others run. `None` if there is none.
     #[inline(always)]
-    fn straight_run(&mut self, budget: u64) -> bool {
-        if self.compiled_run(budget) {
-            return true;
+    fn straight_run(&mut self, budget: u64) -> Option<Run<Flow>> {
+        if let Some(flow) = self.compiled_run(budget) {
+            return Some(flow);
         }
         let code = &self.kernel.code[self.pc as usize..];
         let mut run = u64::from(code[0].straight).min(budget - self.executed);
         // Late loads come in before the instruction that uses them.
         if run == 0 || W::ON && !self.warp.late.is_empty() {
-            return false;
+            return None;
         }
         if !self.warp.groups.is_empty() {
             run = run.min(u64::from(self.until_others()));
@@ -169,7 +169,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
         self.executed += run;
         self.pc += run as u32;
-        true
+        Some(Ok(Flow::Next))
     }
 
     /// With several groups, just reconverged: the instructions around the present one at which no
@@ -191,14 +191,14 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// Runs compiled code from the present instruction on: arithmetic, branches by all lanes of the
-    /// running group, and without checks loads and stores, up to an instruction at which it may meet
-    /// another one. False if nothing was executed. A fault is left in `fault`.
+    /// running group, and without checks all other instructions, up to one at which it may meet
+    /// another group. `None` if nothing was executed.
     #[inline(always)]
-    fn compiled_run(&mut self, budget: u64) -> bool {
-        let Some(code) = self.kernel.compiled.code(W::ON, self.mask) else { return false };
+    fn compiled_run(&mut self, budget: u64) -> Option<Run<Flow>> {
+        let code = self.kernel.compiled.code(W::ON, self.mask)?;
         // Late loads come in before the instruction that uses them.
         if W::ON && !self.warp.late.is_empty() {
-            return false;
+            return None;
         }
         let mut budget = budget - self.executed;
         let (alone, mut window) = (self.warp.groups.is_empty(), Window::ALL);
@@ -208,19 +208,23 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 window = self.window();
             }
         }
-        let (pc, mask, accesses) = (self.pc, self.mask, self.accesses());
+        let before = self.executed;
+        self.run_end = before + budget;
+        let (pc, mask, calls) = (self.pc, self.mask, self.calls());
         // SAFETY: the registers are those of a warp of this kernel, which nothing resizes while the
-        // warp runs, and the code is the one for these lanes. The accesses are those of this
-        // execution, of the kernel with its parameters, and may be called while nothing else uses
-        // it.
-        let ran = unsafe { code.run(pc, &raw mut self.warp.regs, mask, budget, window, accesses) };
-        let Some((pc, executed @ 1..)) = ran else { return false };
+        // warp runs, and the code is the one for these lanes. The calls are those of this execution,
+        // of the kernel with its parameters, and may be made while nothing else uses it.
+        let ran = unsafe { code.run(pc, &raw mut self.warp.regs, mask, budget, window, calls) };
+        let Some((pc, executed @ 1..)) = ran else { return None };
         if !alone {
             self.warp.since_switch += executed as u32 - 1;
         }
-        self.executed += executed;
-        self.pc = pc;
-        true
+        self.executed = before + executed;
+        // A call has set the next instruction by itself.
+        Some(self.called.take().unwrap_or_else(|| {
+            self.pc = pc;
+            Ok(Flow::Next)
+        }))
     }
 
     /// With several groups, just reconverged: instructions until [`Exec::reconverge`] may have
@@ -266,12 +270,19 @@ impl<'a, W: Hooks> Exec<'a, W> {
         if W::ON && !self.warp.late.is_empty() {
             self.take_late(&inst.op, m)?;
         }
+        self.execute(inst, m)
+    }
+
+    /// Executes the present instruction for the lanes `m`.
+    #[inline(always)]
+    fn execute(&mut self, inst: &Inst, m: u32) -> Run<Flow> {
         match &inst.op {
             // SAFETY: the constructor of `f` saw that this processor has the instructions that it
             // uses.
             Op::Alu { f, s, .. } => unsafe { f(&mut self.warp.regs, s, m) },
             Op::Bra { target } => return Ok(self.branch(m, *target)),
             Op::BrxIdx { index, table } => {
+                let kernel = self.kernel;
                 return self.indexed_branch(m, *index, &kernel.tables[*table as usize]);
             }
             Op::Ld(access) => return self.load(access, m),

@@ -404,8 +404,10 @@ pub(crate) struct Exec<'a, W> {
     pub(super) looked_again: bool,
     /// [`Group::spins`] of the running group.
     pub(super) spins: bool,
-    /// A fault in compiled code, at the present instruction.
-    pub(super) fault: Option<Box<Stop>>,
+    /// The value of `executed` at which the budget of compiled code ends.
+    pub(super) run_end: u64,
+    /// Outcome of the instruction with which compiled code ended.
+    pub(super) called: Option<Run<Flow>>,
     pub(crate) watch: W,
 }
 
