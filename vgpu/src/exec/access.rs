@@ -250,6 +250,9 @@ pub(super) fn order_of(a: &Access) -> Ordering {
     if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed }
 }
 
+/// How many rows ahead a warp asks for memory. With one, the copy loop of the bench still waits.
+const ROWS_AHEAD: u64 = 3;
+
 pub(super) const LOADS: usize = 0;
 const STORES: usize = 1;
 
@@ -266,10 +269,13 @@ impl<W: Hooks> Exec<'_, W> {
     #[cold]
     fn global_slow(&mut self, cache: usize, addr: u64, bytes: u64) -> Result<*mut u8, FaultKind> {
         let regions = &mut self.warp.regions[cache];
-        regions.swap(0, 1);
-        if !regions[0].holds(addr, bytes) {
+        if let Some(at) = regions.iter().position(|region| region.holds(addr, bytes)) {
+            regions.swap(0, at);
+        } else {
             let found = self.env.table.find(addr, bytes);
-            regions[0] = found.ok_or_else(|| self.env.table.out_of_bounds(addr, bytes))?;
+            let found = found.ok_or_else(|| self.env.table.out_of_bounds(addr, bytes))?;
+            regions.rotate_right(1);
+            regions[0] = found;
         }
         Ok(addr as *mut u8)
     }
@@ -391,14 +397,32 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
+    /// A warp accesses 32 elements of `size` bytes at `p`: asks for those that it accesses soon if
+    /// its rows have the same distance as the last two. Processors do not find such rows by
+    /// themselves where each is in another page. Elements of 16 bytes move most of the data.
+    #[inline(always)]
+    fn ask_ahead(&mut self, cache: usize, p: *mut u8, size: u64) {
+        if size == 16 {
+            let at = p as u64;
+            let distance = at.wrapping_sub(std::mem::replace(&mut self.warp.rows[cache], at));
+            let soon = at.wrapping_add(distance.wrapping_mul(ROWS_AHEAD));
+            if self.warp.regions[cache][0].holds(soon, 32 * size) {
+                simd::prefetch(soon as *const u8, 32 * size as usize);
+            }
+        }
+    }
+
     /// A weak load of a full warp, where its lanes touch consecutive elements or all the same one.
     /// False where they do not, or have no fast path.
     #[inline(always)]
     fn load_together(&mut self, a: &Access, footprint: Footprint, size: u64) -> Run<bool> {
         match footprint {
             Footprint::Row(base) => Ok(match self.row(LOADS, a.space, base, size) {
-                // SAFETY: `row` checked 32 * size bytes and the alignment.
-                Some(p) => unsafe { self.load_rows(a, p) },
+                Some(p) => {
+                    self.ask_ahead(LOADS, p, size);
+                    // SAFETY: `row` checked 32 * size bytes and the alignment.
+                    unsafe { self.load_rows(a, p) }
+                }
                 None => false,
             }),
             Footprint::One(at) => self.load_once(a, at, size),
@@ -830,6 +854,7 @@ impl<W: Hooks> Exec<'_, W> {
             && let Footprint::Row(base) = self.footprint(&a.addr, size)
             && let Some(p) = self.row(STORES, a.space, base, size)
         {
+            self.ask_ahead(STORES, p, size);
             // SAFETY: `row` checked 32 * size bytes and the alignment.
             let done = a.sem == Sem::Weak && unsafe { self.store_rows(a, p) };
             if !done {

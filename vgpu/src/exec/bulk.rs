@@ -11,6 +11,7 @@ use super::bulk_queue::{End, PIECES, Pending, Stage, Stages};
 use super::cluster::{map_shared, rank_of};
 use super::descriptor::ranges;
 use super::lanes::lanes;
+use super::simd::prefetch;
 use super::state::{BlockState, Env, Exec, Run, stop};
 use crate::check::hooks::Place;
 use crate::check::hooks::{Completion, Copy, Hooks};
@@ -25,6 +26,9 @@ use crate::tensor_map::{
 
 /// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
+
+/// Bytes at the ends of a copy that the processor is asked for when the copy is issued.
+const MOST_AHEAD: u32 = 8192;
 
 /// A copy that failed when it was carried out: the fault, warp and instruction.
 pub(crate) type Late = (FaultKind, u32, u32);
@@ -380,6 +384,12 @@ impl<W: Hooks> Exec<'_, W> {
             .and_then(|_| self.mbarrier_of_copy(dst, mbar));
         if let Err(kind) = formed {
             return Ok(Err(kind));
+        }
+        // The copy happens some slices later.
+        for end in [src, dst] {
+            if let End::Global(at) = end {
+                prefetch(at as *const u8, bytes.min(MOST_AHEAD) as usize);
+            }
         }
         let ends = match W::ON {
             true => [src, dst].map(|end| vec![(self.end_place(end, bytes), u64::from(bytes))]),

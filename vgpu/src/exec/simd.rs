@@ -110,6 +110,19 @@ macro_rules! spread {
 spread!(u32, "vpbroadcastd zmm16, {v:e}", "vmovdqu32");
 spread!(u64, "vpbroadcastq zmm16, {v}", "vmovdqu64");
 
+/// Asks for `bytes` bytes from `p` on, which are accessed soon. Any address is allowed.
+#[inline(always)]
+pub(super) fn prefetch(p: *const u8, bytes: usize) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    for at in (0..bytes).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: every x86-64 processor has the instruction. It is a hint, and no access.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.wrapping_add(at).cast()) };
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    let _ = (p, bytes);
+}
+
 /// Loads 32 vectors of four words; word `e` of each goes to row `e`.
 ///
 /// # Safety

@@ -146,7 +146,9 @@ pub(crate) struct Warp {
     pub(super) cluster_arrivals: u32,
     pub(super) since_switch: u32,
     /// The regions used last, latest first, for loads and for stores.
-    pub(super) regions: [[Found; 2]; 2],
+    pub(super) regions: [[Found; 4]; 2],
+    /// The last long rows that it has accessed, by loads and by stores.
+    pub(super) rows: [u64; 2],
 }
 
 impl Warp {
