@@ -108,8 +108,6 @@ pub struct Stats {
 struct Block {
     state: BlockState,
     warps: Vec<Warp>,
-    /// How each warp waits.
-    waits: Vec<Waits>,
     /// Warps that can run: in the ready queue, or at rest.
     ready: u32,
     sm: u32,
@@ -119,15 +117,8 @@ struct Block {
     stalled: u64,
     /// The priority of each warp, with [`Schedule::Preemptions`].
     priority: Vec<u64>,
-}
-
-/// How a warp waits for memory that others change.
-#[derive(Clone, Copy, Debug, Default)]
-struct Waits {
-    /// When the warp was last idle, in epochs; see `Grid::epoch`.
-    idle_epoch: u64,
-    /// Slices in a row that were idle.
-    idle_slices: u32,
+    /// The epoch in which one of its warps last polled memory in vain.
+    polled_memory: u64,
 }
 
 /// A warp that waits, left out of the ready queue.
@@ -539,11 +530,11 @@ impl Grid {
                 warpgroups: vec![],
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
-            waits: vec![Waits::default(); warps as usize],
             ready: 0,
             sm: slot % self.sm_count,
             check: None,
             stalled: 0,
+            polled_memory: 0,
             priority: vec![0; warps as usize],
         });
     }
@@ -574,12 +565,12 @@ impl Grid {
             b.state.warpgroups.resize_with(b.state.warps.div_ceil(4) as usize, Default::default);
         }
         b.stalled = 0;
+        b.polled_memory = 0;
         b.check = self.check.as_ref().map(|check| {
             Box::new(BlockCheck::new(check.number, linear, threads, &check.start, check.has_fences))
         });
         b.priority.iter_mut().for_each(|p| *p = self.rng.next());
         b.ready = b.state.warps;
-        b.waits.fill(Waits::default());
         let inputs = SpecialInputs {
             ctaid,
             clusters: self.clusters,
@@ -744,7 +735,7 @@ impl Grid {
             let op = (pc as usize).checked_sub(1).and_then(|at| code.get(at)).map(|inst| &inst.op);
             matches!(op, Some(Op::Mbar { .. }))
         };
-        if block.state.is_copying() {
+        if block.state.is_copying() || block.polled_memory + 1 == self.epoch {
             return None;
         }
         let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
@@ -758,15 +749,6 @@ impl Grid {
             warp.regs.r64.iter().flatten().for_each(|&v| hash = mix(hash ^ v));
             warp.regs.pred.iter().for_each(|&v| hash = mix(hash ^ u64::from(v)));
         }
-    /// Warp instructions of a turn with the round-robin scheduler.
-    fn turn(&self) -> u64 {
-        match &self.check {
-            Some(_) => CHECKED_SLICE,
-            None if self.stats.warp_instructions - self.progress_at < BEGINNING => FIRST_SLICE,
-            None => SLICE,
-        }
-    }
-
         Some(hash | 1)
     }
 
@@ -774,6 +756,15 @@ impl Grid {
         self.epoch += 1;
         self.idle = 0;
         self.resting.epoch_ended();
+    }
+
+    /// Warp instructions of a turn with the round-robin scheduler.
+    fn turn(&self) -> u64 {
+        match &self.check {
+            Some(_) => CHECKED_SLICE,
+            None if self.stats.warp_instructions - self.progress_at < BEGINNING => FIRST_SLICE,
+            None => SLICE,
+        }
     }
 
     /// Picks a warp and runs it for one slice. The ready queue must not be empty.
@@ -794,7 +785,7 @@ impl Grid {
         else {
             return Ok(1);
         };
-        let waits = self.blocks[pick.block as usize].waits[pick.warp as usize].idle_slices > 0;
+        let waits = self.blocks[pick.block as usize].warps[pick.warp as usize].waits.idle_slices > 0;
         let budget = if waits && self.resting.on { budget.max(LEAST_POLL) } else { budget };
         let slice = self.run_picked(pick, budget, locked)?;
         self.account(pick, slice, locked)?;
@@ -837,13 +828,19 @@ impl Grid {
         let pick_bits = u64::from(pick.block) << 32 | u64::from(pick.warp) << 16 | slice.executed & 0xffff;
         self.digest = mix(self.digest ^ pick_bits).wrapping_add(slice.executed);
 
-        let waits = &mut block.waits[pick.warp as usize];
+        let warp = &mut block.warps[pick.warp as usize];
+        let waits = &mut warp.waits;
         let mut rests = false;
         match slice.activity {
             Activity::Idle => {
-                // A warp that only waits gets the lowest priority.
-                block.priority[pick.warp as usize] = 0;
                 rests = self.resting.on;
+                if !rests {
+                    // A warp that only waits gets the lowest priority.
+                    block.priority[pick.warp as usize] = 0;
+                }
+                if matches!(warp.waiting, Some(WaitingFor::Memory { .. })) {
+                    block.polled_memory = self.epoch;
+                }
                 waits.idle_slices = waits.idle_slices.saturating_add(1);
                 if waits.idle_epoch != self.epoch {
                     waits.idle_epoch = self.epoch;

@@ -557,6 +557,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     /// Notes a look at memory that others may change. True when the same look at this place gave
     /// the same value before and nothing was changed since: the warp spins.
+    #[inline]
     fn poll(&mut self, addr: u64, value: u64) -> bool {
         let pc = self.pc;
         let now = Poll { pc, addr, value };
@@ -593,6 +594,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
     }
 
+    #[inline(always)]
     fn address(&self, a: &crate::ir::Addr, lane: usize) -> u64 {
         if a.wide {
             self.warp.regs.r64[a.slot as usize][lane].wrapping_add(a.offset as u64)

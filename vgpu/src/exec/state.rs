@@ -118,6 +118,15 @@ impl LateLoad {
     }
 }
 
+/// How a warp waits for memory that others change, for the scheduler.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Waits {
+    /// When the warp was last idle, in epochs of its grid.
+    pub(crate) idle_epoch: u64,
+    /// Slices in a row that were idle.
+    pub(crate) idle_slices: u32,
+}
+
 /// State of one warp.
 #[derive(Debug, Default)]
 pub(crate) struct Warp {
@@ -138,6 +147,7 @@ pub(crate) struct Warp {
     pub(crate) clock_seen: (u64, u32),
     /// The place that it polls, for reports.
     pub(crate) waiting: Option<WaitingFor>,
+    pub(crate) waits: Waits,
     pub(crate) trace: RecentSteps,
     /// Empty but under weak memory.
     pub(super) late: Vec<LateLoad>,
@@ -171,6 +181,7 @@ impl Warp {
         self.clock_readers = 0;
         self.clock_seen = (0, 0);
         self.waiting = None;
+        self.waits = Waits::default();
         self.trace.steps.clear();
         self.late.clear();
         self.products.start();
@@ -361,8 +372,10 @@ pub(super) enum Flow {
     Gone,
 }
 
-/// Why a slice ended.
+/// Why a slice ended. As long as a word, as [`Activity`]: what is stored in parts and then copied as a
+/// whole arrives late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
 pub(crate) enum Status {
     Ready,
     Blocked,
@@ -373,6 +386,7 @@ pub(crate) enum Status {
 
 /// Outcome of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
 pub(crate) enum Activity {
     /// Something changed, or the warp computes.
     Progress,

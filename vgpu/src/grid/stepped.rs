@@ -75,8 +75,9 @@ impl Grid {
     /// Adds the warps and copies of the grid that can take a step. Warps that would find nothing
     /// new are left out.
     pub(crate) fn actors(&self, device: usize, all: &mut Vec<Actor>) {
-        let waits =
-            |at: &&WarpRef| self.blocks[at.block as usize].waits[at.warp as usize].idle_epoch == self.epoch;
+        let waits = |at: &&WarpRef| {
+            self.blocks[at.block as usize].warps[at.warp as usize].waits.idle_epoch == self.epoch
+        };
         let mut warps: Vec<_> = self.ready.iter().filter(|at| !waits(at)).collect();
         // The order of the queue depends on the schedule.
         warps.sort_unstable_by_key(|at| (at.block, at.warp));
