@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::bulk_queue::{End, PIECES, Pending, Stage, Stages};
+use super::bulk_queue::{Buffer, End, PIECES, Pending, Stage, Stages};
 use super::cluster::{map_shared, rank_of};
 use super::descriptor::ranges;
 use super::lanes::lanes;
@@ -52,14 +52,14 @@ impl Pending {
                         unsafe { std::ptr::copy_nonoverlapping(p, inside.as_mut_ptr(), inside.len()) };
                         self.reads.convert(inside);
                     }
-                    self.buffer(block)[at..at + 16].copy_from_slice(&bytes);
+                    self.data.of_length(self.bytes)[at..at + 16].copy_from_slice(&bytes);
                 }
                 Stage::Read
             }
             Stage::Read if !self.units.is_empty() => {
                 for at in range.step_by(16) {
                     if let Some((p, part)) = self.unit_pointer(block, table, at, self.dst)? {
-                        let from = &self.data[at..][part];
+                        let from = &self.data.0[at..][part];
                         // SAFETY: as above.
                         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), p, from.len()) };
                     }
@@ -68,12 +68,12 @@ impl Pending {
             }
             Stage::Issued => {
                 let src = end_pointer(block, table, self.src, self.bytes)?;
-                let into = &mut self.buffer(block)[range.clone()];
+                let into = &mut self.data.of_length(self.bytes)[range.clone()];
                 // SAFETY: `end_pointer` checked the source for the copy's length, in which the
                 // range lies; the buffer is ours.
                 unsafe { std::ptr::copy_nonoverlapping(src.add(range.start), into.as_mut_ptr(), into.len()) };
                 for &(at, value) in self.stale.iter().filter(|(at, _)| range.contains(&(*at as usize))) {
-                    self.data[at as usize..][..4].copy_from_slice(&value.to_ne_bytes());
+                    self.data.0[at as usize..][..4].copy_from_slice(&value.to_ne_bytes());
                 }
                 Stage::Read
             }
@@ -82,13 +82,13 @@ impl Pending {
                 if range.end == self.bytes as usize
                     && let (End::Shared(address), Some(op)) = (self.dst, self.reduces)
                 {
-                    block.reduce(address, op, &self.data)?;
+                    block.reduce(address, op, &self.data.0)?;
                 }
                 Stage::Landed
             }
             Stage::Read => {
                 let dst = end_pointer(block, table, self.dst, self.bytes)?;
-                let from = &self.data[range.clone()];
+                let from = &self.data.0[range.clone()];
                 // SAFETY: as above, for the destination.
                 unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), dst.add(range.start), from.len()) };
                 Stage::Landed
@@ -130,15 +130,6 @@ impl Pending {
         unsafe { std::ptr::copy(src.add(range.start), dst.add(range.start), range.len()) };
         self.stages.set(pieces, Stage::Landed);
         Ok(())
-    }
-
-    /// The buffer, with room for all bytes.
-    fn buffer(&mut self, block: &mut BlockState) -> &mut [u8] {
-        if self.data.is_empty() {
-            self.data = block.bulk.spare.pop().unwrap_or_default();
-            self.data.resize(self.bytes as usize, 0);
-        }
-        &mut self.data
     }
 
     /// Moves all pieces on to a stage.
@@ -226,9 +217,6 @@ impl BlockState {
             });
             if let Err(kind) = done {
                 failed = Some((kind, p.warp, p.pc));
-            }
-            if landed && !p.data.is_empty() {
-                self.bulk.spare.push(std::mem::take(&mut p.data));
             }
             !landed
         });
@@ -489,7 +477,7 @@ impl<W: Hooks> Exec<'_, W> {
             mbar: Some(mbar),
             thread,
             group: 0,
-            data,
+            data: Buffer(data),
             reduces: op,
             stages: Stages::READ,
             late: None,
@@ -672,7 +660,7 @@ impl<W: Hooks> Exec<'_, W> {
             mbar,
             thread,
             group,
-            data: vec![],
+            data: Buffer::default(),
             reduces: None,
             stages: Stages::default(),
             late: None,

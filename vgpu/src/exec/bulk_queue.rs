@@ -1,5 +1,6 @@
 //! The bulk copies of a block that are under way.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::check::hooks::Stale;
@@ -75,6 +76,46 @@ impl Stages {
     }
 }
 
+/// Buffers that a thread keeps, and the longest of them.
+const MOST_SPARE: usize = 64;
+const LONGEST_SPARE: usize = 16384;
+
+thread_local! {
+    /// Buffers of copies that are over: few of them are in the nearest cache for all blocks.
+    static SPARE: RefCell<Vec<Vec<u8>>> = const { RefCell::new(vec![]) };
+}
+
+/// Bytes on the way from one end of a copy to the other.
+#[derive(Debug, Default)]
+pub(super) struct Buffer(pub(super) Vec<u8>);
+
+impl Buffer {
+    /// The bytes, all `bytes` of which the copy writes before it reads them.
+    pub(super) fn of_length(&mut self, bytes: u32) -> &mut [u8] {
+        if self.0.is_empty() {
+            self.0 = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+            self.0.resize(bytes as usize, 0);
+        }
+        &mut self.0
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if self.0.is_empty() || self.0.len() > LONGEST_SPARE {
+            return;
+        }
+        let bytes = std::mem::take(&mut self.0);
+        // Without effect while the thread ends.
+        let _ = SPARE.try_with(|spare| {
+            let mut spare = spare.borrow_mut();
+            if spare.len() < MOST_SPARE {
+                spare.push(bytes);
+            }
+        });
+    }
+}
+
 /// A copy that has been issued but has not landed.
 #[derive(Debug)]
 pub(super) struct Pending {
@@ -90,7 +131,7 @@ pub(super) struct Pending {
     pub(super) thread: u32,
     pub(super) group: u32,
     /// Buffer of the bytes read, empty before, and the stage of each piece.
-    pub(super) data: Vec<u8>,
+    pub(super) data: Buffer,
     /// For `red.async`: the operation that combines the data with the destination.
     pub(super) reduces: Option<Rmw>,
     pub(super) stages: Stages,
@@ -129,8 +170,6 @@ pub(crate) struct BulkQueue {
     /// Groups committed so far, per thread, and those up to the last that had a copy in it.
     pub(super) committed: Vec<u32>,
     pub(super) used: Vec<u32>,
-    /// Buffers of copies that are over.
-    pub(super) spare: Vec<Vec<u8>>,
     /// The regions looked up last, latest first.
     pub(super) regions: [Found; 4],
 }
