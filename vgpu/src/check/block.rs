@@ -138,6 +138,11 @@ pub(super) struct Poll {
 const POLLS: usize = 16;
 
 impl Poll {
+    /// Whether these are the stamps of the element then.
+    pub(super) fn has(&self, stamps: [u32; 4]) -> bool {
+        self.stamps == stamps
+    }
+
     fn index(&self) -> usize {
         (self.pc + self.lanes.trailing_zeros()) as usize % POLLS
     }
@@ -477,6 +482,12 @@ impl BlockCheck {
     /// Whether this read changed nothing before.
     pub(super) fn remembers(&self, warp: u32, poll: &Poll) -> bool {
         self.warps[warp as usize].polls[poll.index()].as_ref() == Some(poll)
+    }
+
+    /// Whether the causal pasts and the tick of a warp are those at a read that it remembers.
+    pub(super) fn is_as_at(&self, warp: u32, poll: &Poll) -> bool {
+        let Warp { tick, changes, .. } = self.warps[warp as usize];
+        (tick, changes) == (poll.tick, poll.changes)
     }
 
     /// Remembers that a read changes nothing.

@@ -15,6 +15,7 @@ use super::releases::{OWN, Release};
 use super::report;
 use super::reports::{Line, Pair};
 use super::shadow::{NOT_KEPT, Shadow};
+use super::word::Stamp;
 use super::world::World;
 use crate::exec::bulk_queue::Landed;
 use crate::exec::cluster::offset_of;
@@ -138,6 +139,16 @@ pub(crate) struct Blamed {
 /// Words of a copy's source that it reads as they were before: offset in the source, value.
 pub(crate) type Stale = Vec<(u64, u32)>;
 
+/// A strong read of one element by lanes, of one part of an instruction, that changed nothing.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Repeated {
+    pub(crate) lanes: u32,
+    pub(crate) place: Place,
+    poll: Poll,
+    /// The last stamp of the memory then: while there is no later one, the element is unchanged.
+    last: Stamp,
+}
+
 /// Watches the warp that runs. Without checks it is `()`, whose methods are empty and cost nothing.
 pub(crate) trait Hooks {
     const ON: bool;
@@ -148,6 +159,14 @@ pub(crate) trait Hooks {
     /// `Place` is that of the first lane.
     fn read(&mut self, _: Place, _: Part, _pc: u32, _: How) -> Violations {
         Violations::default()
+    }
+    /// A strong read that has just changed nothing ([`Violations::repeats`]), to be repeated.
+    fn repeated(&mut self, _: Place, _: Part, _pc: u32) -> Option<Repeated> {
+        None
+    }
+    /// Whether these reads, all of one load, change nothing again. They are noted then.
+    fn repeats(&mut self, _: &mut [Option<Repeated>], _pc: u32, _: Sem, _: Scope) -> bool {
+        false
     }
     /// The schedule and what loads see are choices of an exploration.
     fn is_explored(&self) -> bool {
@@ -331,16 +350,24 @@ impl CheckHooks<'_> {
         if how.strong.is_none() || part.row || self.weak_memory() || self.world.path.is_some() {
             return None;
         }
-        let stamps = match place {
-            Place::Global { shadow, offset } => {
-                self.world.shadows.get(shadow as usize)?.stamps(offset, part.size)?
-            }
-            Place::Shared { offset } if !self.peers.is_remote(offset) => {
-                self.block.shared.stamps(offset_of(offset), part.size)?
-            }
-            _ => return None,
-        };
+        self.poll_at(place, part, pc)
+    }
+
+    fn poll_at(&self, place: Place, part: Part, pc: u32) -> Option<Poll> {
+        let (shadow, offset) = self.polled(place)?;
+        let stamps = shadow.stamps(offset, part.size)?;
         Some(self.block.poll(self.warp, pc, (place, part.lanes, part.size), stamps))
+    }
+
+    /// The shadow of memory whose reads are remembered, and the offset in it.
+    fn polled(&self, place: Place) -> Option<(&Shadow, u64)> {
+        match place {
+            Place::Global { shadow, offset } => Some((self.world.shadows.get(shadow as usize)?, offset)),
+            Place::Shared { offset } if !self.peers.is_remote(offset) => {
+                Some((&self.block.shared, offset_of(offset)))
+            }
+            _ => None,
+        }
     }
 
     /// [`Hooks::write_row`] by lanes whose causal pasts are the same.
@@ -490,6 +517,39 @@ impl Hooks for CheckHooks<'_> {
             self.block.remember(self.warp, poll);
         }
         if self.world.config.races { found } else { Violations::default() }
+    }
+
+    fn repeated(&mut self, place: Place, part: Part, pc: u32) -> Option<Repeated> {
+        let poll = self.poll_at(place, part, pc)?;
+        let last = self.polled(place)?.0.last_stamp()?;
+        self.block.remembers(self.warp, &poll).then_some(Repeated { lanes: part.lanes, place, poll, last })
+    }
+
+    fn repeats(&mut self, reads: &mut [Option<Repeated>], pc: u32, sem: Sem, scope: Scope) -> bool {
+        if self.world.path.is_some() || self.world.loads.are_counted() {
+            return false;
+        }
+        for read in reads.iter_mut().map_while(Option::as_mut) {
+            let Some((shadow, offset)) = self.polled(read.place) else { return false };
+            let last = shadow.last_stamp();
+            if last != Some(read.last) {
+                let (Some(last), Some(stamps)) = (last, shadow.stamps(offset, read.poll.size)) else {
+                    return false;
+                };
+                if !read.poll.has(stamps) {
+                    return false;
+                }
+                read.last = last;
+            }
+            if !self.block.is_as_at(self.warp, &read.poll) {
+                return false;
+            }
+        }
+        for read in reads.iter().map_while(Option::as_ref) {
+            self.world.accesses += u64::from(read.lanes.count_ones());
+            self.observe_again(read.place, read.lanes, pc, sem, scope);
+        }
+        true
     }
 
     fn is_explored(&self) -> bool {

@@ -234,6 +234,11 @@ impl Shadow {
         Some(stamps)
     }
 
+    /// The last stamp of all: a history that changes has a later one. None where there are no more.
+    pub(crate) fn last_stamp(&self) -> Option<Stamp> {
+        self.histories.last_stamp()
+    }
+
     /// Notes a read of `bytes` bytes at `at`. Returns the violations.
     pub(crate) fn read(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Violations {
         let mut violations = Violations::default();

@@ -434,6 +434,11 @@ impl Histories {
         Some(self.all[id as usize].stamp).filter(|stamp| *stamp != NO_STAMP)
     }
 
+    /// The last stamp that was given out.
+    pub(super) fn last_stamp(&self) -> Option<Stamp> {
+        Some(self.stamps).filter(|stamp| *stamp != NO_STAMP)
+    }
+
     fn next_stamp(&mut self) -> Stamp {
         self.stamps = self.stamps.saturating_add(1);
         self.stamps

@@ -466,7 +466,13 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     /// The first part of the lanes `todo` that load, and its place, whose bounds are checked.
-    fn loaded_part(&mut self, a: &Access, addr: &[u64; 32], size: u64, todo: u32) -> Run<(Part, Place)> {
+    pub(super) fn loaded_part(
+        &mut self,
+        a: &Access,
+        addr: &[u64; 32],
+        size: u64,
+        todo: u32,
+    ) -> Run<(Part, Place)> {
         let (part, row) = self.part(LOADS, a.space, addr, size, todo);
         let first = part.lanes.trailing_zeros() as usize;
         if row.is_none() {
@@ -500,8 +506,17 @@ impl<W: Hooks> Exec<'_, W> {
         let size = u64::from(a.bytes) * u64::from(a.n);
         let mut repeats = 0;
         if W::ON {
+            if a.sem != Sem::Weak
+                && !self.warp.again.is_empty()
+                && let Some(flow) = self.load_again(a, m)
+            {
+                return Ok(flow);
+            }
             let how = How { read_only: a.read_only, ..How::generic(a.sem, a.scope, a.unit(), false) };
             repeats = self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
+            if repeats == m {
+                self.keep_load(a, m)?;
+            }
         }
         let together = m == FULL && a.sem == Sem::Weak && !self.watch.weak_memory();
         if together && self.load_together(a, self.footprint(&a.addr, size), size)? {
@@ -539,7 +554,7 @@ impl<W: Hooks> Exec<'_, W> {
     /// Goes on behind a load. `first` and `seen` are what [`Exec::take_values`] returns: a strong load
     /// is a poll.
     #[inline(always)]
-    fn loaded(&mut self, a: &Access, first: Option<(u64, u64)>, seen: u64) -> Flow {
+    pub(super) fn loaded(&mut self, a: &Access, first: Option<(u64, u64)>, seen: u64) -> Flow {
         let spins = match first {
             Some((at, value)) if a.sem != Sem::Weak => {
                 self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });

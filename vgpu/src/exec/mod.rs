@@ -9,6 +9,7 @@
 //! thread scheduling.
 
 pub(crate) mod access;
+mod again;
 mod bulk;
 pub(crate) mod bulk_queue;
 mod called;

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::again::Again;
 use super::bulk_queue::{BulkQueue, Landed};
 use super::cluster::{ClusterMemory, RANK_SHIFT};
 use super::converged::Converged;
@@ -159,6 +160,8 @@ pub(crate) struct Warp {
     pub(super) regions: [[Found; 4]; 2],
     /// The last long rows that it has accessed, by loads and by stores.
     pub(super) rows: [u64; 2],
+    /// Strong loads that changed nothing. Empty without checks.
+    pub(super) again: Vec<Again>,
 }
 
 impl Warp {
@@ -187,6 +190,7 @@ impl Warp {
         self.products.start();
         self.cluster_arrivals = 0;
         self.since_switch = 0;
+        self.again.clear();
     }
 
     /// The instruction that the warp executes next, if lanes are ready: that of the group which
@@ -200,6 +204,7 @@ impl Warp {
     /// Looks regions up again, after the table has changed.
     pub(crate) fn forget_regions(&mut self) {
         self.regions = Default::default();
+        self.again.clear();
     }
 
     /// Lanes that run, read a clock in their wait, and have not seen that it shows `now`.
