@@ -447,7 +447,7 @@ impl BlockCheck {
         Self {
             warps: warps.collect(),
             start: start.clone(),
-            shared: Shadow::default(),
+            shared: Shadow::deferring(false),
             releases: ReleaseMap::default(),
             gathering: Default::default(),
             opened: Default::default(),

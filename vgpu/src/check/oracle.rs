@@ -145,6 +145,8 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
         let grids = Grids::default();
         let filled = rng.below(2) == 0;
         let mut shadow = Shadow::new(false, filled);
+        // Finds the very same, although it notes reads later.
+        let mut deferring = Shadow::deferring(filled);
         let mut model = Model {
             bytes: vec![Byte { written: filled, ..Byte::default() }; BYTES as usize],
             past: [[0; THREADS]; WARPS],
@@ -194,12 +196,15 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
                     let who = Accessor { record, own: 0, view, published: Some(&published[warp]) };
                     let never = |_: u64| false;
                     let write = strong || rng.below(2) == 0;
-                    let (want, got) = if write {
-                        let got = shadow.write(&grids, at, bytes, &who, never, NOT_KEPT).1;
+                    let (want, [got, later]) = if write {
+                        let shadows = [&mut shadow, &mut deferring];
+                        let got = shadows.map(|s| s.write(&grids, at, bytes, &who, never, NOT_KEPT).1);
                         (model.access(warp, me, at, bytes, Some(&never)), got)
                     } else {
-                        (model.access(warp, me, at, bytes, None), shadow.read(&grids, at, bytes, &who))
+                        let got = [&mut shadow, &mut deferring].map(|s| s.read(&grids, at, bytes, &who));
+                        (model.access(warp, me, at, bytes, None), got)
                     };
+                    assert_eq!(later.all, got.all, "{what}");
                     assert_same(&want, got.first(), &what);
                     if write && rng.below(2) == 0 {
                         pasts[warp].all.raise(key(t), me.tick);
@@ -236,14 +241,17 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
                     let who = Accessor { record, own, view: PastView::all(&pasts[warp]), published: None };
                     let salt = rng.below(3);
                     let unchanged = |word: u64| word / 4 % 3 == salt;
-                    let got = if write {
-                        shadow.write(&grids, at, bytes, &who, unchanged, NOT_KEPT).1
-                    } else {
-                        shadow.read(&grids, at, bytes, &who)
-                    };
-                    if strong && !write && got.may_observe {
-                        shadow.saw(&grids, at, bytes, &who);
-                    }
+                    let [got, later] = [&mut shadow, &mut deferring].map(|shadow| {
+                        if write {
+                            return shadow.write(&grids, at, bytes, &who, unchanged, NOT_KEPT).1;
+                        }
+                        let got = shadow.read(&grids, at, bytes, &who);
+                        if strong && got.may_observe {
+                            shadow.saw(&grids, at, bytes, &who);
+                        }
+                        got
+                    });
+                    assert_eq!(later.all, got.all, "{what}");
                     let mut got = got.all.into_iter().peekable();
                     for (i, lane) in (0..).zip(lanes(mask)) {
                         let at = if row { at + i * size } else { at };

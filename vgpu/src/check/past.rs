@@ -113,6 +113,11 @@ impl<'a> PastView<'a> {
         Self { past, acquired: &[], met: (0, 0) }
     }
 
+    /// Whether all of it is in `past`, but for what the warp has met at.
+    pub(super) fn is_joined(&self) -> bool {
+        self.acquired.iter().all(|h| h.joined)
+    }
+
     /// Whether it includes tick `tick` of a lane or warp because all of its own warp has met.
     #[inline]
     fn has_met(&self, key: Key, tick: u32) -> bool {

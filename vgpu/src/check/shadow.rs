@@ -5,11 +5,13 @@
 //! Words hold the numbers of their histories. An access that covers many words changes the history
 //! of a run of equal words once, because copies and whole warps access long ranges at once.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::clock;
+use super::clock::{self, Key};
 use super::grids::Grids;
-use super::record::{Accessor, Kind, NOBODY, Violation, Violations};
+use super::past::{CausalPast, PastView};
+use super::record::{Accessor, How, Kind, NOBODY, Record, Violation, Violations};
 use super::word::{Fine, Histories, History, Id, Noted, Stamp, UNTOUCHED};
 
 /// Bytes of memory of which a page is the shadow. Pages are allocated when first accessed.
@@ -157,6 +159,59 @@ impl Page {
     }
 }
 
+/// A read that was found in order and is to be noted. `view` is the number of its reader's causal
+/// past.
+#[derive(Clone, Copy, Debug)]
+struct Deferred {
+    record: Record,
+    own: Key,
+    at: u64,
+    bytes: u64,
+    view: usize,
+}
+
+/// Reads of a block's shared memory that are not noted yet. Some of it is never written again: a
+/// block reads what its warps have exchanged, and ends. The reads are noted before another access
+/// to their range that is not deferred, with the causal pasts that their readers had.
+#[derive(Debug, Default)]
+struct Later {
+    /// Whether reads may be deferred: until [`Later::NOTED`] had to be noted after all.
+    on: bool,
+    reads: Vec<Deferred>,
+    /// Causal pasts, and the ticks that their warps have met at.
+    views: Vec<(CausalPast, (Key, u32))>,
+    /// All reads are within these bytes.
+    range: Range<u64>,
+    /// Reads that had to be noted.
+    noted: usize,
+}
+
+impl Later {
+    /// Reads that are noted without giving up, and most that are kept.
+    const NOTED: usize = 32;
+    const MOST: usize = 4096;
+    /// Reads that there is room for at first.
+    const ROOM: usize = 256;
+
+    fn meets(&self, at: u64, bytes: u64) -> bool {
+        !self.reads.is_empty() && at < self.range.end && self.range.start < at + bytes
+    }
+
+    fn add(&mut self, at: u64, bytes: u64, who: &Accessor) {
+        let same = |(past, met): &(CausalPast, _)| past.same(who.view.past) && *met == who.view.met;
+        if !self.views.last().is_some_and(same) {
+            self.views.push((who.view.past.clone(), who.view.met));
+        }
+        if self.reads.is_empty() {
+            self.range = at..at + bytes;
+            self.reads.reserve(Self::ROOM);
+        }
+        self.range = self.range.start.min(at)..self.range.end.max(at + bytes);
+        let view = self.views.len() - 1;
+        self.reads.push(Deferred { record: who.record, own: who.own, at, bytes, view });
+    }
+}
+
 /// For writes that nothing shall see the values before of.
 pub(super) const NOT_KEPT: Option<fn(u64) -> u32> = None;
 
@@ -175,6 +230,7 @@ impl std::fmt::Debug for Names {
 pub(crate) struct Shadow {
     pages: Vec<Option<Page>>,
     histories: Histories,
+    later: Later,
     /// Memory that is also accessed outside of the checker. Checked are only read-modify-writes
     /// against each other, and host reads by [`Memory::host_reads`](crate::Memory::host_reads)
     /// against kernels' writes.
@@ -195,7 +251,70 @@ impl Shadow {
     /// The shadow of untouched memory. `filled`: memory that was filled before the checker saw it,
     /// where bytes without a seen write count as written.
     pub(crate) fn new(hidden: bool, filled: bool) -> Self {
-        Self { pages: vec![], histories: Histories::new(filled), hidden, names: None, origin: None }
+        let (histories, later) = (Histories::new(filled), Later::default());
+        Self { pages: vec![], histories, later, hidden, names: None, origin: None }
+    }
+
+    /// The shadow of memory that is mostly read for the last time: its reads are noted late.
+    pub(crate) fn deferring(filled: bool) -> Self {
+        Self { later: Later { on: true, ..Later::default() }, ..Self::new(false, filled) }
+    }
+
+    /// Defers a read, if it is one of words by lanes in the generic proxy, and behind the last writes
+    /// of all of them.
+    fn defers(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> bool {
+        let How { strong, late, read_only, .. } = who.record.how;
+        let by_lanes = strong.is_none() && !late && !read_only && who.published.is_none();
+        if !self.later.on || !by_lanes || clock::is_timeline(who.own) || !who.view.is_joined() {
+            return false;
+        }
+        let Some(Some(page)) = self.pages.get((at / PAGE) as usize) else { return false };
+        let first = (at % PAGE) as usize / 4;
+        let Some(words) = page.words.get(first..first + bytes as usize / 4) else { return false };
+        if (at | bytes) & 3 != 0 {
+            return false;
+        }
+        let (mut last, mut fine) = (SPLIT, NOBODY);
+        for id in words {
+            if *id == SPLIT {
+                return false;
+            }
+            if *id == last {
+                continue;
+            }
+            let History { written, write, .. } = self.histories.get(*id);
+            let in_order = write.actor == 0 || *write == fine || who.follows(grids, write);
+            if !written || !in_order {
+                return false;
+            }
+            (last, fine) = (*id, *write);
+        }
+        self.histories.next_stamp();
+        self.later.add(at, bytes, who);
+        if self.later.reads.len() == Later::MOST {
+            self.note_deferred(grids);
+        }
+        true
+    }
+
+    /// Notes the deferred reads, if one of them meets this range.
+    fn settle(&mut self, grids: &Grids, at: u64, bytes: u64) {
+        if self.later.meets(at, bytes) {
+            self.note_deferred(grids);
+        }
+    }
+
+    #[cold]
+    fn note_deferred(&mut self, grids: &Grids) {
+        let Later { reads, views, noted, .. } = std::mem::take(&mut self.later);
+        for Deferred { record, own, at, bytes, view } in &reads {
+            let (past, met) = &views[*view];
+            let view = PastView { met: *met, ..PastView::all(past) };
+            let who = Accessor { record: *record, own: *own, view, published: None };
+            self.note_read(grids, *at, *bytes, &who);
+        }
+        let noted = noted + reads.len();
+        self.later = Later { on: noted < Later::NOTED, noted, ..Later::default() };
     }
 
     fn page(pages: &mut Vec<Option<Page>>, number: u64) -> &mut Page {
@@ -221,6 +340,9 @@ impl Shadow {
     /// The stamps of the histories of the words of an element of up to 16 bytes. None where a word
     /// is split, or the memory is not watched.
     pub(crate) fn stamps(&self, at: u64, bytes: u64) -> Option<[Stamp; 4]> {
+        if self.later.meets(at, bytes) {
+            return None;
+        }
         let page = self.pages.get((at / PAGE) as usize)?.as_ref()?;
         let first = (at % PAGE) as usize / 4;
         let words = page.words.get(first..first + (at % 4 + bytes).div_ceil(4) as usize)?;
@@ -246,6 +368,17 @@ impl Shadow {
             violations.may_observe = true;
             return violations;
         }
+        if self.defers(grids, at, bytes, who) {
+            return violations;
+        }
+        self.settle(grids, at, bytes);
+        self.note_read(grids, at, bytes, who)
+    }
+
+    /// [`Shadow::read`] at once.
+    #[inline(always)]
+    fn note_read(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Violations {
+        let mut violations = Violations::default();
         let mut fine = Fine::default();
         // The host may read unwritten memory, as a debugger does. A race may lie behind it.
         let by_host = clock::is_timeline(who.own);
@@ -290,6 +423,7 @@ impl Shadow {
         if self.hidden {
             return;
         }
+        self.settle(grids, at, bytes);
         self.runs(at, bytes, |histories, mut run| {
             let mut begin = *begin;
             begin.record.bytes = run.mask;
@@ -341,6 +475,7 @@ impl Shadow {
         unchanged: impl Fn(u64) -> bool,
         before: Option<impl Fn(u64) -> u32>,
     ) -> (u32, Violations) {
+        self.settle(grids, at, bytes);
         let mut violations = Violations::default();
         let mut strong_before = 0;
         let before = before.filter(|_| !self.hidden);
@@ -455,6 +590,7 @@ impl Shadow {
 
     /// Notes that a strong read has seen the last write of a range.
     pub(crate) fn saw(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) {
+        self.settle(grids, at, bytes);
         // Histories before and after the last change.
         let mut changed = (SPLIT, SPLIT);
         self.runs(at, bytes, |histories, mut run| {

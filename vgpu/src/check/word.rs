@@ -439,7 +439,8 @@ impl Histories {
         Some(self.stamps).filter(|stamp| *stamp != NO_STAMP)
     }
 
-    fn next_stamp(&mut self) -> Stamp {
+    /// A new stamp.
+    pub(super) fn next_stamp(&mut self) -> Stamp {
         self.stamps = self.stamps.saturating_add(1);
         self.stamps
     }
