@@ -85,6 +85,8 @@ impl RecentSteps {
         match self.steps.iter().rposition(|step| *step == new) {
             Some(at) => drop(self.steps.remove(at)),
             None if self.steps.len() == TRACED => drop(self.steps.pop_front()),
+            // All at once: a list that grows from nothing would be allocated four times.
+            None if self.steps.is_empty() => self.steps.reserve(TRACED),
             None => {}
         }
         self.steps.push_back(new);
