@@ -193,6 +193,7 @@ impl Later {
     /// Reads that there is room for at first.
     const ROOM: usize = 256;
 
+    #[inline(always)]
     fn meets(&self, at: u64, bytes: u64) -> bool {
         !self.reads.is_empty() && at < self.range.end && self.range.start < at + bytes
     }
@@ -262,10 +263,11 @@ impl Shadow {
 
     /// Defers a read, if it is one of words by lanes in the generic proxy, and behind the last writes
     /// of all of them.
+    #[inline(never)]
     fn defers(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> bool {
         let How { strong, late, read_only, .. } = who.record.how;
         let by_lanes = strong.is_none() && !late && !read_only && who.published.is_none();
-        if !self.later.on || !by_lanes || clock::is_timeline(who.own) || !who.view.is_joined() {
+        if !by_lanes || clock::is_timeline(who.own) || !who.view.is_joined() {
             return false;
         }
         let Some(Some(page)) = self.pages.get((at / PAGE) as usize) else { return false };
@@ -298,6 +300,7 @@ impl Shadow {
     }
 
     /// Notes the deferred reads, if one of them meets this range.
+    #[inline(always)]
     fn settle(&mut self, grids: &Grids, at: u64, bytes: u64) {
         if self.later.meets(at, bytes) {
             self.note_deferred(grids);
@@ -368,7 +371,7 @@ impl Shadow {
             violations.may_observe = true;
             return violations;
         }
-        if self.defers(grids, at, bytes, who) {
+        if self.later.on && self.defers(grids, at, bytes, who) {
             return violations;
         }
         self.settle(grids, at, bytes);
