@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use crate::compiled::Compiled;
+use crate::exec::cluster::map_shared;
 use crate::exec::lanes::Sig;
+use crate::exec::state::SHARED_BASE;
 use crate::exec::wgmma::RegisterCheck;
 use crate::fault::{LaunchError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Operands, Origin};
@@ -41,6 +43,9 @@ pub struct Kernel {
     pub(crate) params: Vec<ParamInfo>,
     pub(crate) param_bytes: usize,
     pub(crate) static_shared: u32,
+    pub(crate) shared_variables: Vec<SharedVariable>,
+    /// The name of dynamic shared memory.
+    pub(crate) dynamic_shared: Option<String>,
     pub(crate) max_threads: Option<u32>,
     pub(crate) required_block: Option<[u32; 3]>,
     /// `.reqnctapercluster`, `.explicitcluster` and `.maxclusterrank`.
@@ -78,6 +83,16 @@ pub struct Kernel {
     pub(crate) text: Arc<str>,
     /// Executed instructions, once coverage is on.
     pub(crate) executed: OnceLock<Box<[AtomicBool]>>,
+}
+
+/// A shared variable of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SharedVariable {
+    /// The name in PTX.
+    pub(crate) name: String,
+    /// Bytes behind the start of the block's shared memory.
+    pub(crate) offset: u32,
+    pub(crate) bytes: u32,
 }
 
 /// Where an instruction of a kernel comes from.
@@ -137,6 +152,24 @@ impl Kernel {
             }
         }
         Ok(block)
+    }
+
+    /// The variable at an offset in the shared window, and the bytes in front of it there, as in
+    /// `tile + 0x40`. Empty where no variable is.
+    pub(crate) fn shared_part(&self, offset: u64) -> String {
+        let at = map_shared(offset, 0).wrapping_sub(SHARED_BASE.into());
+        let holds = |variable: &&SharedVariable| {
+            at.checked_sub(variable.offset.into()).is_some_and(|inside| inside < variable.bytes.into())
+        };
+        let (name, start) = match self.shared_variables.iter().find(holds) {
+            Some(variable) => (variable.name.as_str(), variable.offset),
+            None if at < u64::from(self.static_shared) => return String::new(),
+            None => (self.dynamic_shared.as_deref().unwrap_or_default(), self.static_shared),
+        };
+        match name {
+            "" => String::new(),
+            name => format!("{} + {:#x}", own_name(name), at.wrapping_sub(start.into())),
+        }
     }
 
     /// Bytes of static shared memory per block.
@@ -261,5 +294,58 @@ impl Kernel {
 
     fn named(&self, at: SourceLine) -> Option<(String, u32)> {
         ptx::ast::place(&self.files, at)
+    }
+}
+
+/// The variable's own name, the last part of one that a C++ compiler has mangled.
+fn own_name(name: &str) -> &str {
+    if !name.starts_with("_Z") {
+        return name;
+    }
+    // Variables of a function: their number, where several have one name, follows the name.
+    let digits = |c: char| c.is_ascii_digit();
+    let numbered = name.trim_end_matches(digits).strip_suffix('_').filter(|_| name.ends_with(digits));
+    let ends = [name.strip_suffix('E'), Some(name), numbered];
+    let length_fits = |end: &str, at: usize| {
+        let length = end[..at].rfind(|c: char| !digits(c)).map_or(0, |before| before + 1);
+        end[length..at].parse().is_ok_and(|length: usize| length == end.len() - at)
+    };
+    let last_part = |end: &'_ str| (1..end.len()).rev().find(|&at| length_fits(end, at));
+    ends.into_iter().flatten().find_map(|end| Some(&end[last_part(end)?..])).unwrap_or(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Module;
+
+    #[test]
+    fn names_of_cpp_are_shortened() {
+        for (mangled, own) in [
+            ("_ZZ4scanPKjPjP6StatusjE1s", "s"),
+            ("_ZZ4scanPKjPjP6StatusjE6prefix", "prefix"),
+            ("_ZZ4scanPKjPjP6StatusjE4tile_0", "tile"),
+            ("_ZN7kernels4smemE", "smem"),
+            ("_ZZN5spaceL6kernelEPfE5tile2", "tile2"),
+            ("tile", "tile"),
+            ("_Z", "_Z"),
+        ] {
+            assert_eq!(own_name(mangled), own, "{mangled}");
+        }
+    }
+
+    #[test]
+    fn an_offset_in_shared_memory_has_the_name_of_its_variable() {
+        let ptx = ".version 8.4\n.target sm_90\n.address_size 64\n.extern .shared .align 16 .b8 ring[];\n\
+                   .visible .entry k() {\n.reg .b32 %r<3>;\n.shared .align 4 .b8 one[12];\n\
+                   .shared .align 4 .b8 _ZZ1kvE3two[4];\nld.shared.b32 %r1, [one];\n\
+                   ld.shared.b32 %r2, [ring];\nret;\n}";
+        let module = Module::parse(ptx).unwrap();
+        let kernel = module.kernel_like(&["k"]).unwrap();
+        let base = u64::from(SHARED_BASE);
+        let names = [0, 8, 12, 16, 20].map(|offset| kernel.shared_part(base + offset));
+        assert_eq!(names, ["one + 0x0", "one + 0x8", "two + 0x0", "ring + 0x0", "ring + 0x4"]);
+        // Of another block of a cluster.
+        assert_eq!(kernel.shared_part(map_shared(base + 8, 3)), "one + 0x8");
     }
 }

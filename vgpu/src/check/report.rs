@@ -374,7 +374,10 @@ pub(crate) fn fault(
     let space = if matches!(place, Place::Shared { .. }) { "shared" } else { "global" };
     let part = match place {
         Place::Global { shadow, .. } => world.part(shadow, at),
-        _ => String::new(),
+        Place::Shared { .. } => {
+            world.grids.facts(me.own).map(|facts| facts.kernel.shared_part(at)).unwrap_or_default()
+        }
+        Place::Private => String::new(),
     };
     match violation {
         Violation::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },

@@ -133,6 +133,8 @@ fn load(
             params,
             param_bytes,
             static_shared: l.shared_bytes.next_multiple_of(l.dynamic_align),
+            shared_variables: l.shared_variables,
+            dynamic_shared: l.dynamic_shared,
             max_threads: e.max_threads,
             required_block: e.required_block,
             required_cluster: e.required_cluster,

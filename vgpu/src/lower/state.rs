@@ -7,6 +7,7 @@ use crate::exec::lanes::{self, Role, Sig, Spec};
 use crate::exec::state::SHARED_BASE;
 use crate::exec::wgmma::RegisterCheck;
 use crate::ir::{Addr, AluFn, CARRY, File, Init, Inst, NO_GUARD, Op, Operands, Origin, SINK, Special, Timer};
+use crate::kernel::SharedVariable;
 use crate::ptx::{self, Operand, Span, VarSpace};
 
 /// Most registers of a kernel. The live registers of each block are a set, and a short text must
@@ -83,7 +84,10 @@ pub(crate) struct Lower<'a> {
     pub(super) inits: Vec<(File, u32, Init)>,
     pub(super) constants: HashMap<(File, Init), u32>,
     pub(super) shared_bytes: u32,
+    pub(super) shared_variables: Vec<SharedVariable>,
     pub(super) dynamic_align: u32,
+    /// The first name of dynamic shared memory.
+    pub(super) dynamic_shared: Option<String>,
     pub(super) local_bytes: u32,
     /// The guard, the origin and the place of the instruction in hand.
     pub(super) guard: u32,
@@ -119,7 +123,9 @@ impl<'a> Lower<'a> {
             inits: vec![],
             constants: HashMap::new(),
             shared_bytes: 0,
+            shared_variables: vec![],
             dynamic_align: 1,
+            dynamic_shared: None,
             local_bytes: 0,
             guard: NO_GUARD,
             origin: Origin::default(),
@@ -249,7 +255,7 @@ impl<'a> Lower<'a> {
         let align = v.align as u32;
         let binding = match v.space {
             VarSpace::Shared => {
-                Binding::Shared { offset: self.place_shared(bytes, align).ok_or_else(too_large)? }
+                Binding::Shared { offset: self.place_shared(&v.name, bytes, align).ok_or_else(too_large)? }
             }
             // Arguments of a function call lie in local memory; see `lower::call`.
             VarSpace::Local | VarSpace::Param => {
@@ -262,8 +268,10 @@ impl<'a> Lower<'a> {
     }
 
     /// The address of a shared variable that is new; `None` where there is no room.
-    pub(super) fn place_shared(&mut self, bytes: u32, align: u32) -> Option<u64> {
-        place(&mut self.shared_bytes, bytes, align).map(|offset| u64::from(SHARED_BASE + offset))
+    pub(super) fn place_shared(&mut self, name: &str, bytes: u32, align: u32) -> Option<u64> {
+        let offset = place(&mut self.shared_bytes, bytes, align)?;
+        self.shared_variables.push(SharedVariable { name: name.to_owned(), offset, bytes });
+        Some(u64::from(SHARED_BASE + offset))
     }
 
     pub(super) fn slot(&mut self, file: File) -> u32 {
@@ -299,12 +307,13 @@ impl<'a> Lower<'a> {
             let binding = match v.bytes {
                 None => {
                     self.dynamic_align = self.dynamic_align.max(align).max(16);
+                    self.dynamic_shared.get_or_insert_with(|| name.to_owned());
                     Binding::DynamicShared
                 }
                 Some(bytes) => {
                     let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
                     let too_large = || (pos, format!("shared variable '{name}' is too large"));
-                    Binding::Shared { offset: self.place_shared(bytes, align).ok_or_else(too_large)? }
+                    Binding::Shared { offset: self.place_shared(name, bytes, align).ok_or_else(too_large)? }
                 }
             };
             self.shared_named.insert(name, binding.clone());
