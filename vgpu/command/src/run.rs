@@ -252,7 +252,8 @@ impl Args {
             }
             let arguments: Vec<&dyn epoxide_vgpu::Argument> =
                 packed.iter().map(|packed| packed as &dyn epoxide_vgpu::Argument).collect();
-            machine.launch_with(device, module, kernel, shape, &arguments)?;
+            let launched = machine.launch_with(device, module, kernel, shape, &arguments);
+            launched.map_err(|error| with_parameters(&error, module))?;
         }
         let ended = machine.run();
         let mut outcome = Outcome { reports: machine.reports(), ..Outcome::default() };
@@ -367,6 +368,21 @@ fn note(seeds: &mut Vec<u64>, seed: u64) {
     }
 }
 
+/// The error of a launch by readable names, with the parameters where the arguments do not fit them.
+fn with_parameters(error: &MachineError, module: &Module) -> anyhow::Error {
+    let mut text = names::make_readable(&error.to_string(), module);
+    let kernel = match error {
+        MachineError::Launch(
+            LaunchError::ArgumentCount { kernel, .. } | LaunchError::ArgumentBytes { kernel, .. },
+        ) => module.kernel(kernel),
+        _ => None,
+    };
+    for (number, param) in kernel.iter().flat_map(|kernel| kernel.params()).enumerate() {
+        text += &format!("\n  parameter {number}: {} bytes, '{}'", param.size, param.name);
+    }
+    anyhow::Error::msg(text)
+}
+
 /// Runs the kernel under all seeds, and prints the reports.
 ///
 /// # Errors
@@ -375,7 +391,12 @@ fn note(seeds: &mut Vec<u64>, seed: u64) {
 pub fn run(args: &Args) -> Result<Verdict> {
     let text = read(&args.file)?;
     let loaded = Module::parse_supported(&text);
-    let (module, refusals) = loaded.with_context(|| format!("{} cannot be loaded", args.file.display()))?;
+    let (module, refusals) = loaded.with_context(|| {
+        let file = args.file.display();
+        let is_cuda = args.file.extension().is_some_and(|ext| ext == "cu");
+        let remedy = if is_cuda { "; `nvcc -ptx -lineinfo` compiles CUDA C++ to PTX" } else { "" };
+        format!("{file} cannot be loaded{remedy}")
+    })?;
     let mut all: Vec<&str> = module.kernels().map(|kernel| kernel.name()).collect();
     all.extend(refusals.iter().map(|refusal| refusal.kernel.as_str()));
     all.sort_unstable();

@@ -315,6 +315,7 @@ fn bad_usage_ends_with_2_and_says_what_is_wrong() {
     for (more, error) in [
         (arguments(&["--arg", "u32:1"]), "takes 3 arguments, 1 were given"),
         ([&LAST_BLOCK[..9], &["u8:1"]].concat(), "has 8 bytes, its argument has 1"),
+        (arguments(&["--arg", "u32:1"]), "parameter 2: 8 bytes, 'out'"),
         ([&LAST_BLOCK[..], &["--out", "3"]].concat(), "argument 3 is no buffer"),
         ([&LAST_BLOCK[4..], &["--block", "2000"]].concat(), "must be from 1 to [1024, 1024, 64]"),
         (
@@ -331,7 +332,10 @@ fn bad_usage_ends_with_2_and_says_what_is_wrong() {
         assert_eq!(code, 2, "{more:?}: {text}");
         assert!(text.contains(error), "{more:?}, without '{error}': {text}");
     }
+    let cuda = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernel.cu");
+    std::fs::write(&cuda, "__global__ void k() {}").unwrap();
     for (call, error) in [
+        (vec!["run", cuda.to_str().unwrap()], "`nvcc -ptx -lineinfo` compiles CUDA C++ to PTX"),
         (vec!["run", missing.to_str().unwrap()], "cannot read"),
         (vec!["run", refused.to_str().unwrap()], "several kernels"),
         (vec!["run", refused.to_str().unwrap(), "first"], "`vgpu check` lists all reasons"),
