@@ -16,7 +16,7 @@ struct Harmless {
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 12] = [
+const HARMLESS: [Harmless; 15] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
@@ -100,6 +100,27 @@ const HARMLESS: [Harmless; 12] = [
         opcode: "atom.relaxed.gpu.",
         source: "post_to(&args.comm",
         why: "a queue leads to one rank, which gets one message in a kernel",
+    },
+    Harmless {
+        kinds: &[Kind::ReleaseToRelaxed],
+        kernel: "",
+        opcode: "st.release.sys.global.b64",
+        source: "if turn == 0 && tid() < 32 {",
+        why: "the ready word of a combine of a tensor says that the rank has entered; `staged` words order its rows",
+    },
+    Harmless {
+        kinds: &[Kind::AcquireToRelaxed],
+        kernel: "",
+        opcode: "ld.acquire.sys.global.b64",
+        source: "ring_bytes(warps, rows.slots, rows.slot_bytes)",
+        why: "the ready word of a peer in a combine of a tensor orders nothing: `staged` words order its rows",
+    },
+    Harmless {
+        kinds: &[Kind::ProxyFenceDropped],
+        kernel: "",
+        opcode: "fence.proxy.async.shared::cta",
+        source: "while load.piece < rows.stages && load.token < end {",
+        why: "these loads fill the ring for the first time: no thread has touched the stages before",
     },
 ];
 
