@@ -352,6 +352,10 @@ pub(crate) enum Rmw {
     AddBf16,
     AddF16x2,
     AddBf16x2,
+    MinF16,
+    MaxF16,
+    MinBf16,
+    MaxBf16,
 }
 
 /// `atom` and `red`.
@@ -550,6 +554,10 @@ pub(crate) enum BulkOp {
     RemoteStore {
         store: u32,
     },
+    /// `cp.reduce.async.bulk`: the number in [`Operands::reductions`].
+    Reduce {
+        copy: u32,
+    },
     Commit,
     Wait {
         pending: u32,
@@ -591,6 +599,7 @@ pub(crate) struct Operands {
     pub(crate) tensor_copies: Vec<TensorCopy>,
     pub(crate) multicasts: Vec<Multicast>,
     pub(crate) remote_stores: Vec<RemoteStore>,
+    pub(crate) reductions: Vec<Reduction>,
 }
 
 /// `cp.async.bulk` with `.multicast::cluster`.
@@ -602,6 +611,26 @@ pub(crate) struct Multicast {
     pub(crate) mbar: Addr,
     /// Blocks of the cluster, one bit each.
     pub(crate) blocks: u32,
+}
+
+/// `cp.reduce.async.bulk`, from shared memory of the block.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reduction {
+    pub(crate) dst: Addr,
+    pub(crate) src: Addr,
+    pub(crate) size: u32,
+    /// To shared memory of a block of the cluster, completing on this mbarrier there. Without one,
+    /// to global memory in a bulk group.
+    pub(crate) mbar: Option<Addr>,
+    pub(crate) combine: Combine,
+}
+
+/// The operation by which a copy changes each element of its destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Combine {
+    pub(crate) op: Rmw,
+    /// Bytes of an element: 2, 4 or 8.
+    pub(crate) bytes: u8,
 }
 
 /// `st.async`, of values that come later than their instruction; `red.async` with an operation.
@@ -634,6 +663,19 @@ pub(crate) struct TensorCopy {
     pub(crate) offsets: Option<[u32; MOST_AXES]>,
 }
 
+/// The operation of a reduction into a tensor, whose elements have a type of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reduce {
+    Add,
+    Min,
+    Max,
+    Inc,
+    Dec,
+    And,
+    Or,
+    Xor,
+}
+
 /// The direction of a copy of a tensor's box.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Way {
@@ -641,6 +683,8 @@ pub(crate) enum Way {
     Load(Addr),
     /// To global memory, in a bulk group.
     Store,
+    /// The same, and changes what is there.
+    Reduce(Reduce),
     /// Nowhere: checks the tensor map alone. `shared` is not given.
     Prefetch,
 }
@@ -747,6 +791,8 @@ pub(crate) enum Op {
     Sleep,
     Exit,
     Trap,
+    /// A fault of the lanes that come to it.
+    CallThroughPointer,
     /// Hints, and fences whose order always holds here.
     Nop,
 }

@@ -1,5 +1,6 @@
 //! Tensor maps: descriptions of tensors in global memory for `cp.async.bulk.tensor`.
 
+use crate::ir::{Combine, Reduce, Rmw};
 use crate::machine::Argument;
 
 /// Most dimensions of a tensor.
@@ -136,14 +137,20 @@ impl ElementType {
 
     /// The type as one byte of a map has it: the bytes, and which kind it is.
     pub(crate) fn byte(self) -> u64 {
-        let is_f32 = self.is_float() && self.bytes() == 4;
-        u64::from(self.bytes()) | if self.is_float() { FLOAT } else { 0 } | if is_f32 { F32 } else { 0 }
+        let bit = |holds: bool, bit: u64| if holds { bit } else { 0 };
+        u64::from(self.bytes())
+            | bit(self.is_float(), FLOAT)
+            | bit(self.is_float() && self.bytes() == 4, F32)
+            | bit(matches!(self, ElementType::I32 | ElementType::I64), SIGNED)
+            | bit(self == ElementType::Bf16, BF16)
     }
 }
 
 /// Bits of [`ElementType::byte`].
 const FLOAT: u64 = 0x10;
 const F32: u64 = 0x20;
+const SIGNED: u64 = 0x40;
+const BF16: u64 = 0x80;
 
 /// Elements outside of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -428,6 +435,8 @@ fn without_bit_21(word: u64) -> u64 {
 pub(crate) struct Tensor {
     pub(crate) rank: usize,
     pub(crate) element_bytes: u64,
+    /// The type of its elements, as [`ElementType::byte`] has it.
+    element: u64,
     address: u64,
     shape: [u64; MOST_DIMENSIONS],
     /// Of all dimensions.
@@ -543,6 +552,7 @@ impl Tensor {
         Ok(Self {
             rank,
             element_bytes,
+            element,
             address,
             shape,
             strides: std::array::from_fn(|d| if d == 0 { element_bytes } else { words[6 + d] }),
@@ -557,6 +567,34 @@ impl Tensor {
     /// Whether it is copied pixel by pixel.
     pub(crate) fn is_of_pixels(&self) -> bool {
         self.pixels.is_some()
+    }
+
+    /// How a reduction changes an element; `None` where the type has no such operation.
+    pub(crate) fn combine(&self, reduce: Reduce) -> Option<Combine> {
+        let (bytes, is_float) = (self.element_bytes as u8, self.element & FLOAT != 0);
+        let is_signed = self.element & SIGNED != 0;
+        let op = match (reduce, bytes, is_float) {
+            (Reduce::Add, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::Add,
+            // As `red` does in global memory.
+            (Reduce::Add, 4, true) => Rmw::AddF32Ftz,
+            (Reduce::Add, 2, true) if self.element & BF16 != 0 => Rmw::AddBf16,
+            (Reduce::Add, 2, true) => Rmw::AddF16,
+            (Reduce::Min, 4 | 8, false) if is_signed => Rmw::MinS,
+            (Reduce::Max, 4 | 8, false) if is_signed => Rmw::MaxS,
+            (Reduce::Min, 4 | 8, false) => Rmw::Min,
+            (Reduce::Max, 4 | 8, false) => Rmw::Max,
+            (Reduce::Min, 2, true) if self.element & BF16 != 0 => Rmw::MinBf16,
+            (Reduce::Max, 2, true) if self.element & BF16 != 0 => Rmw::MaxBf16,
+            (Reduce::Min, 2, true) => Rmw::MinF16,
+            (Reduce::Max, 2, true) => Rmw::MaxF16,
+            (Reduce::Inc, 4, false) if !is_signed => Rmw::Inc,
+            (Reduce::Dec, 4, false) if !is_signed => Rmw::Dec,
+            (Reduce::And, 4 | 8, false) => Rmw::And,
+            (Reduce::Or, 4 | 8, false) => Rmw::Or,
+            (Reduce::Xor, 4 | 8, false) => Rmw::Xor,
+            _ => return None,
+        };
+        Some(Combine { op, bytes })
     }
 
     /// Elements of the box that are copied, in each dimension.

@@ -101,8 +101,8 @@ impl Part {
 pub(crate) enum Completion {
     /// A bulk copy completes on the mbarrier at this shared address.
     Mbarrier(u64),
-    /// A store by `st.async` or `red.async`, of this manner, completes on the mbarrier.
-    Store(u64, How),
+    /// A store by `st.async` or `red.async` completes on the mbarrier.
+    Store(u64),
     /// A bulk copy belongs to a group of its lane, which has committed so many before.
     Group(u32),
     /// A copy by `cp.async` has this number among those of its lane.
@@ -117,6 +117,8 @@ pub(crate) struct Copy {
     pub(crate) lane: usize,
     pub(crate) pc: u32,
     pub(crate) completion: Completion,
+    /// The manner in which it writes its destination.
+    pub(crate) writes: How,
 }
 
 /// How long a kernel rests after a release that the host may wait for.
@@ -866,16 +868,13 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn copy(&mut self, copy: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
-        let &Copy { ref src, ref dst, lane, pc, completion } = copy;
+        let &Copy { ref src, ref dst, lane, pc, completion, writes: how } = copy;
         let warp = self.block.key(self.warp);
         // A copy by `cp.async` is in the generic proxy, behind its lane's accesses before.
-        let (how, own) = match completion {
-            Completion::Thread(_) => (How::ASYNC, self.own(lane)),
-            Completion::Store(_, how) => (how, self.own(lane)),
-            _ => (How::BULK, 0),
-        };
+        let own = if how.bulk { 0 } else { self.own(lane) };
+        let read = How { strong: None, size: 0, rmw: false, ..how };
         let (reads, writes) = match completion {
-            Completion::Mbarrier(offset) | Completion::Store(offset, _) => {
+            Completion::Mbarrier(offset) | Completion::Store(offset) => {
                 let actor = self.peers.at(self.block, offset).load_actor(offset_of(offset));
                 (actor, actor)
             }
@@ -889,14 +888,14 @@ impl Hooks for CheckHooks<'_> {
             }
         };
         dst.iter().for_each(|&(dst, bytes)| self.world.stores.add(warp, dst, bytes));
-        let record = |(actor, tick)| Record::of(actor, tick, pc, how);
+        let record = |(actor, tick), how| Record::of(actor, tick, pc, how);
         self.block.join_acquired(self.warp, lane);
         let past = self.block.past(self.warp, lane);
         let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &past, space));
-        let who = |place, actor| {
+        let who = |place, actor, how: How| {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
             Accessor {
-                record: record(actor),
+                record: record(actor, how),
                 own,
                 published: how.bulk.then_some(&published[space]),
                 view: PastView::all(&past),
@@ -904,7 +903,7 @@ impl Hooks for CheckHooks<'_> {
         };
         let mut old = vec![];
         if let (true, &[(src, bytes)]) = (self.weak_memory(), src.as_slice()) {
-            let reader = who(src, reads);
+            let reader = who(src, reads, read);
             let mut picks = vec![];
             if let Some((shadow, grids, at, _)) = self.look(src, 1 << lane) {
                 for o in (0..bytes).step_by(4) {
@@ -924,12 +923,12 @@ impl Hooks for CheckHooks<'_> {
             }
         }
         let mut violations = vec![];
-        if let Completion::Mbarrier(mbarrier) | Completion::Store(mbarrier, _) = completion
+        if let Completion::Mbarrier(mbarrier) | Completion::Store(mbarrier) = completion
             && self.peers.is_remote(mbarrier)
         {
             // Another block's mbarrier must have been initialised before.
             let place = Place::Shared { offset: mbarrier };
-            let record = Record { how: How::WEAK, ..record(reads) };
+            let record = record(reads, How::WEAK);
             let lane_of =
                 Accessor { record, own: self.own(lane), published: None, view: PastView::all(&past) };
             let found = self
@@ -941,14 +940,14 @@ impl Hooks for CheckHooks<'_> {
                 .extend(self.unless_only_weak(found.filter(of_init)).map(|found| (place, false, found)));
         }
         for &(src, bytes) in src {
-            let reader = who(src, reads);
+            let reader = who(src, reads, read);
             let read = self
                 .look(src, 1 << lane)
                 .and_then(|(shadow, grids, at, _)| shadow.read(grids, at, bytes, &reader).first());
             violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
         }
         for &(dst, bytes) in dst {
-            let writer = who(dst, writes);
+            let writer = who(dst, writes, how);
             if let Place::Shared { offset } = dst
                 && let Some(peer) = self.peers.other(offset)
             {

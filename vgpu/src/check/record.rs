@@ -229,14 +229,15 @@ impl<'a> Accessor<'a> {
         self.record.row.lane(at).map_or(1, |lane| 1 << lane)
     }
 
-    /// Both are strong, take in each other, and touch the same bytes in the same way.
+    /// Both are strong and of one proxy, take in each other, and touch the same bytes in the same way.
     pub(super) fn morally_strong(&self, grids: &Grids, record: &Record) -> bool {
         let (Some(mine), Some(theirs)) = (self.record.how.strong, record.how.strong) else { return false };
-        !record.how.bulk
-            && !self.record.how.bulk
+        // Bulk copies have no lane.
+        let own = if self.own == 0 { self.record.actor } else { self.own };
+        record.how.bulk == self.record.how.bulk
             && record.how.size == self.record.how.size
             && record.bytes == self.record.bytes
-            && grids.mutual(mine, self.own, theirs, record.actor)
+            && grids.mutual(mine, own, theirs, record.actor)
     }
 
     /// Whether the access comes after the whole kernel of an actor.

@@ -14,7 +14,7 @@ use super::unchecked::FEW;
 use crate::check::hooks::{Blamed, Hooks, Part, Place};
 use crate::check::record::{How, ViolationAt};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::float::{canonical, flush};
+use crate::float::{self, canonical, flush};
 use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
 
 /// Generic addresses of shared, local and parameter memory carry a tag in their top byte, which no
@@ -173,11 +173,20 @@ fn modify(op: Rmw, bytes: u8, old: u64, a: u64, b: u64) -> u64 {
         Rmw::AddBf16 => u64::from(add_bf16(old as u16, a as u16)),
         Rmw::AddF16x2 => halves(old, a, add_f16),
         Rmw::AddBf16x2 => halves(old, a, add_bf16),
+        Rmw::MinF16 => of_halves(old, a, f16::from_bits, f16::to_bits, float::min::<f16, false>),
+        Rmw::MaxF16 => of_halves(old, a, f16::from_bits, f16::to_bits, float::max::<f16, false>),
+        Rmw::MinBf16 => of_halves(old, a, bf16::from_bits, bf16::to_bits, float::min::<bf16, false>),
+        Rmw::MaxBf16 => of_halves(old, a, bf16::from_bits, bf16::to_bits, float::max::<bf16, false>),
     }
 }
 
 fn halves(old: u64, a: u64, f: impl Fn(u16, u16) -> u16) -> u64 {
     u64::from(f(old as u16, a as u16)) | u64::from(f((old >> 16) as u16, (a >> 16) as u16)) << 16
+}
+
+/// A function of floats of 16 bits, of their bits.
+fn of_halves<T>(old: u64, a: u64, from: fn(u16) -> T, to: fn(T) -> u16, f: fn(T, T) -> T) -> u64 {
+    u64::from(to(f(from(old as u16), from(a as u16))))
 }
 
 fn add_f16(x: u16, y: u16) -> u16 {

@@ -7,6 +7,7 @@
 
 use std::ops::Range;
 
+use super::access::rmw;
 use super::bulk_queue::{Buffer, End, PIECES, Pending, Stage, Stages};
 use super::cluster::{map_shared, rank_of};
 use super::descriptor::ranges;
@@ -17,7 +18,7 @@ use crate::check::hooks::Place;
 use crate::check::hooks::{Completion, Copy, Hooks};
 use crate::check::record::How;
 use crate::fault::FaultKind;
-use crate::ir::{BulkOp, Multicast, RemoteStore, SINK, Scope, TensorCopy, Way};
+use crate::ir::{BulkOp, Combine, Multicast, Reduction, RemoteStore, SINK, Scope, TensorCopy, Way};
 use crate::memory::Table;
 use crate::seeds::Rng;
 use crate::tensor_map::{
@@ -60,8 +61,12 @@ impl Pending {
                 for at in range.step_by(16) {
                     if let Some((p, part)) = self.unit_pointer(block, table, at, self.dst)? {
                         let from = &self.data.0[at..][part];
-                        // SAFETY: as above.
-                        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), p, from.len()) };
+                        match self.reduces {
+                            // SAFETY: as above.
+                            None => unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), p, from.len()) },
+                            // SAFETY: as above. Units begin at multiples of 16 bytes of the tensor.
+                            Some(combine) => unsafe { change(p, combine, from) },
+                        }
                     }
                 }
                 Stage::Landed
@@ -77,20 +82,18 @@ impl Pending {
                 }
                 Stage::Read
             }
-            Stage::Read if self.reduces.is_some() => {
-                // All pieces land with the last.
-                if range.end == self.bytes as usize
-                    && let (End::Shared(address), Some(op)) = (self.dst, self.reduces)
-                {
-                    block.reduce(address, op, &self.data.0)?;
-                }
-                Stage::Landed
-            }
             Stage::Read => {
                 let dst = end_pointer(block, table, self.dst, self.bytes)?;
                 let from = &self.data.0[range.clone()];
-                // SAFETY: as above, for the destination.
-                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), dst.add(range.start), from.len()) };
+                match self.reduces {
+                    // SAFETY: as above, for the destination.
+                    None => unsafe {
+                        std::ptr::copy_nonoverlapping(from.as_ptr(), dst.add(range.start), from.len());
+                    },
+                    // SAFETY: as above. Destination and range are aligned to the elements, which was
+                    // checked at the issue.
+                    Some(combine) => unsafe { change(dst.add(range.start), combine, from) },
+                }
                 Stage::Landed
             }
             Stage::Landed => Stage::Landed,
@@ -149,6 +152,19 @@ impl Pending {
             first = alike.end;
         }
         Ok(())
+    }
+}
+
+/// Changes the elements at `dst` by those of `from`, each at once.
+///
+/// # Safety
+/// `dst` must be valid for as many bytes as `from` has, and aligned to the elements.
+unsafe fn change(dst: *mut u8, Combine { op, bytes }: Combine, from: &[u8]) {
+    for (at, element) in from.chunks_exact(bytes.into()).enumerate() {
+        let mut operand = [0; 8];
+        operand[..element.len()].copy_from_slice(element);
+        // SAFETY: passed on to the caller.
+        unsafe { rmw(dst.add(at * usize::from(bytes)), bytes, op, u64::from_ne_bytes(operand), 0) };
     }
 }
 
@@ -311,15 +327,15 @@ impl<W: Hooks> Exec<'_, W> {
             let done = match *op {
                 BulkOp::Load { dst, src, size, mbar } => {
                     let (dst, src) = (End::Shared(self.address(&dst, i)), End::Global(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, Some(self.address(&mbar, i)))?
+                    self.issue(env, i, dst, src, size, Some(self.address(&mbar, i)), None)?
                 }
                 BulkOp::Store { dst, src, size } => {
                     let (dst, src) = (End::Global(self.address(&dst, i)), End::Shared(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, None)?
+                    self.issue(env, i, dst, src, size, None, None)?
                 }
                 BulkOp::SharedToShared { dst, src, size, mbar } => {
                     let (dst, src) = (End::Shared(self.address(&dst, i)), End::Shared(self.address(&src, i)));
-                    self.issue(env, i, dst, src, size, Some(self.address(&mbar, i)))?
+                    self.issue(env, i, dst, src, size, Some(self.address(&mbar, i)), None)?
                 }
                 BulkOp::Prefetch { src, size } => {
                     let bytes = self.warp.regs.r32[size as usize][i];
@@ -328,6 +344,7 @@ impl<W: Hooks> Exec<'_, W> {
                 BulkOp::Tensor { copy } => self.issue_tensor(env, i, copy)?,
                 BulkOp::Multicast { copy } => self.issue_multicast(env, i, copy)?,
                 BulkOp::RemoteStore { store } => self.issue_store(i, store)?,
+                BulkOp::Reduce { copy } => self.issue_reduction(env, i, copy)?,
                 BulkOp::Commit => {
                     let thread = self.thread(i) as usize;
                     self.block.bulk.committed[thread] += 1;
@@ -348,8 +365,9 @@ impl<W: Hooks> Exec<'_, W> {
         self.warp.index * 32 + lane as u32
     }
 
-    /// Issues a copy. The inner error is about the form of the copy, the outer one is a finding of
+    /// Issues a copy, or a reduction. The inner error is about the form of the copy, the outer one is a finding of
     /// the checks.
+    #[allow(clippy::too_many_arguments)] // The parts of a copy, once each.
     fn issue(
         &mut self,
         env: &Env,
@@ -358,6 +376,7 @@ impl<W: Hooks> Exec<'_, W> {
         src: End,
         size: u32,
         mbar: Option<u64>,
+        reduces: Option<Combine>,
     ) -> Run<Result<(), FaultKind>> {
         let bytes = self.warp.regs.r32[size as usize][lane];
         let own = match src {
@@ -383,7 +402,7 @@ impl<W: Hooks> Exec<'_, W> {
             true => [src, dst].map(|end| vec![(self.end_place(end, bytes), u64::from(bytes))]),
             false => Default::default(),
         };
-        self.begin(lane, dst, src, bytes, (vec![], Reads::default()), mbar, ends)?;
+        self.begin(lane, dst, src, bytes, (vec![], Reads::default()), mbar, ends, reduces)?;
         Ok(Ok(()))
     }
 
@@ -422,11 +441,20 @@ impl<W: Hooks> Exec<'_, W> {
         };
         for rank in targets {
             let (to, mbar) = (End::Shared(map_shared(dst, rank)), map_shared(mbar, rank));
-            if let Err(kind) = self.issue(env, lane, to, End::Global(src), size, Some(mbar))? {
+            if let Err(kind) = self.issue(env, lane, to, End::Global(src), size, Some(mbar), None)? {
                 return Ok(Err(kind));
             }
         }
         Ok(Ok(()))
+    }
+
+    /// Issues a copy that changes its destination, as [`Exec::issue`] does.
+    fn issue_reduction(&mut self, env: &Env, lane: usize, copy: u32) -> Run<Result<(), FaultKind>> {
+        let Reduction { dst, src, size, mbar, combine } = env.kernel.operands.reductions[copy as usize];
+        let (dst, src) = (self.address(&dst, lane), End::Shared(self.address(&src, lane)));
+        let mbar = mbar.map(|mbar| self.address(&mbar, lane));
+        let dst = if mbar.is_some() { End::Shared(dst) } else { End::Global(dst) };
+        self.issue(env, lane, dst, src, size, mbar, Some(combine))
     }
 
     /// Issues `st.async` or `red.async`, as [`Exec::issue`] does.
@@ -458,8 +486,8 @@ impl<W: Hooks> Exec<'_, W> {
         let mut stale = vec![];
         if W::ON {
             let dst = vec![(Place::Shared { offset: to }, size)];
-            let completion = Completion::Store(mbar, how);
-            let copy = Copy { src: vec![], dst, lane, pc: self.pc, completion };
+            let completion = Completion::Store(mbar);
+            let copy = Copy { src: vec![], dst, lane, pc: self.pc, completion, writes: how };
             let (old, violations) = self.watch.copy(&copy);
             stale = old;
             for (place, write, violation) in violations {
@@ -478,7 +506,7 @@ impl<W: Hooks> Exec<'_, W> {
             thread,
             group: 0,
             data: Buffer(data),
-            reduces: op,
+            reduces: op.map(|op| Combine { op, bytes: each }),
             stages: Stages::READ,
             late: None,
             awaited: true,
@@ -527,20 +555,29 @@ impl<W: Hooks> Exec<'_, W> {
             (Way::Load(_), Some(slots)) => slots.map(|slot| value(slot) as u16),
             _ => [0; MOST_AXES],
         };
-        if let Err(message) = tensor.check_coordinates(&coordinates, matches!(way, Way::Store)) {
+        if let Err(message) =
+            tensor.check_coordinates(&coordinates, matches!(way, Way::Store | Way::Reduce(_)))
+        {
             return bad(message);
         }
         let mbar = match way {
             Way::Prefetch => return Ok(Ok(())),
             Way::Load(mbar) => Some(self.address(&mbar, lane)),
-            Way::Store => None,
+            Way::Store | Way::Reduce(_) => None,
+        };
+        let reduces = match way {
+            Way::Reduce(reduce) => match tensor.combine(reduce) {
+                None => return bad(format!("{reduce:?} is no operation of the tensor's elements")),
+                combine => combine,
+            },
+            _ => None,
         };
         let offset = self.address(&shared, lane);
         if !offset.is_multiple_of(128) {
             return Ok(Err(FaultKind::Misaligned { addr: offset, align: 128 }));
         }
         if blocks == SINK {
-            return self.copy_box(env, lane, (&tensor, at), (&coordinates, offsets), offset, mbar);
+            return self.copy_box(env, lane, (&tensor, at), (&coordinates, offsets), offset, mbar, reduces);
         }
         let targets = match self.targets(blocks, lane) {
             Ok(targets) => targets,
@@ -549,7 +586,7 @@ impl<W: Hooks> Exec<'_, W> {
         for rank in targets {
             let (offset, mbar) = (map_shared(offset, rank), mbar.map(|mbar| map_shared(mbar, rank)));
             if let Err(kind) =
-                self.copy_box(env, lane, (&tensor, at), (&coordinates, offsets), offset, mbar)?
+                self.copy_box(env, lane, (&tensor, at), (&coordinates, offsets), offset, mbar, None)?
             {
                 return Ok(Err(kind));
             }
@@ -557,6 +594,7 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(Ok(()))
     }
 
+    #[allow(clippy::too_many_arguments)] // The parts of a copy, once each.
     /// Issues the copy of a box of the tensor, whose map is at an address, from or to `offset`: a
     /// load if it has an mbarrier.
     fn copy_box(
@@ -567,6 +605,7 @@ impl<W: Hooks> Exec<'_, W> {
         (coordinates, offsets): (&[i32; MOST_DIMENSIONS], [u16; MOST_AXES]),
         offset: u64,
         mbar: Option<u64>,
+        reduces: Option<Combine>,
     ) -> Run<Result<(), FaultKind>> {
         let (bytes, room) = (tensor.bytes(), tensor.shared_bytes());
         let there = match mbar {
@@ -578,7 +617,7 @@ impl<W: Hooks> Exec<'_, W> {
             return Ok(Err(kind));
         }
         let mut units = tensor.units(coordinates, offsets, offset);
-        if mbar.is_none() {
+        if mbar.is_none() && reduces.is_none() {
             // Where a row of the tensor ends in a unit, an H200 stores the rest of the unit too. A
             // unit ends with its memory here: on a GPU no other memory begins there.
             for unit in units.iter_mut().filter(|unit| unit.len > 0) {
@@ -616,7 +655,7 @@ impl<W: Hooks> Exec<'_, W> {
         };
         // A store takes bytes as they are.
         let reads = if mbar.is_some() { tensor.reads } else { Reads::default() };
-        self.begin(lane, dst, src, bytes as u32, (units, reads), mbar, ends)?;
+        self.begin(lane, dst, src, bytes as u32, (units, reads), mbar, ends, reduces)?;
         Ok(Ok(()))
     }
 
@@ -631,6 +670,7 @@ impl<W: Hooks> Exec<'_, W> {
         (units, reads): (Vec<Unit>, Reads),
         mbar: Option<u64>,
         ends: [Vec<(Place, u64)>; 2],
+        reduces: Option<Combine>,
     ) -> Run<()> {
         let thread = self.thread(lane);
         let group = self.block.bulk.committed[thread as usize];
@@ -641,12 +681,19 @@ impl<W: Hooks> Exec<'_, W> {
         if W::ON {
             let [src, dst] = ends;
             let completion = mbar.map_or(Completion::Group(group), Completion::Mbarrier);
-            let copy = Copy { src, dst, lane, pc: self.pc, completion };
+            // Each element of a reduction is relaxed, of scope .gpu.
+            let writes = match reduces {
+                Some(Combine { bytes, .. }) => {
+                    How { strong: Some(Scope::Gpu), size: bytes, rmw: true, ..How::BULK }
+                }
+                None => How::BULK,
+            };
+            let copy = Copy { src, dst, lane, pc: self.pc, completion, writes };
             let (old, violations) = self.watch.copy(&copy);
             // A box has no words in a row.
             stale = if units.is_empty() { old } else { vec![] };
             for (place, write, violation) in violations {
-                self.blame(place, violation, lane, How::BULK, write)?;
+                self.blame(place, violation, lane, if write { writes } else { How::BULK }, write)?;
             }
         }
         self.changed();
@@ -661,7 +708,7 @@ impl<W: Hooks> Exec<'_, W> {
             thread,
             group,
             data: Buffer::default(),
-            reduces: None,
+            reduces,
             stages: Stages::default(),
             late: None,
             awaited: false,

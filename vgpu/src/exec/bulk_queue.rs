@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::check::hooks::Stale;
-use crate::ir::Rmw;
+use crate::ir::Combine;
 use crate::memory::Found;
 use crate::tensor_map::{Reads, Unit};
 
@@ -132,8 +132,8 @@ pub(super) struct Pending {
     pub(super) group: u32,
     /// Buffer of the bytes read, empty before, and the stage of each piece.
     pub(super) data: Buffer,
-    /// For `red.async`: the operation that combines the data with the destination.
-    pub(super) reduces: Option<Rmw>,
+    /// For reductions: how the data changes the destination.
+    pub(super) reduces: Option<Combine>,
     pub(super) stages: Stages,
     /// Whether it proceeds only when no warp can run: the latest legal completion. Drawn when it
     /// might first have proceeded.

@@ -7,11 +7,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::access::rmw;
 use super::state::{Barrier, BlockState, Exec, Flow, GroupState, Run, SharedMemory, stop};
 use crate::check::hooks::Hooks;
 use crate::fault::FaultKind;
-use crate::ir::{CLUSTER_BARRIER, Op, Rmw};
+use crate::ir::{CLUSTER_BARRIER, Op};
 
 /// The lowest bit of a block's number in an address of shared memory.
 pub(crate) const RANK_SHIFT: u32 = 24;
@@ -86,21 +85,6 @@ impl BlockState {
     /// Whether an address is that of another block's shared memory.
     pub(super) fn is_remote(&self, address: u64) -> bool {
         self.cluster.is_some() && rank_of(address) != self.rank
-    }
-
-    /// Combines a value with that at `address`, at once.
-    pub(super) fn reduce(&self, address: u64, op: Rmw, value: &[u8]) -> Result<(), FaultKind> {
-        let bytes = value.len() as u64;
-        if !address.is_multiple_of(bytes) {
-            return Err(FaultKind::Misaligned { addr: address, align: bytes });
-        }
-        let p = self.in_cluster(address, bytes)?;
-        let mut operand = [0; 8];
-        operand[..value.len()].copy_from_slice(value);
-        // SAFETY: `in_cluster` checked `bytes` bytes, 4 or 8, and the address, whose alignment in the
-        // window is that in memory, is aligned to them.
-        unsafe { rmw(p, bytes as u8, op, u64::from_ne_bytes(operand), 0) };
-        Ok(())
     }
 
     /// Counts a warp at the barrier of the cluster.

@@ -288,6 +288,7 @@ impl<W: Hooks> Exec<'_, W> {
                     lane: i,
                     pc,
                     completion: Completion::Thread(number[i]),
+                    writes: How::ASYNC,
                 };
                 let (old, violations) = self.watch.copy(&copy);
                 stale.extend(old.into_iter().map(|(at, value)| (i, at as usize, value.to_ne_bytes())));

@@ -336,6 +336,10 @@ impl<'a, W: Hooks> Exec<'a, W> {
             }
             Op::Exit => return self.exit(m),
             Op::Trap => return stop(FaultKind::Trap, lanes::lanes(m).next()),
+            Op::CallThroughPointer => {
+                let what = "a call through a pointer".to_owned();
+                return stop(FaultKind::Unsupported(what), lanes::lanes(m).next());
+            }
             Op::Nop => {}
         }
         self.pc += 1;

@@ -15,7 +15,7 @@ use crate::exec::products::{Shape, WarpProduct};
 use crate::exec::wgmma::{MatrixA, Product};
 use crate::ir::{
     Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, Multicast, NO_GUARD, Op,
-    Operands, RemoteStore, SINK, TensorCopy, Votes, WarpOp, Way, WgmmaOp,
+    Operands, Reduction, RemoteStore, SINK, TensorCopy, Votes, WarpOp, Way, WgmmaOp,
 };
 use crate::ptx::Flow;
 use crate::ptx::flow::Leave;
@@ -182,6 +182,11 @@ pub(super) fn registers(
                 let file = if *bytes == 8 { R64 } else { R32 };
                 regs[..usize::from(*n)].iter_mut().for_each(|s| f(file, Use, s));
             }
+            BulkOp::Reduce { copy } => {
+                let Reduction { dst, src, size, mbar, .. } = &mut operands.reductions[*copy as usize];
+                [dst, src].into_iter().chain(mbar).for_each(|a| address(a, f));
+                f(R32, Use, size);
+            }
             BulkOp::Commit | BulkOp::Wait { .. } => {}
         },
         Op::Copy(op) => match op {
@@ -208,7 +213,13 @@ pub(super) fn registers(
             d.iter_mut().for_each(|s| f(R32, Update, s));
         }
         Op::Wgmma(_) | Op::CheckRegisters(_) | Op::ClusterArrive { .. } | Op::ClusterWait => {}
-        Op::Bra { .. } | Op::Fence(_) | Op::Sleep | Op::Exit | Op::Trap | Op::Nop => {}
+        Op::Bra { .. }
+        | Op::Fence(_)
+        | Op::Sleep
+        | Op::Exit
+        | Op::Trap
+        | Op::CallThroughPointer
+        | Op::Nop => {}
     }
 }
 
@@ -220,7 +231,7 @@ pub(super) fn flow_of(code: &[Inst], tables: &[Vec<u32>]) -> Flow {
             Op::BrxIdx { table, .. } => {
                 (tables[table as usize].iter().map(|&target| target as usize).collect(), false)
             }
-            Op::Exit | Op::Trap => (vec![], true),
+            Op::Exit | Op::Trap | Op::CallThroughPointer => (vec![], true),
             _ => return None,
         };
         Some(Leave { targets, exits, continues: code[i].guard != NO_GUARD })

@@ -2,8 +2,8 @@
 //!
 //! The interpreter then needs no stack, and lanes that return at different places meet again as
 //! after any branch. Arguments lie in local memory, in the caller's `.param` variables; the
-//! function uses the same bytes under its own names. Recursion and calls through pointers cannot be
-//! supported this way. Lanes of a warp that call the same function from different places do not
+//! function uses the same bytes under its own names. Recursion cannot be supported this way, and a
+//! call through a pointer is a fault of the lanes that come to it. Lanes of a warp that call the same function from different places do not
 //! meet at the warp-wide instructions in it.
 
 use super::state::{self, Binding, Call, Lower, Lowered, describe};
@@ -12,12 +12,19 @@ use crate::ptx::{Operand, Param, Span};
 
 /// `call {(results),} name {, (arguments)}`
 pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
-    l.count(ops, 1..=3)?;
+    l.count(ops, 1..=4)?;
     let empty = (Operand::List(vec![]), l.pos);
     let (results, rest) = match &ops[0].0 {
         Operand::List(_) => (&ops[0], &ops[1..]),
         _ => (&empty, ops),
     };
+    if let Some((Operand::Name(name), pos)) = rest.first()
+        && rest.len() >= 2
+        && matches!(l.lookup(name, *pos), Ok(Binding::Reg { .. }))
+    {
+        l.push(Op::CallThroughPointer);
+        return Ok(());
+    }
     let (Some((Operand::Name(name), pos)), true) = (rest.first(), rest.len() <= 2) else {
         return l.error("a call needs the name of a function");
     };

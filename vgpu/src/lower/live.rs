@@ -30,6 +30,7 @@ impl Live {
             tensor_copies: kernel.operands.tensor_copies.clone(),
             multicasts: kernel.operands.multicasts.clone(),
             remote_stores: kernel.operands.remote_stores.clone(),
+            reductions: kernel.operands.reductions.clone(),
         };
         let touches: Vec<Vec<Touch>> = kernel
             .code

@@ -4,8 +4,8 @@ use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::ir::{
-    BarrierKind, BulkOp, Fence, File, MbarOp, Multicast, Op, Order, Rmw, SINK, Scope, ShflMode, Space, Votes,
-    WarpOp,
+    BarrierKind, BulkOp, Combine, Fence, File, MbarOp, Multicast, Op, Order, Reduction, Rmw, SINK, Scope,
+    ShflMode, Space, Votes, WarpOp,
 };
 use crate::ptx::{Operand, Span};
 
@@ -360,7 +360,7 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `cp.async`, `cp.async.bulk`
+/// `cp.async`, `cp.async.bulk`, `cp.reduce.async.bulk`
 pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
     if !m.has("async") {
         return m.unsupported();
@@ -370,6 +370,9 @@ pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
     }
     if m.has("tensor") {
         return super::tensor::copy(m);
+    }
+    if m.has("reduce") {
+        return reduction(m);
     }
     if m.has("commit_group") {
         return Ok(Box::new(|l, ops| {
@@ -446,6 +449,75 @@ pub(super) fn bulk(m: &mut Mods) -> Result<Emit, String> {
             _ => BulkOp::Store { dst, src, size },
         };
         l.push(Op::Bulk(op));
+        Ok(())
+    }))
+}
+
+/// `cp.reduce.async.bulk`, to global memory or to shared memory of a block of the cluster.
+fn reduction(m: &mut Mods) -> Result<Emit, String> {
+    let spaces: Vec<&str> =
+        m.names().filter(|n| matches!(*n, "global" | "shared::cta" | "shared::cluster")).collect();
+    m.ignore(&spaces);
+    let on_mbarrier = m.has("mbarrier::complete_tx::bytes");
+    let to_global = match (spaces.as_slice(), on_mbarrier, m.has("bulk_group")) {
+        (["global", "shared::cta"], false, true) => true,
+        (["shared::cluster", "shared::cta"], true, false) => false,
+        _ => return m.unsupported(),
+    };
+    let policy = usize::from(m.has("L2::cache_hint"));
+    if policy == 1 && !to_global {
+        return m.unsupported();
+    }
+    let name = m.one_of(&[
+        ("add", (Rmw::Add, Rmw::Add)),
+        ("min", (Rmw::Min, Rmw::MinS)),
+        ("max", (Rmw::Max, Rmw::MaxS)),
+        ("inc", (Rmw::Inc, Rmw::Inc)),
+        ("dec", (Rmw::Dec, Rmw::Dec)),
+        ("and", (Rmw::And, Rmw::And)),
+        ("or", (Rmw::Or, Rmw::Or)),
+        ("xor", (Rmw::Xor, Rmw::Xor)),
+    ]);
+    let noftz = m.has("noftz");
+    let Some((unsigned, signed)) = name else { return m.unsupported() };
+    let ty = m.ty()?;
+    let orders = matches!(unsigned, Rmw::Min | Rmw::Max);
+    let op = match (unsigned, ty) {
+        (Rmw::Add, Ty::U32 | Ty::S32 | Ty::U64) => Rmw::Add,
+        // Global memory flushes subnormals, as `red` does there.
+        (Rmw::Add, Ty::F32) if to_global => Rmw::AddF32Ftz,
+        (Rmw::Add, Ty::F64) if to_global => Rmw::AddF64,
+        (Rmw::Add, Ty::F16) if to_global => Rmw::AddF16,
+        (Rmw::Add, Ty::Bf16) if to_global => Rmw::AddBf16,
+        (_, Ty::U32) if orders => unsigned,
+        (_, Ty::S32) if orders => signed,
+        (_, Ty::U64) if orders && to_global => unsigned,
+        (_, Ty::S64) if orders && to_global => signed,
+        (Rmw::Min, Ty::F16) if to_global => Rmw::MinF16,
+        (Rmw::Max, Ty::F16) if to_global => Rmw::MaxF16,
+        (Rmw::Min, Ty::Bf16) if to_global => Rmw::MinBf16,
+        (Rmw::Max, Ty::Bf16) if to_global => Rmw::MaxBf16,
+        (Rmw::Inc | Rmw::Dec, Ty::U32) => unsigned,
+        (Rmw::And | Rmw::Or | Rmw::Xor, Ty::B32) => unsigned,
+        (Rmw::And | Rmw::Or | Rmw::Xor, Ty::B64) if to_global => unsigned,
+        _ => return m.unsupported(),
+    };
+    // Of floats of 16 bits, sums alone name the qualifier.
+    if noftz != matches!(op, Rmw::AddF16 | Rmw::AddBf16) {
+        return m.unsupported();
+    }
+    let combine = Combine { op, bytes: (ty.bits() / 8) as u8 };
+    Ok(Box::new(move |l, ops| {
+        let n = 3 + usize::from(!to_global) + policy;
+        l.count(ops, n..=n)?;
+        if policy == 1 {
+            l.source_of::<u64>(&ops[n - 1])?;
+        }
+        let (dst, src) = (l.address(&ops[0])?, l.address(&ops[1])?);
+        let size = l.source_of::<u32>(&ops[2])?;
+        let mbar = if to_global { None } else { Some(l.address(&ops[3])?) };
+        l.operands.reductions.push(Reduction { dst, src, size, mbar, combine });
+        l.push(Op::Bulk(BulkOp::Reduce { copy: l.operands.reductions.len() as u32 - 1 }));
         Ok(())
     }))
 }

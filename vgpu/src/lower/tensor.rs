@@ -7,13 +7,13 @@ use super::types::Mods;
 use super::wgmma::integer;
 use crate::exec::lanes::{op1, op2};
 use crate::ir::{
-    Addr, BulkOp, FULL, Fence, File, Init, Op, SINK, Scope, Space, Special, TensorCopy, WarpOp, Way,
+    Addr, BulkOp, FULL, Fence, File, Init, Op, Reduce, SINK, Scope, Space, Special, TensorCopy, WarpOp, Way,
 };
 use crate::ptx::{Operand, Span};
 use crate::tensor_map::{ElementType, Field, MARK_PLACE, MOST_AXES, MOST_DIMENSIONS, address_word};
 
-/// `cp.async.bulk.tensor` and `cp.async.bulk.prefetch.tensor`, of boxes (`.tile`) and of pixels
-/// (`.im2col`, and `.im2col_no_offs` of a store).
+/// `cp.async.bulk.tensor`, `cp.reduce.async.bulk.tensor` and `cp.async.bulk.prefetch.tensor`, of boxes
+/// (`.tile`) and of pixels (`.im2col`, and `.im2col_no_offs` of a store or a reduction).
 pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     const DIMENSIONS: [(&str, u8); MOST_DIMENSIONS] = [("1d", 1), ("2d", 2), ("3d", 3), ("4d", 4), ("5d", 5)];
     let Some(rank) = m.one_of(&DIMENSIONS) else { return m.unsupported() };
@@ -46,8 +46,23 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     let on_mbarrier = m.has("mbarrier::complete_tx::bytes");
     let in_group = m.has("bulk_group");
     let multicast = usize::from(m.has("multicast::cluster"));
+    const REDUCTIONS: [(&str, Reduce); 8] = [
+        ("add", Reduce::Add),
+        ("min", Reduce::Min),
+        ("max", Reduce::Max),
+        ("inc", Reduce::Inc),
+        ("dec", Reduce::Dec),
+        ("and", Reduce::And),
+        ("or", Reduce::Or),
+        ("xor", Reduce::Xor),
+    ];
+    let reduce = m.has("reduce").then(|| m.one_of(&REDUCTIONS));
+    if reduce == Some(None) {
+        return m.unsupported();
+    }
+    let reduce = reduce.flatten();
     match (spaces.as_slice(), on_mbarrier, in_group) {
-        (["shared::cluster" | "shared::cta", "global"], true, false) if !without => {
+        (["shared::cluster" | "shared::cta", "global"], true, false) if !without && reduce.is_none() => {
             Ok(Box::new(move |l, ops| {
                 let n = 3 + list + multicast + policy;
                 l.count(ops, n..=n)?;
@@ -66,7 +81,7 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
                 let (map, coordinates) = place(l, rank, &ops[0])?;
                 let shared = l.address(&ops[1])?;
                 let offsets = without.then_some([SINK; MOST_AXES]);
-                let way = Way::Store;
+                let way = reduce.map_or(Way::Store, Way::Reduce);
                 push(l, TensorCopy { way, map, rank, coordinates, shared, blocks: SINK, offsets });
                 Ok(())
             }))

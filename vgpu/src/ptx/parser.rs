@@ -606,6 +606,15 @@ impl<'a> Parser<'a> {
                     let inst = self.instruction(pos, Some((p, negated)))?;
                     out.push(Stmt::Inst(inst));
                 }
+                // The shape of a function that is called through a pointer.
+                Tok::Word(".callprototype") => {
+                    while !self.eat(';') {
+                        if self.peek().tok == Tok::Eof {
+                            return self.unexpected("';'");
+                        }
+                        self.at += 1;
+                    }
+                }
                 Tok::Word(w) if w.starts_with('.') => {
                     return self.error(pos, format!("directive '{w}' is not supported inside a kernel"));
                 }

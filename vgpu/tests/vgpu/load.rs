@@ -180,6 +180,24 @@ fn calls_that_cannot_be_inlined_are_refused() {
     assert!(Module::parse(&with_functions(&many, "call f39;")).unwrap_err().message.contains("too large"));
 }
 
+/// Programs have such calls in kernels that never come to them: Taichi's allocator is one.
+#[test]
+fn calls_through_pointers_are_faults_of_lanes_that_come_to_them() {
+    let body = |lane: u32| {
+        format!(
+            "setp.eq.u32 %p1, %r40, {lane}; mov.u64 %rd3, 7;
+             {{ .param .b64 param0; .param .b64 retval0; st.param.b64 [param0], %rd3;
+             prototype_1: .callprototype (.param .b64 _) _ (.param .b64 _);
+             @%p1 call (retval0), %rd3, (param0), prototype_1; }}
+             st.global.u64 [%rd42], %rd3;"
+        )
+    };
+    assert_eq!(run_body("", &body(32), 32, &[0; 32]), [7; 32]);
+    let fault = fault_of("", &body(5), 32);
+    assert!(fault.to_string().contains("a call through a pointer"), "{fault}");
+    assert_eq!(fault.lane, Some(5));
+}
+
 #[test]
 fn registers_that_nothing_has_written_are_found() {
     let reads = |body: &str| -> Vec<(String, String)> {

@@ -489,6 +489,10 @@ fn other_copies_of_tensors_are_refused() {
         "fence.proxy.tensormap::generic.acquire.sys",
         "prefetch.tensormap",
         "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group.L2::cache_hint",
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group",
+        "cp.reduce.async.bulk.tensor.1d.global.shared::cta.xor.bulk_group.L2::cache_hint",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.noftz.bf16",
+        "cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.inc.u32",
         "tensormap.replace.tile.global_address.shared::cta.b1024.b64",
         "tensormap.replace.tile.element_stride.global.b1024.b32",
         "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.cluster.sync.aligned",
@@ -496,7 +500,11 @@ fn other_copies_of_tensors_are_refused() {
         assert!(supported_opcode(opcode), "{opcode}");
     }
     for opcode in [
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group",
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.exch.tile.bulk_group",
+        "cp.reduce.async.bulk.tensor.2d.shared::cluster.global.add.tile.mbarrier::complete_tx::bytes",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s64",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f16",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.min.noftz.f16",
         "cp.async.bulk.tensor.2d.global.shared::cta.mbarrier::complete_tx::bytes",
         "cp.async.bulk.tensor.2d.shared::cta.global.bulk_group",
         "cp.async.bulk.tensor.6d.global.shared::cta.bulk_group",
