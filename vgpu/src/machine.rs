@@ -530,8 +530,8 @@ impl Machine {
         Ok(Array { memory, region, offset, len: bytes / each, of: PhantomData })
     }
 
-    /// Enqueues a kernel on a device, behind those that are there. `params` are the bytes of its
-    /// parameters, with the PTX's layout.
+    /// Enqueues a kernel on a device, behind those that are there: that which [`Module::find`]
+    /// finds. `params` are the bytes of its parameters, with the PTX's layout.
     ///
     /// # Errors
     /// The device or the kernel does not exist. [`run`](Self::run) reports all other errors of a
@@ -544,7 +544,7 @@ impl Machine {
         shape: GridConfig,
         params: &[u8],
     ) -> Result<(), MachineError> {
-        self.enqueue(Residency::InTurn, device, find(module, kernel)?, shape, params.to_vec(), vec![])
+        self.enqueue(Residency::InTurn, device, module.find(kernel)?, shape, params.to_vec(), vec![])
     }
 
     /// The same with the arguments by themselves, in the order of the kernel's parameters. Arrays
@@ -561,7 +561,7 @@ impl Machine {
         shape: GridConfig,
         arguments: &[&dyn Argument],
     ) -> Result<(), MachineError> {
-        self.enqueue_with(Residency::InTurn, device, find(module, kernel)?, shape, arguments)
+        self.enqueue_with(Residency::InTurn, device, module.find(kernel)?, shape, arguments)
     }
 
     /// Enqueues a cooperative launch: all blocks are resident together, as kernels with
@@ -579,7 +579,7 @@ impl Machine {
         shape: GridConfig,
         arguments: &[&dyn Argument],
     ) -> Result<(), MachineError> {
-        self.enqueue_with(Residency::Together, device, find(module, kernel)?, shape, arguments)
+        self.enqueue_with(Residency::Together, device, module.find(kernel)?, shape, arguments)
     }
 
     fn enqueue_with(
@@ -780,13 +780,6 @@ enum Turn {
     Spun,
 }
 
-fn find(module: &Module, kernel: &str) -> Result<Arc<Kernel>, MachineError> {
-    module.kernel(kernel).ok_or_else(|| {
-        let names: Vec<_> = module.kernels().map(|kernel| kernel.name()).collect();
-        MachineError::NoKernel { kernel: kernel.to_owned(), known: names.join(", ") }
-    })
-}
-
 impl Device {
     /// Starts the next kernel, if none runs.
     fn start(&mut self, config: &DeviceConfig) -> Result<(), MachineError> {
@@ -950,6 +943,9 @@ mod tests {
         assert_eq!(error, "device 1 of a machine with 1: they are numbered from 0");
         let error = machine.launch(0, &module(), "sub", ONE, &[0; 8]).unwrap_err().to_string();
         assert_eq!(error, "the module has no kernel 'sub'; it has add, wait, write");
+        let several = module().find("a").unwrap_err().to_string();
+        assert_eq!(several, "2 kernels of the module have [\"a\"] in their name: add, wait");
+        assert_eq!(module().find("w*ait").unwrap().name(), "wait");
         let call = |arguments: &[&dyn Argument]| {
             let module = module();
             Machine::new(1).launch_with(0, &module, "add", ONE, arguments).unwrap_err().to_string()

@@ -84,6 +84,24 @@ impl Module {
         self.kernels.get(name).cloned()
     }
 
+    /// The kernel of this name. Otherwise the one whose name has all parts of `name`, which `*`
+    /// separates, such as `8dispatch*ILi2E` for `dispatch<2>`.
+    ///
+    /// # Errors
+    /// No kernel has them, or several have; the text lists the kernels.
+    pub fn find(&self, name: &str) -> Result<Arc<Kernel>, MachineError> {
+        if let Some(kernel) = self.kernel(name) {
+            return Ok(kernel);
+        }
+        self.kernel_like(&name.split('*').collect::<Vec<_>>()).map_err(|error| match error {
+            MachineError::NotOneKernel { found, .. } if found.is_empty() => {
+                let known: Vec<_> = self.kernels().map(|kernel| kernel.name()).collect();
+                MachineError::NoKernel { kernel: name.to_owned(), known: known.join(", ") }
+            }
+            several => several,
+        })
+    }
+
     /// The one kernel whose name has all of these parts. Parts of a mangled C++ name do, such as
     /// `["8dispatch", "ILi2E"]` for `dispatch<2>`.
     ///

@@ -76,10 +76,7 @@ fn run(
 ) -> Result<(), Failure> {
     let (ptx, entry) = (given("ptx", ptx.text())?, given("entry", entry.text())?);
     let module = Module::parse(&ptx).map_err(|error| (BAD_PTX, error.to_string()))?;
-    let kernel = module.kernel(&entry).ok_or_else(|| {
-        let names: Vec<&str> = module.kernels().map(|kernel| kernel.name()).collect();
-        bad(format!("the PTX has no kernel '{entry}'; it has {}", names.join(", ")))
-    })?;
+    let kernel = module.find(&entry).map_err(|error| bad(error.to_string()))?;
     if args.len() != kernel.params().len() {
         let (takes, got) = (kernel.params().len(), args.len());
         return Err(bad(format!("kernel '{entry}' takes {takes} arguments, {got} were given")));

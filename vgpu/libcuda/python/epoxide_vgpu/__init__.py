@@ -100,6 +100,8 @@ def _extents(size):
 def run(ptx, entry, grid, block, args, *, dynamic_shared=0, check=False, seed=0, max_warp_instructions=0):
     """Runs the kernel `entry` of `ptx` over `grid` blocks of `block` threads: a number or up to three.
 
+    `entry` is the name of a kernel, or a part of a mangled name that no other kernel has.
+
     With `check`, data races and reads of unwritten memory are faults. A `seed` draws the order of
     warps. Raises VgpuError with a report; no buffer is changed then.
     """
