@@ -180,7 +180,7 @@ fn calls_that_cannot_be_inlined_are_refused() {
     assert!(Module::parse(&with_functions(&many, "call f39;")).unwrap_err().message.contains("too large"));
 }
 
-/// Programs have such calls in kernels that never come to them: Taichi's allocator is one.
+/// Programs have such calls in kernels that never come to them, as Taichi's runtime module does.
 #[test]
 fn calls_through_pointers_are_faults_of_lanes_that_come_to_them() {
     let body = |lane: u32| {
