@@ -78,6 +78,32 @@ fn synchronise(context: Handle) -> Res {
     world.synchronise(tables, &streams).map(drop)
 }
 
+fn destroy_context(context: Handle) -> Res {
+    let world = world()?;
+    if world.lock().context(context)?.primary {
+        return Err(INVALID_CONTEXT);
+    }
+    CONTEXTS.with_borrow_mut(|contexts| {
+        if contexts.last() == Some(&context) {
+            contexts.pop();
+        }
+    });
+    destroy(world, context)
+}
+
+fn push(context: Handle) -> Res {
+    world()?.lock().context(context)?;
+    CONTEXTS.with_borrow_mut(|contexts| contexts.push(context));
+    Ok(())
+}
+
+fn pop(context: Out<Handle>) -> Res {
+    world()?;
+    let popped = CONTEXTS.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?;
+    context.put_optional(popped);
+    Ok(())
+}
+
 api! {
     /// Makes a context, current on this thread.
     fn cuCtxCreate_v2(context: Out<Handle>, flags: c_uint, device: CUdevice) {
@@ -102,31 +128,32 @@ api! {
 
     /// Destroys a context and all that belongs to it.
     fn cuCtxDestroy_v2(context: Handle) {
-        let world = world()?;
-        if world.lock().context(context)?.primary {
-            return Err(INVALID_CONTEXT);
-        }
-        CONTEXTS.with_borrow_mut(|contexts| {
-            if contexts.last() == Some(&context) {
-                contexts.pop();
-            }
-        });
-        destroy(world, context)
+        destroy_context(context)
+    }
+
+    /// The same by its first name, which programs that look functions up may have.
+    fn cuCtxDestroy(context: Handle) {
+        destroy_context(context)
     }
 
     /// Makes a context current, on top of the others of this thread.
     fn cuCtxPushCurrent_v2(context: Handle) {
-        world()?.lock().context(context)?;
-        CONTEXTS.with_borrow_mut(|contexts| contexts.push(context));
-        Ok(())
+        push(context)
+    }
+
+    /// The same by its first name, which programs that look functions up may have.
+    fn cuCtxPushCurrent(context: Handle) {
+        push(context)
     }
 
     /// Takes the current context off.
     fn cuCtxPopCurrent_v2(context: Out<Handle>) {
-        world()?;
-        let popped = CONTEXTS.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?;
-        context.put_optional(popped);
-        Ok(())
+        pop(context)
+    }
+
+    /// The same by its first name, which programs that look functions up may have.
+    fn cuCtxPopCurrent(context: Out<Handle>) {
+        pop(context)
     }
 
     /// Replaces the current context; null takes it off.

@@ -57,6 +57,10 @@ fn elapsed_ms(tables: &mut Tables, start: Handle, end: Handle) -> Res<f32> {
     Ok(((i128::from(end) - i128::from(start)) as f64 / 1e6) as f32)
 }
 
+fn destroy_event(event: Handle) -> Res {
+    world()?.lock().events.remove(&event).map(drop).ok_or(INVALID_HANDLE)
+}
+
 api! {
     /// Makes an event.
     fn cuEventCreate(to: Out<Handle>, flags: c_uint) {
@@ -74,7 +78,12 @@ api! {
 
     /// Destroys an event.
     fn cuEventDestroy_v2(event: Handle) {
-        world()?.lock().events.remove(&event).map(drop).ok_or(INVALID_HANDLE)
+        destroy_event(event)
+    }
+
+    /// The same by its first name, which programs that look functions up may have.
+    fn cuEventDestroy(event: Handle) {
+        destroy_event(event)
     }
 
     /// Records an event in a stream.

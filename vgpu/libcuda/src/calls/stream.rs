@@ -36,6 +36,22 @@ fn create(to: Out<Handle>, flags: c_uint, priority: c_int) -> Res {
     to.put(stream)
 }
 
+fn destroy_stream(stream: Handle) -> Res {
+    let world = world()?;
+    let mut tables = world.lock();
+    if stream <= 2 || tables.contexts.values().any(|context| context.legacy == stream) {
+        return Err(INVALID_HANDLE);
+    }
+    // The capture is not valid any more, but the stream can be destroyed.
+    let _ = tables.forbid_on_captured(stream);
+    let queue = &mut tables.stream(stream)?.queue;
+    queue.closed = true;
+    if queue.is_idle() {
+        tables.streams.remove(&stream);
+    }
+    Ok(())
+}
+
 api! {
     /// Makes a stream.
     fn cuStreamCreate(stream: Out<Handle>, flags: c_uint) {
@@ -49,19 +65,12 @@ api! {
 
     /// Destroys a stream, once its work is done.
     fn cuStreamDestroy_v2(stream: Handle) {
-        let world = world()?;
-        let mut tables = world.lock();
-        if stream <= 2 || tables.contexts.values().any(|context| context.legacy == stream) {
-            return Err(INVALID_HANDLE);
-        }
-        // The capture is not valid any more, but the stream can be destroyed.
-        let _ = tables.forbid_on_captured(stream);
-        let queue = &mut tables.stream(stream)?.queue;
-        queue.closed = true;
-        if queue.is_idle() {
-            tables.streams.remove(&stream);
-        }
-        Ok(())
+        destroy_stream(stream)
+    }
+
+    /// The same by its first name, which programs that look functions up may have.
+    fn cuStreamDestroy(stream: Handle) {
+        destroy_stream(stream)
     }
 
     /// Waits for the work of a stream.
