@@ -418,7 +418,8 @@ pub struct Race {
     pub label: String,
     /// Offset of the first word in the region or in the shared window, in bytes.
     pub offset: u64,
-    /// Name of the part, such as `ready[3]`, or of a shared variable, `tile + 0x40`; empty without names.
+    /// Name of the part, such as `ready[3]`, or of a shared variable, `tile + 0x40`. Empty without
+    /// names.
     pub part: String,
     /// Manner of the access that was stopped, such as `weak read`; the fault gives its position.
     pub access: String,
@@ -602,7 +603,8 @@ pub enum FaultKind {
         label: String,
         /// Offset of the first word in the region or in the shared window, in bytes.
         offset: u64,
-        /// Name of the part, such as `ready[3]`, or of a shared variable, `tile + 0x40`; empty without names.
+        /// Name of the part, such as `ready[3]`, or of a shared variable, `tile + 0x40`. Empty
+        /// without names.
         part: String,
         /// Length in bytes.
         bytes: u64,

@@ -368,7 +368,7 @@ fn note(seeds: &mut Vec<u64>, seed: u64) {
     }
 }
 
-/// The error of a launch by readable names, with the parameters where the arguments do not fit them.
+/// The error of a launch by readable names. Where the arguments do not fit, the parameters follow.
 fn with_parameters(error: &MachineError, module: &Module) -> anyhow::Error {
     let mut text = names::make_readable(&error.to_string(), module);
     let kernel = match error {

@@ -229,7 +229,8 @@ impl<'a> Accessor<'a> {
         self.record.row.lane(at).map_or(1, |lane| 1 << lane)
     }
 
-    /// Both are strong and of one proxy, take in each other, and touch the same bytes in the same way.
+    /// Both are strong and of one proxy, take in each other, and touch the same bytes in the same
+    /// way.
     pub(super) fn morally_strong(&self, grids: &Grids, record: &Record) -> bool {
         let (Some(mine), Some(theirs)) = (self.record.how.strong, record.how.strong) else { return false };
         // Bulk copies have no lane.

@@ -90,8 +90,8 @@ impl Pending {
                     None => unsafe {
                         std::ptr::copy_nonoverlapping(from.as_ptr(), dst.add(range.start), from.len());
                     },
-                    // SAFETY: as above. Destination and range are aligned to the elements, which was
-                    // checked at the issue.
+                    // SAFETY: as above. Destination and range are aligned to the elements,
+                    // which was checked at the issue.
                     Some(combine) => unsafe { change(dst.add(range.start), combine, from) },
                 }
                 Stage::Landed
@@ -365,8 +365,8 @@ impl<W: Hooks> Exec<'_, W> {
         self.warp.index * 32 + lane as u32
     }
 
-    /// Issues a copy, or a reduction. The inner error is about the form of the copy, the outer one is a finding of
-    /// the checks.
+    /// Issues a copy, or a reduction. The inner error is about the form of the copy, the outer one
+    /// is a finding of the checks.
     #[allow(clippy::too_many_arguments)] // The parts of a copy, once each.
     fn issue(
         &mut self,

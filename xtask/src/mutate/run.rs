@@ -23,10 +23,10 @@ const PTX_VARIABLE: &str = "EPOXIDE_PTX";
 const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-sms 4 --timeout 20";
 /// Round trips that together run every line that a round trip can. High throughput runs within a
 /// node, across mapped nodes, through queues, and with nodes kept apart whose kernels store to wire
-/// memory of a peer. Its rows have one piece or several, with scales, with sizes that differ between
-/// ranks, and are replayed. Some fill the rings of all warps more than once. Low latency runs with few tokens, whose
-/// rows go as packets, and with more tokens than a block has threads. The latter has more experts
-/// than a rank has blocks.
+/// memory of a peer. Its rows have one piece or several, with scales, with sizes that differ
+/// between ranks, and are replayed. Some fill the rings of all warps more than once. Low latency
+/// runs with few tokens, whose rows go as packets, and with more tokens than a block has threads.
+/// The latter has more experts than a rank has blocks.
 const WORKLOADS: [&str; 20] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
