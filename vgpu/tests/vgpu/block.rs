@@ -414,3 +414,61 @@ fn a_wait_for_an_mbarrier_that_is_given_up_is_no_deadlock() {
     // It spins, as far as can be seen, but not for ever.
     while run.grid.step(10_000).unwrap() != Progress::Done {}
 }
+
+#[test]
+fn reductions_by_bulk_copies_change_each_element() {
+    let twice = |word: u32| u64::from(word) << 32 | u64::from(word);
+    let four = |half: u16| twice(u32::from(half) << 16 | u32::from(half));
+    let [one, two, subnormal] = [1f32, 2.0, f32::from_bits(1)].map(|x| twice(x.to_bits()));
+    let minus_one = twice(u32::MAX);
+    for (operation, old, data, new) in [
+        ("add.u32", twice(5), twice(u32::MAX), twice(4)),
+        ("add.s32", twice(5), twice(7), twice(12)),
+        ("add.u64", u64::MAX, 3, 2),
+        ("add.f32", one, two, twice(3f32.to_bits())),
+        // As `red` in global memory.
+        ("add.f32", subnormal, subnormal, 0),
+        ("add.f64", 1f64.to_bits(), 2f64.to_bits(), 3f64.to_bits()),
+        ("add.noftz.f16", four(0x3c00), four(0x4000), four(0x4200)),
+        ("add.noftz.f16", four(1), four(2), four(3)),
+        ("add.noftz.bf16", four(0x3f80), four(0x4000), four(0x4040)),
+        ("min.u32", twice(5), minus_one, twice(5)),
+        ("min.s32", twice(5), minus_one, minus_one),
+        ("max.u64", 1 << 63, 1, 1 << 63),
+        ("max.s64", 1 << 63, 1, 1),
+        ("min.f16", four(0xbc00), four(0x3c00), four(0xbc00)),
+        ("max.bf16", four(0x7fc0), four(0x3f80), four(0x3f80)),
+        ("inc.u32", twice(4), twice(4), 0),
+        ("dec.u32", twice(0), twice(9), twice(9)),
+        ("and.b32", twice(0b1100), twice(0b1010), twice(0b1000)),
+        ("or.b64", 0b1100, 0b1010, 0b1110),
+        ("xor.b64", 0b1100, 0b1010, 0b0110),
+    ] {
+        let body = format!(
+            "mov.u32 %r1, DATA; mov.u64 %rd1, {data};
+             st.shared.u64 [%r1], %rd1; st.shared.u64 [%r1+8], %rd1; fence.proxy.async.shared::cta;
+             cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation} [%rd40], [%r1], 16;
+             cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
+        );
+        let words = run_body(".shared .align 16 .b8 DATA[16];", &body, 1, &[old, old, old]);
+        assert_eq!(words, [new, new, old], "{operation}");
+    }
+}
+
+#[test]
+fn a_reduction_into_shared_memory_completes_on_its_mbarrier() {
+    let words = run_body(
+        ".shared .align 16 .b8 DATA[32]; .shared .align 8 .b8 MBAR[8];",
+        "mov.u32 %r1, DATA; mov.u32 %r2, MBAR; mov.u64 %rd1, 7; mov.u64 %rd2, 35;
+         mbarrier.init.shared.b64 [%r2], 1;
+         st.shared.u64 [%r1], %rd1; st.shared.u64 [%r1+8], %rd1;
+         st.shared.u64 [%r1+16], %rd2; st.shared.u64 [%r1+24], %rd2; fence.proxy.async.shared::cta;
+         mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16;
+         cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u64 [%r1+16], [%r1], 16, [%r2];
+         WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0; @!%p1 bra WAIT;
+         ld.shared.u64 %rd3, [%r1+24]; st.global.u64 [%rd42], %rd3;",
+        1,
+        &[0],
+    );
+    assert_eq!(words, [42]);
+}
