@@ -27,7 +27,7 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// between ranks, and are replayed. Some fill the rings of all warps more than once. Low latency
 /// runs with few tokens, whose rows go as packets, and with more tokens than a block has threads.
 /// The latter has more experts than a rank has blocks.
-const WORKLOADS: [&str; 20] = [
+const WORKLOADS: [&str; 22] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
@@ -43,6 +43,8 @@ const WORKLOADS: [&str; 20] = [
     "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --tokens 200 --experts 36 --iterations 2",
     "--mode low-latency --ranks-per-node 2 --tokens 100 --hidden 1024 --dtype fp8 --iterations 2 --graph-replays 2",
+    "--mode low-latency --ranks-per-node 2 --tokens 100 --dtype fp8 --iterations 4 --random",
+    "--mode low-latency --ranks-per-node 2 --tokens 140 --hidden 1024 --dtype fp8 --iterations 2 --graph-replays 2",
     "--mode low-latency --ranks-per-node 3 --dtype mxfp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --nodes 2 --ranks-per-node 2 --transport direct --iterations 4 --random",
     "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --dtype fp8 --iterations 3 --graph-replays 3",
