@@ -143,6 +143,7 @@ impl ElementType {
             | bit(self.is_float() && self.bytes() == 4, F32)
             | bit(matches!(self, ElementType::I32 | ElementType::I64), SIGNED)
             | bit(self == ElementType::Bf16, BF16)
+            | bit(matches!(self, ElementType::F32Ftz | ElementType::Tf32Ftz), FLUSHED)
     }
 }
 
@@ -151,6 +152,8 @@ const FLOAT: u64 = 0x10;
 const F32: u64 = 0x20;
 const SIGNED: u64 = 0x40;
 const BF16: u64 = 0x80;
+/// Of f32: sums flush subnormals.
+const FLUSHED: u64 = SIGNED;
 
 /// Elements outside of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -575,8 +578,9 @@ impl Tensor {
         let is_signed = self.element & SIGNED != 0;
         let op = match (reduce, bytes, is_float) {
             (Reduce::Add, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::Add,
-            // As `red` does in global memory.
-            (Reduce::Add, 4, true) => Rmw::AddF32Ftz,
+            (Reduce::Add, 4, true) if self.element & FLUSHED != 0 => Rmw::AddF32Ftz,
+            (Reduce::Add, 4, true) => Rmw::AddF32,
+            (Reduce::Add, 8, true) => Rmw::AddF64,
             (Reduce::Add, 2, true) if self.element & BF16 != 0 => Rmw::AddBf16,
             (Reduce::Add, 2, true) => Rmw::AddF16,
             (Reduce::Min, 4 | 8, false) if is_signed => Rmw::MinS,
@@ -589,9 +593,9 @@ impl Tensor {
             (Reduce::Max, 2, true) => Rmw::MaxF16,
             (Reduce::Inc, 4, false) if !is_signed => Rmw::Inc,
             (Reduce::Dec, 4, false) if !is_signed => Rmw::Dec,
-            (Reduce::And, 4 | 8, false) => Rmw::And,
-            (Reduce::Or, 4 | 8, false) => Rmw::Or,
-            (Reduce::Xor, 4 | 8, false) => Rmw::Xor,
+            (Reduce::And, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::And,
+            (Reduce::Or, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::Or,
+            (Reduce::Xor, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::Xor,
             _ => return None,
         };
         Some(Combine { op, bytes })

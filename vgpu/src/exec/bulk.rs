@@ -453,6 +453,11 @@ impl<W: Hooks> Exec<'_, W> {
         let Reduction { dst, src, size, mbar, combine } = env.kernel.operands.reductions[copy as usize];
         let (dst, src) = (self.address(&dst, lane), End::Shared(self.address(&src, lane)));
         let mbar = mbar.map(|mbar| self.address(&mbar, lane));
+        if mbar.is_some() && self.block.cluster.is_none() {
+            // An H200 answers so.
+            let message = "a reduction into shared memory, by a block that is in no cluster".to_owned();
+            return Ok(Err(FaultKind::BulkCopy { message }));
+        }
         let dst = if mbar.is_some() { End::Shared(dst) } else { End::Global(dst) };
         self.issue(env, lane, dst, src, size, mbar, Some(combine))
     }
@@ -617,12 +622,14 @@ impl<W: Hooks> Exec<'_, W> {
             return Ok(Err(kind));
         }
         let mut units = tensor.units(coordinates, offsets, offset);
-        if mbar.is_none() && reduces.is_none() {
-            // Where a row of the tensor ends in a unit, an H200 stores the rest of the unit too. A
-            // unit ends with its memory here: on a GPU no other memory begins there.
+        if mbar.is_none() {
+            // Where a row of the tensor ends in a unit, an H200 stores the rest of the unit too, and
+            // reduces it. A unit ends with its memory here: on a GPU no other memory begins there.
+            let element = reduces.map_or(1, |combine| u64::from(combine.bytes));
             for unit in units.iter_mut().filter(|unit| unit.len > 0) {
                 if let Some(found) = env.table.find(unit.global, unit.len.into()) {
-                    unit.len = (found.start + found.bytes - unit.global).min(16) as u8;
+                    let room = (found.start + found.bytes - unit.global).min(16);
+                    unit.len = (room - room % element) as u8;
                 }
             }
         }

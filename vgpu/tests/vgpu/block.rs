@@ -426,8 +426,8 @@ fn reductions_by_bulk_copies_change_each_element() {
         ("add.s32", twice(5), twice(7), twice(12)),
         ("add.u64", u64::MAX, 3, 2),
         ("add.f32", one, two, twice(3f32.to_bits())),
-        // As `red` in global memory.
-        ("add.f32", subnormal, subnormal, 0),
+        // Unlike `red` in global memory.
+        ("add.f32", subnormal, subnormal, twice(2)),
         ("add.f64", 1f64.to_bits(), 2f64.to_bits(), 3f64.to_bits()),
         ("add.noftz.f16", four(0x3c00), four(0x4000), four(0x4200)),
         ("add.noftz.f16", four(1), four(2), four(3)),
@@ -456,19 +456,14 @@ fn reductions_by_bulk_copies_change_each_element() {
 }
 
 #[test]
-fn a_reduction_into_shared_memory_completes_on_its_mbarrier() {
-    let words = run_body(
+fn a_reduction_into_shared_memory_needs_a_cluster() {
+    let fault = fault_of(
         ".shared .align 16 .b8 DATA[32]; .shared .align 8 .b8 MBAR[8];",
-        "mov.u32 %r1, DATA; mov.u32 %r2, MBAR; mov.u64 %rd1, 7; mov.u64 %rd2, 35;
-         mbarrier.init.shared.b64 [%r2], 1;
-         st.shared.u64 [%r1], %rd1; st.shared.u64 [%r1+8], %rd1;
-         st.shared.u64 [%r1+16], %rd2; st.shared.u64 [%r1+24], %rd2; fence.proxy.async.shared::cta;
+        "mov.u32 %r1, DATA; mov.u32 %r2, MBAR; mbarrier.init.shared.b64 [%r2], 1;
          mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16;
-         cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u64 [%r1+16], [%r1], 16, [%r2];
-         WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0; @!%p1 bra WAIT;
-         ld.shared.u64 %rd3, [%r1+24]; st.global.u64 [%rd42], %rd3;",
+         cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u64 [%r1+16], [%r1], 16, [%r2];",
         1,
-        &[0],
     );
-    assert_eq!(words, [42]);
+    let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
+    assert!(message.contains("no cluster"), "{message}");
 }

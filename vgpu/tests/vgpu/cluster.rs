@@ -403,13 +403,20 @@ fn copies_reach_other_blocks() {
     let first = "setp.ne.u32 %p1, %r1, 0; @%p1 bra AFTER; mov.u16 %h1, 15;";
     let before = |word: usize| (word / 4 * 4 + (word + 3) % 4) as u64 + 40;
     type Word<'a> = &'a dyn Fn(usize) -> u64;
-    let cases: [(String, u32, Word); 6] = [
+    let cases: [(String, u32, Word); 7] = [
         (
             format!(
                 "{next} cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r5+64], [%r3], 16, [%r7];"
             ),
             16,
             &before,
+        ),
+        (
+            format!(
+                "{next} cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes.add.u32 [%r5+64], [%r3], 16, [%r7];"
+            ),
+            16,
+            &|word| before(word) + 5,
         ),
         (
             format!(

@@ -1,9 +1,10 @@
-//! Results of an H200 held against the virtual GPU: copies of boxes of tensors, and products of
-//! matrices. One program makes both: over NVIDIA's driver it records, and here it compares.
-//! Recorded on 2026-11-28 with driver 580.159.04.
+//! Results of an H200 held against the virtual GPU: copies of boxes of tensors, products of matrices,
+//! and reductions by bulk copies. One program makes both: over NVIDIA's driver it records, and here
+//! it compares. Recorded on 2026-11-28 with driver 580.159.04.
 
 mod boxes;
 mod products;
+mod reductions;
 
 use std::ffi::CString;
 use std::fmt::Write as _;
@@ -113,6 +114,7 @@ fn digest(result: &Result<Vec<u8>, Code>) -> String {
 fn cases() -> Vec<Case> {
     let mut cases = boxes::cases();
     cases.extend(products::cases());
+    cases.extend(reductions::cases());
     cases
 }
 
@@ -217,6 +219,7 @@ fn record_from(first: usize) -> ! {
     let mut cases = boxes::cases();
     if first >= cases.len() {
         cases.extend(products::cases());
+        cases.extend(reductions::cases());
     }
     // With this variable, what the virtual GPU gives is recorded, which helps to find a difference.
     if std::env::var_os("EPOXIDE_TEST_VIRTUAL").is_none() {
