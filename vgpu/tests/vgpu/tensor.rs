@@ -73,6 +73,10 @@ impl Case {
         }
     }
 
+    fn element_type(&self) -> ElementType {
+        self.types()[self.shape[0] % self.types().len()]
+    }
+
     fn tensor_bytes(&self) -> usize {
         let last = self.shape.len() - 1;
         if last == 0 { self.shape[0] * self.bytes } else { self.strides[last - 1] * self.shape[last] }
@@ -83,7 +87,7 @@ impl Case {
         let words = |list: &[usize]| list.iter().map(|&v| v as u32).collect::<Vec<_>>();
         TensorMap::tiled(&TiledTensor {
             address,
-            element_type: self.types()[self.shape[0] % self.types().len()],
+            element_type: self.element_type(),
             shape: &longs(&self.shape),
             strides: &longs(&self.strides),
             tile: &words(&self.tile),
@@ -315,6 +319,33 @@ fn boxes_go_to_the_tensor_and_to_the_16_bytes_at_the_end_of_a_row() {
         let (_, got) = case
             .run(&Case::text(&case.store()), &content, &before, seed, check)
             .unwrap_or_else(|e| panic!("{case:?}: {e}"));
+        assert!(got == expected, "{case:?}");
+    }
+}
+
+#[test]
+fn reductions_of_boxes_change_the_16_bytes_at_the_end_of_a_row_too() {
+    use ElementType::{I32, U32, U64};
+    let mut rng = ChaCha8Rng::seed_from_u64(3);
+    for seed in 0..tier(120, 2000) {
+        let case = std::iter::repeat_with(|| Case::random(&mut rng))
+            .find(|case| [U32, I32, U64].contains(&case.element_type()))
+            .expect("it does not end")
+            .for_store();
+        let (mut expected, content) = (noise(&mut rng, case.tensor_bytes()), noise(&mut rng, ROOM));
+        let before = expected.clone();
+        for (at, place, is_last) in case.elements() {
+            if let Some(place) = place {
+                let len = if is_last { 16 - at % 16 } else { case.bytes }.min(expected.len() - place);
+                let bytes = expected[place..place + len].iter_mut();
+                bytes.zip(&content[at..at + len]).for_each(|(byte, with)| *byte ^= with);
+            }
+        }
+        let reduction = case.store().replace("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor");
+        let text = replaced(&reduction, ".tile.bulk_group", ".xor.tile.bulk_group");
+        let check = case.check(seed % 2 == 0);
+        let (_, got) =
+            case.run(&text, &content, &before, seed, check).unwrap_or_else(|e| panic!("{case:?}: {e}"));
         assert!(got == expected, "{case:?}");
     }
 }
