@@ -52,7 +52,7 @@ pub struct Map {
 
 /// 128 bytes, as programs have them.
 #[repr(C, align(64))]
-struct Bytes([u8; 128]);
+pub struct Bytes(pub [u8; 128]);
 
 impl Map {
     /// A matrix of f32.
@@ -127,7 +127,7 @@ impl Map {
 }
 
 /// One character for a code of `cuTensorMapEncodeTiled`.
-fn letter(code: Code) -> char {
+pub fn letter(code: Code) -> char {
     match code {
         0 | INVALID_VALUE => (b'0' + code as u8).into(),
         NOT_SUPPORTED => 'n',

@@ -111,10 +111,18 @@ fn digest(result: &Result<Vec<u8>, Code>) -> String {
     }
 }
 
-fn cases() -> Vec<Case> {
-    let mut cases = boxes::cases();
-    cases.extend(products::cases());
-    cases.extend(reductions::cases());
+/// All cases: boxes, products and reductions. Groups of them are left out when one of number `first` is
+/// already there.
+fn cases(first: usize) -> Vec<Case> {
+    let only = std::env::var(ONLY).ok();
+    let wanted =
+        |case: &Case| only.as_ref().is_none_or(|parts| parts.split(',').any(|part| case.name.contains(part)));
+    let mut cases = vec![];
+    for group in [boxes::cases, products::cases, reductions::cases] {
+        if first >= cases.len() {
+            cases.extend(group().into_iter().filter(wanted));
+        }
+    }
     cases
 }
 
@@ -156,7 +164,7 @@ fn lines(cases: &[Case], digests: &[String]) -> String {
 
 #[test]
 fn the_virtual_gpu_gives_what_an_h200_gave() {
-    let cases = cases();
+    let cases = cases(usize::MAX);
     let mut digests = vec![];
     run_all(&cases, |_, result| {
         digests.push(digest(&result));
@@ -177,6 +185,8 @@ fn the_virtual_gpu_gives_what_an_h200_gave() {
 /// case: its digest, a tab, and all bytes.
 const FIRST: &str = "EPOXIDE_TEST_FIRST";
 const RESULTS: &str = "results.tsv";
+/// Parts of names, separated by commas: only cases whose name has one are run.
+const ONLY: &str = "EPOXIDE_TEST_ONLY";
 /// The longest that all cases may take. Later ones are not recorded.
 const LONGEST: Duration = Duration::from_secs(100);
 
@@ -187,7 +197,7 @@ fn record() {
     if let Some(first) = std::env::var(FIRST).ok().and_then(|first| first.parse::<usize>().ok()) {
         record_from(first);
     }
-    let cases = cases();
+    let cases = cases(usize::MAX);
     std::fs::write(RESULTS, "").unwrap();
     let mut digests: Vec<String> = vec![];
     let end = Instant::now() + LONGEST;
@@ -213,14 +223,10 @@ fn record() {
     std::fs::write("h200.tsv", lines(&cases, &digests)).unwrap();
 }
 
-/// Adds a line for each case from `first` to the first fault, or to the last copy. Ends the process.
+/// Adds a line for each case from `first` to the first fault, or to the last of a group. Ends the process.
 fn record_from(first: usize) -> ! {
     use std::io::Write as _;
-    let mut cases = boxes::cases();
-    if first >= cases.len() {
-        cases.extend(products::cases());
-        cases.extend(reductions::cases());
-    }
+    let cases = cases(first);
     // With this variable, what the virtual GPU gives is recorded, which helps to find a difference.
     if std::env::var_os("EPOXIDE_TEST_VIRTUAL").is_none() {
         OTHER_LIBRARY.set("libcuda.so.1".into()).expect("runs by itself");

@@ -415,19 +415,23 @@ struct Layout {
 }
 
 impl Layout {
-    /// A layout of a matrix with so many rows, or columns, of which one fits into shared memory.
-    fn random(rng: &mut Rng, rows: u64, of_16_bits: bool) -> Layout {
+    /// A layout of a matrix with so many rows, or columns, of `row` bytes, of which one fits into
+    /// shared memory.
+    fn random(rng: &mut Rng, rows: u64, of_16_bits: bool, row: u64) -> Layout {
         let swizzle = if rows > 192 { rng.of(&[16, 32, 64]) } else { rng.of(&[16, 32, 64, 128]) };
         let transposed = of_16_bits && rng.from(0, 1) == 1;
+        // A row fits into one of the swizzle.
+        let swizzle = if !transposed && swizzle > 16 { row.max(swizzle) } else { swizzle };
         let (leading, stride) = match (transposed, swizzle) {
-            (false, 16) => (128, 256),
+            (false, 16) => (128, 8 * row),
             (false, _) => (0, 8 * swizzle),
             (true, 16) => (16 * rows, 128),
             // One block of 8 k behind the other, and behind them the next rows.
-            (true, _) => (16 * swizzle, 8 * swizzle),
+            (true, _) => (row / 2 * swizzle, 8 * swizzle),
         };
-        // Rows of 32 bytes that lie beside one another in those of the swizzle.
-        let start = if transposed || swizzle == 16 { 0 } else { 32 * rng.from(0, swizzle as i64 / 32 - 1) };
+        // Rows that lie beside one another in those of the swizzle.
+        let places = (swizzle / row) as i64;
+        let start = if transposed || swizzle == 16 { 0 } else { row as i64 * rng.from(0, places - 1) };
         Layout { transposed, swizzle, leading, stride, start: start as u64 }
     }
 
@@ -449,23 +453,33 @@ struct Warpgroup {
     layouts: [Layout; 2],
     registers_of_d: usize,
     adds: bool,
+    /// A register of metadata lies behind those of A.
+    sparse: bool,
 }
 
 impl Warpgroup {
-    fn random(rng: &mut Rng, [a, b, sum]: [Format; 3], saturates: &str) -> Warpgroup {
+    fn random(rng: &mut Rng, [a, b, sum]: [Format; 3], saturates: &str, sparse: bool) -> Warpgroup {
         let columns = if a.exponent == 0 {
             rng.of(&[8, 16, 24, 32, 64, 96, 128, 192, 256])
         } else {
             8 * rng.from(1, 32) as u64
         };
         let of_16_bits = a.bits == 16;
-        // A row of A in shared memory has 64 columns.
-        let layouts = [64, columns].map(|rows| Layout::random(rng, rows, of_16_bits));
+        // A in shared memory has 64 rows. Half of a sparse one is there.
+        let row_of_b = if sparse { 64 } else { 32 };
+        let layouts =
+            [(64, 32), (columns, row_of_b)].map(|(rows, row)| Layout::random(rng, rows, of_16_bits, row));
         let in_registers = rng.from(0, 1) == 1;
         let registers_of_d = columns as usize * sum.bits as usize / 64;
+        let metadata = match (sparse, a.bits) {
+            (false, _) => String::new(),
+            (true, 8) => ", %a4, 0".to_owned(),
+            (true, _) => format!(", %a4, {}", rng.from(0, 1)),
+        };
         let mut line = format!(
-            "wgmma.mma_async.sync.aligned.m64n{columns}k{}{saturates}.{}.{}.{} {}, {}, %rd2, %p1",
-            256 / a.bits,
+            "wgmma.mma_async{}.sync.aligned.m64n{columns}k{}{saturates}.{}.{}.{} {}, {}, %rd2{metadata}, %p1",
+            if sparse { ".sp" } else { "" },
+            u64::from(256 / a.bits) * row_of_b / 32,
             sum.name,
             a.name,
             b.name,
@@ -481,7 +495,12 @@ impl Warpgroup {
                 line += if layout.transposed { ", 1" } else { ", 0" };
             }
         }
-        Warpgroup { line, layouts, registers_of_d, adds: rng.from(0, 3) > 0 }
+        Warpgroup { line, layouts, registers_of_d, adds: rng.from(0, 3) > 0, sparse }
+    }
+
+    /// Registers in memory in front of those of D.
+    fn registers_of_a(&self) -> usize {
+        4 + usize::from(self.sparse)
     }
 
     /// The memory of a kernel: two descriptors, the shared memory of A and B, and the registers of A and
@@ -489,7 +508,7 @@ impl Warpgroup {
     fn kernel(&self, i: usize) -> String {
         let mut text = format!(
             ".visible .entry k{i}(.param .u64 memory)\n{{
-.reg .pred %p<3>; .reg .b32 %r<8>; .reg .b64 %rd<8>; .reg .b32 %d<128>; .reg .b32 %a<4>;
+.reg .pred %p<3>; .reg .b32 %r<8>; .reg .b64 %rd<8>; .reg .b32 %d<128>; .reg .b32 %a<5>;
 .shared .align 1024 .b8 A[{SHARED}];\n.shared .align 1024 .b8 B[{SHARED}];
 ld.param.u64 %rd7, [memory]; mov.u32 %r1, A; mov.u32 %r6, B; mov.u32 %r7, %tid.x;
 shl.b32 %r2, %r7, 3;
@@ -505,11 +524,12 @@ mul.wide.u32 %rd6, %r7, 4; add.u64 %rd6, %rd7, %rd6; setp.eq.u32 %p1, {}, 1;\n",
             u32::from(self.adds),
         );
         let a = 16 + 2 * SHARED;
-        for register in 0..4 {
+        let d = a + 512 * self.registers_of_a();
+        for register in 0..self.registers_of_a() {
             text += &format!("ld.global.b32 %a{register}, [%rd6+{}];\n", a + 512 * register);
         }
         for register in 0..self.registers_of_d {
-            text += &format!("ld.global.b32 %d{register}, [%rd6+{}];\n", a + 512 * (4 + register));
+            text += &format!("ld.global.b32 %d{register}, [%rd6+{}];\n", d + 512 * register);
         }
         text += &format!(
             "wgmma.fence.sync.aligned;\n{};
@@ -517,7 +537,7 @@ wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n",
             self.line
         );
         for register in 0..self.registers_of_d {
-            text += &format!("st.global.b32 [%rd6+{}], %d{register};\n", a + 512 * (4 + register));
+            text += &format!("st.global.b32 [%rd6+{}], %d{register};\n", d + 512 * register);
         }
         text + "ret;\n}\n"
     }
@@ -525,11 +545,12 @@ wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n",
 
 /// `wgmma`: each type with 8 shapes, layouts and signs.
 fn warpgroups(cases: &mut Vec<Case>) {
-    warpgroups_of(cases, Rng(9), &ALL);
-    warpgroups_of(cases, Rng(11), &INEXACT);
+    warpgroups_of(cases, Rng(9), &ALL, false);
+    warpgroups_of(cases, Rng(11), &INEXACT, false);
+    warpgroups_of(cases, Rng(15), &[ALL.as_slice(), &INEXACT].concat(), true);
 }
 
-fn warpgroups_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
+fn warpgroups_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers], sparse: bool) {
     let mut products =
         vec![([F16, F16, F16], ""), ([F16, F16, F32], ""), ([BF16, BF16, F32], ""), ([TF32, TF32, F32], "")];
     for (a, b) in [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)] {
@@ -538,9 +559,10 @@ fn warpgroups_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
     for (a, b) in [(S8, S8), (S8, U8), (U8, S8), (U8, U8)] {
         products.extend([([a, b, S32], ""), ([a, b, S32], ".satfinite")]);
     }
+    let instruction = if sparse { "wgmma.sp" } else { "wgmma" };
     for (formats, saturates) in products {
         let [a, b, sum] = formats;
-        let all: Vec<_> = (0..8).map(|_| Warpgroup::random(&mut rng, formats, saturates)).collect();
+        let all: Vec<_> = (0..8).map(|_| Warpgroup::random(&mut rng, formats, saturates, sparse)).collect();
         let mut text = String::from(".version 8.6\n.target sm_90a\n.address_size 64\n");
         text.extend(all.iter().enumerate().map(|(i, product)| product.kernel(i)));
         let ptx: Rc<str> = text.into();
@@ -554,9 +576,12 @@ fn warpgroups_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
                 memory.extend(elements(&mut rng, a, 0, numbers, a, SHARED));
                 memory.extend(elements(&mut rng, b, 1, numbers, a, SHARED));
                 memory.extend(elements(&mut rng, a, 0, numbers, a, 4 * 512));
+                if sparse {
+                    memory.extend((0..128).flat_map(|_| metadata(&mut rng, a)));
+                }
                 let result = memory.len();
                 memory.extend(elements(&mut rng, sum, 2, numbers, a, product.registers_of_d * 512));
-                let name = format!("wgmma {} {} {}{saturates} {numbers:?}", a.name, b.name, sum.name);
+                let name = format!("{instruction} {} {} {}{saturates} {numbers:?}", a.name, b.name, sum.name);
                 let one = case(name, &ptx, format!("k{i}"), memory, result);
                 cases.push(Case { shape: [1, 128], ..one });
             }
