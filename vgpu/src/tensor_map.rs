@@ -657,10 +657,22 @@ impl Tensor {
                 coordinates[0]
             ));
         }
-        match coordinates[..self.rank].iter().find(|at| is_store && **at < 0) {
-            Some(at) => Err(format!("coordinate {at} of a store: it must not begin before its tensor")),
-            None => Ok(()),
+        if !is_store {
+            return Ok(());
         }
+        if let Some(at) = coordinates[..self.rank].iter().find(|at| **at < 0) {
+            return Err(format!("coordinate {at} of a store: it must not begin before its tensor"));
+        }
+        for (axis, name) in ["W", "H", "D"].into_iter().enumerate().take(self.rank.saturating_sub(2)) {
+            let Some(Pixels { first, last, .. }) = &self.pixels else { break };
+            let (first, last, length) = (first[axis], last[axis], self.shape[axis + 1]);
+            if first < 0 || last >= length as i64 {
+                return Err(format!(
+                    "a store of pixels whose box is from {first} to {last} in {name}, where an image has {length}"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// The box or the pixels at `coordinates`, with the offset `shared` of their begin in the shared

@@ -31,7 +31,8 @@ struct Case {
 }
 
 impl Case {
-    fn random(rng: &mut ChaCha8Rng) -> Case {
+    /// A copy whose box reaches up to `beyond` places beyond the images.
+    fn random(rng: &mut ChaCha8Rng, beyond: i32) -> Case {
         let axes = rng.random_range(1..=3);
         let swizzle =
             [Swizzle::None, Swizzle::Bytes32, Swizzle::Bytes64, Swizzle::Bytes128][rng.random_range(0..4)];
@@ -68,8 +69,8 @@ impl Case {
         case.at.push(4 * rng.random_range(-1..=case.shape[0] as i32 / 4));
         for axis in 0..axes {
             let last = case.shape[axis + 1] as i32 - 1;
-            let lower = rng.random_range(-3..=last.min(2));
-            let upper = rng.random_range((lower - last).max(-3)..=3);
+            let lower = rng.random_range(-beyond..=last.min(2));
+            let upper = rng.random_range((lower - last).max(-3)..=beyond);
             let steps = (last + upper - lower) / case.steps[axis + 1] as i32;
             case.at.push(lower + rng.random_range(0..=steps) * case.steps[axis + 1] as i32);
             case.lower.push(lower);
@@ -280,7 +281,7 @@ fn noise(rng: &mut ChaCha8Rng, len: usize) -> Vec<u8> {
 fn pixels_come_as_the_map_and_the_offsets_describe_them() {
     let mut rng = ChaCha8Rng::seed_from_u64(1);
     for seed in 0..tier(120, 2000) {
-        let case = Case::random(&mut rng);
+        let case = Case::random(&mut rng, 3);
         let tensor = noise(&mut rng, case.tensor_bytes());
         let (got, _) = case
             .run(&Case::text(&case.load()), &[0; ROOM], &tensor, seed)
@@ -298,7 +299,7 @@ fn pixels_go_to_the_tensor_without_offsets() {
     let mut rng = ChaCha8Rng::seed_from_u64(2);
     let mut stored = 0;
     for seed in 0..tier(240, 4000) {
-        let case = Case::random(&mut rng);
+        let case = Case::random(&mut rng, 0);
         // A store does not begin before its tensor.
         if case.at.iter().any(|at| *at < 0) {
             continue;
@@ -376,6 +377,25 @@ fn bad_copies_of_pixels_are_faults() {
         (load.replace("cp.async.bulk.prefetch", "add.u32 %c0, %c0, 1;\ncp.async.bulk.prefetch"), "byte 36"),
     ] {
         let fault = simple().fault(&Case::text(&body));
+        let FaultKind::BulkCopy { message: found } = &fault.kind else { panic!("{fault}") };
+        assert!(found.contains(message), "{fault}");
+    }
+}
+
+#[test]
+fn stores_of_pixels_need_a_box_in_their_images() {
+    let inside = Case { lower: vec![0, 1], at: vec![8, 0, 1, 0], ..simple() };
+    let run =
+        |case: &Case| case.run(&Case::text(&case.store()), &[0; ROOM], &vec![0; case.tensor_bytes()], 3);
+    run(&inside).unwrap();
+    for (lower, upper, message) in [
+        ([-1, 1], [-1, -1], "a store of pixels whose box is from -1 to 4 in W, where an image has 6"),
+        ([0, 1], [-1, 2], "a store of pixels whose box is from 1 to 6 in H, where an image has 5"),
+    ] {
+        // All of its pixels are in the first rows of an image.
+        let case =
+            Case { lower: lower.into(), upper: upper.into(), pixels: 2, at: vec![8, 1, 1, 0], ..simple() };
+        let Err(MachineError::Fault(fault)) = run(&case) else { panic!("no fault: {case:?}") };
         let FaultKind::BulkCopy { message: found } = &fault.kind else { panic!("{fault}") };
         assert!(found.contains(message), "{fault}");
     }

@@ -12,3 +12,4 @@ mod sharing;
 mod streams;
 mod tensor;
 mod tensor_maps;
+mod tensor_maps_of_pixels;

@@ -6,14 +6,14 @@ use super::{Case, MapOfCase};
 use crate::tensor_maps::{GUARD, Map, Rng};
 
 /// Bytes of shared memory that a kernel fills and gives back.
-const ROOM: usize = 12 << 10;
+pub const ROOM: usize = 12 << 10;
 
-const HEAD: &str = ".version 8.6\n.target sm_90a\n.address_size 64\n";
+pub const HEAD: &str = ".version 8.6\n.target sm_90a\n.address_size 64\n";
 
 /// A kernel of the module: `%rd1` is the tensor map, `%rd2` the tensor, `%rd3` the buffer, `%rd4` the
 /// buffer of a map, `%r1` the box at its offset, `%r2` an mbarrier, `%r3` the bytes of the box,
 /// `%r4` the lane.
-fn entry(name: &str, directives: &str, body: &str) -> String {
+pub fn entry(name: &str, directives: &str, body: &str) -> String {
     let loads: String = (0..5).map(|d| format!("ld.param.u32 %c{d}, [c{d}];\n")).collect();
     format!(
         ".visible .entry {name}(.param .u64 tensor, .param .u64 buf, .param .u64 made,
@@ -45,20 +45,14 @@ add.u32 %r8, %r8, 256; setp.lt.u32 %p1, %r8, {ROOM}; @%p1 bra {label};\n"
     )
 }
 
-fn coordinates(rank: u32) -> String {
+pub fn coordinates(rank: u32) -> String {
     (0..rank).map(|d| format!("%c{d}")).collect::<Vec<_>>().join(", ")
 }
 
 /// A load that waits for its mbarrier, at most for a while, and stores whether the box has come. One of
 /// rank 0 is of bytes, from `%c0` on.
 fn load(rank: u32, modifiers: &str, operand: &str) -> String {
-    let (at, poison) = (coordinates(rank), for_each_word("FILL", "st.shared.u64 [%r6], 0xa5a5a5a5a5a5a5a5;"));
-    let copy = for_each_word("COPY", "ld.shared.u64 %rd7, [%r6]; st.global.u64 [%rd6], %rd7;");
-    // All blocks of a cluster meet: before the copy, and before one ends.
-    let meet = match operand {
-        "" => "bar.sync 0;",
-        _ => "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;",
-    };
+    let at = coordinates(rank);
     let instructions = if rank == 0 {
         "cvt.u64.u32 %rd8, %c0; add.u64 %rd2, %rd2, %rd8;
 @!%p4 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd2], %r3, [%r2];"
@@ -68,6 +62,18 @@ fn load(rank: u32, modifiers: &str, operand: &str) -> String {
             "@!%p4 cp.async.bulk.prefetch.tensor.{rank}d.L2.global.tile [%rd1, {{{at}}}];
 @!%p4 cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{modifiers} [%r1], [%rd1, {{{at}}}], [%r2]{operand};"
         )
+    };
+    load_by(&instructions, operand.is_empty())
+}
+
+/// The same by instructions of the lane for which `%p4` is false, in a block `alone` or in a cluster.
+pub fn load_by(instructions: &str, alone: bool) -> String {
+    let poison = for_each_word("FILL", "st.shared.u64 [%r6], 0xa5a5a5a5a5a5a5a5;");
+    let copy = for_each_word("COPY", "ld.shared.u64 %rd7, [%r6]; st.global.u64 [%rd6], %rd7;");
+    // All blocks of a cluster meet: before the copy, and before one ends.
+    let meet = match alone {
+        true => "bar.sync 0;",
+        false => "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;",
     };
     format!(
         "{poison}setp.ne.u32 %p3, %r4, 0; mov.u32 %r9, 0; ld.param.u32 %r10, [mask]; cvt.u16.u32 %h1, %r10;
@@ -107,6 +113,11 @@ cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r1], %r3;"
             coordinates(rank)
         )
     };
+    store_by(&instruction)
+}
+
+/// A store of the box by one lane, with this instruction.
+pub fn store_by(instruction: &str) -> String {
     let fill = for_each_word("FILL", "ld.global.u64 %rd7, [%rd6]; st.shared.u64 [%r6], %rd7;");
     format!(
         "{fill}fence.proxy.async.shared::cta; bar.sync 0; setp.ne.u32 %p3, %r4, 0; @%p3 bra END;
@@ -126,7 +137,7 @@ impl Map {
     }
 
     /// Strides of dimensions that lie behind one another.
-    fn lay_out(&mut self) {
+    pub fn lay_out(&mut self) {
         let mut length = self.shape[0] * self.bytes() as u64;
         for d in 1..self.rank as usize {
             self.strides[d - 1] = length.next_multiple_of(16);
@@ -134,7 +145,7 @@ impl Map {
         }
     }
 
-    fn tensor_bytes(&self) -> usize {
+    pub fn tensor_bytes(&self) -> usize {
         match self.rank as usize {
             1 => self.shape[0] as usize * self.bytes(),
             rank => (self.strides[rank - 2] * self.shape[rank - 1]) as usize,

@@ -1,8 +1,9 @@
-//! Results of an H200 held against the virtual GPU: copies of boxes of tensors, products of matrices,
-//! and reductions by bulk copies. One program makes both: over NVIDIA's driver it records, and here
-//! it compares. Recorded on 2026-11-28 with driver 580.159.04.
+//! Results of an H200 held against the virtual GPU: copies of boxes and of pixels of tensors, products
+//! of matrices, and reductions by bulk copies. One program makes both: over NVIDIA's driver it records,
+//! and here it compares. Recorded on 2026-11-28 with driver 580.159.04.
 
 mod boxes;
+mod pixels;
 mod products;
 mod reductions;
 
@@ -14,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use crate::cuda::*;
 use crate::tensor_maps::Map;
+use crate::tensor_maps_of_pixels::Pixels;
 
 /// A kernel and its memory.
 ///
@@ -36,6 +38,8 @@ pub struct Case {
 pub enum MapOfCase {
     /// It describes the first buffer.
     OfBuffer(Map),
+    /// The same, for copies of pixels.
+    OfPixels(Pixels),
     /// It describes nothing, and is in the third buffer as well: the kernel replaces its fields.
     Template(Map),
 }
@@ -77,6 +81,7 @@ impl Gpu {
         match &case.map {
             None => {}
             Some(MapOfCase::OfBuffer(map)) => params.push(map.bytes_at(addresses[0])?),
+            Some(MapOfCase::OfPixels(map)) => params.push(map.bytes_at(addresses[0])?),
             Some(MapOfCase::Template(map)) => {
                 let bytes = map.bytes_at(1 << 20)?;
                 ok!(cuMemcpyHtoD_v2(addresses[2] => u64, bytes.as_ptr() => *const u8, bytes.len() => usize));
@@ -111,14 +116,14 @@ fn digest(result: &Result<Vec<u8>, Code>) -> String {
     }
 }
 
-/// All cases: boxes, products and reductions. Groups of them are left out when one of number `first` is
-/// already there.
+/// All cases: boxes, pixels, products and reductions. Groups of them are left out when one of number
+/// `first` is already there.
 fn cases(first: usize) -> Vec<Case> {
     let only = std::env::var(ONLY).ok();
     let wanted =
         |case: &Case| only.as_ref().is_none_or(|parts| parts.split(',').any(|part| case.name.contains(part)));
     let mut cases = vec![];
-    for group in [boxes::cases, products::cases, reductions::cases] {
+    for group in [boxes::cases, pixels::cases, products::cases, reductions::cases] {
         if first >= cases.len() {
             cases.extend(group().into_iter().filter(wanted));
         }
