@@ -60,7 +60,7 @@ pub struct PixelTensor<'a> {
     pub upper_corner: &'a [i32],
     /// Channels of a pixel that are copied: from 1 to 256.
     pub channels: u32,
-    /// Pixels of a copy: from 1 to 1024.
+    /// Pixels of a copy: from 1 to 1024, with 228 KiB at most.
     pub pixels: u32,
     /// The steps from a pixel to the next, in each dimension: from 1 to 8. The innermost one is
     /// ignored.
@@ -327,8 +327,11 @@ impl TensorMap {
             fill,
         };
         let mut map = Self::tiled(&tiled)?;
+        let bytes = u64::from(channels * element_type.bytes() * pixels);
+        check(bytes <= MOST_BYTES, || format!("pixels of {bytes} bytes, where {MOST_BYTES} are the most"))?;
         for axis in 0..axes {
-            let last = shape[axis + 1] as i64 - 1 + i64::from(upper_corner[axis]);
+            // An H200's driver takes the low 32 bits of a length as a number with a sign.
+            let last = i64::from(shape[axis + 1] as i32) - 1 + i64::from(upper_corner[axis]);
             check(i64::from(lower_corner[axis]) <= last, || {
                 format!("a box from {} to {last} has no pixel", lower_corner[axis])
             })?;
@@ -657,16 +660,19 @@ impl Tensor {
                 coordinates[0]
             ));
         }
-        if !is_store {
-            return Ok(());
-        }
-        if let Some(at) = coordinates[..self.rank].iter().find(|at| **at < 0) {
+        if let Some(at) = coordinates[..self.rank].iter().find(|at| is_store && **at < 0) {
             return Err(format!("coordinate {at} of a store: it must not begin before its tensor"));
         }
+        let Some(pixels) = &self.pixels else { return Ok(()) };
         for (axis, name) in ["W", "H", "D"].into_iter().enumerate().take(self.rank.saturating_sub(2)) {
-            let Some(Pixels { first, last, .. }) = &self.pixels else { break };
-            let (first, last, length) = (first[axis], last[axis], self.shape[axis + 1]);
-            if first < 0 || last >= length as i64 {
+            let (first, last) = (pixels.first[axis], pixels.last[axis]);
+            let (at, length) = (coordinates[axis + 1], self.shape[axis + 1]);
+            if !(first..=last).contains(&i64::from(at)) {
+                return Err(format!(
+                    "coordinate {at} in {name}, where the box of pixels is from {first} to {last}"
+                ));
+            }
+            if is_store && (first < 0 || last >= length as i64) {
                 return Err(format!(
                     "a store of pixels whose box is from {first} to {last} in {name}, where an image has {length}"
                 ));

@@ -363,6 +363,9 @@ fn a_convolution_takes_its_pixels_by_offsets() {
 #[test]
 fn bad_copies_of_pixels_are_faults() {
     let load = simple().load();
+    // The box is from -1 to 4 in W, and from -1 to 3 in H.
+    let begin =
+        |place: &str| load.replace("cp.async.bulk.prefetch", &format!("{place}\ncp.async.bulk.prefetch"));
     let box_copy = load
         .replace("im2col.mbarrier", "tile.mbarrier")
         .replace("[%r2], {%h0, %h1};", "[%r2];")
@@ -374,7 +377,9 @@ fn bad_copies_of_pixels_are_faults() {
     for (body, message) in [
         (box_copy, "a copy of a box by a tensor map of pixels"),
         (other_rank, "a copy of 3 dimensions, and the tensor map has 4"),
-        (load.replace("cp.async.bulk.prefetch", "add.u32 %c0, %c0, 1;\ncp.async.bulk.prefetch"), "byte 36"),
+        (begin("add.u32 %c0, %c0, 1;"), "byte 36"),
+        (begin("mov.u32 %c1, -2;"), "coordinate -2 in W, where the box of pixels is from -1 to 4"),
+        (begin("mov.u32 %c2, 4;"), "coordinate 4 in H, where the box of pixels is from -1 to 3"),
     ] {
         let fault = simple().fault(&Case::text(&body));
         let FaultKind::BulkCopy { message: found } = &fault.kind else { panic!("{fault}") };
@@ -434,6 +439,9 @@ fn maps_of_pixels_have_bounds() {
     assert!(map(&|case| case.upper[1] = 127) && !map(&|case| case.upper[1] = 128));
     // A box has a pixel.
     assert!(map(&|case| case.upper[0] = -6) && !map(&|case| case.upper[0] = -7));
+    // A copy has 228 KiB at most.
+    let of_1_kibibyte = |pixels: usize| map(&|case| (case.channels, case.pixels) = (256, pixels));
+    assert!(of_1_kibibyte(228) && !of_1_kibibyte(229));
     assert!(map(&|case| case.swizzle = Swizzle::Bytes32));
     assert!(!map(&|case| (case.swizzle, case.channels) = (Swizzle::Bytes32, 12)));
     assert!(!map(&|case| case.lower = vec![0]) && !map(&|case| case.steps[1] = 9));

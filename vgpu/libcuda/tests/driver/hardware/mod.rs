@@ -193,7 +193,7 @@ const RESULTS: &str = "results.tsv";
 /// Parts of names, separated by commas: only cases whose name has one are run.
 const ONLY: &str = "EPOXIDE_TEST_ONLY";
 /// The longest that all cases may take. Later ones are not recorded.
-const LONGEST: Duration = Duration::from_secs(100);
+const LONGEST: Duration = Duration::from_secs(300);
 
 /// A fault leaves a process without a GPU, so each process runs cases up to its first fault.
 #[test]

@@ -1,10 +1,10 @@
-//! Copies of pixels of tensors (`im2col`): loads and stores.
+//! Copies of pixels of tensors (`im2col`): loads, multicasts and stores.
 
 use std::rc::Rc;
 
 use super::boxes::{HEAD, ROOM, coordinates, entry, load_by, store_by};
 use super::{Case, MapOfCase};
-use crate::tensor_maps::{GUARD, Rng};
+use crate::tensor_maps::{GUARD, Map, Rng};
 use crate::tensor_maps_of_pixels::Pixels;
 
 /// Offsets of a load, which lie in the third buffer, in 16-bit registers.
@@ -142,7 +142,7 @@ pub fn cases() -> Vec<Case> {
             both.load(&format!("random {group}"), copy);
         }
     }
-    for group in 0..6 {
+    for group in 0..7 {
         for _ in 0..8 {
             let copy = Copy::random(&mut both.rng);
             // A store begins inside of the tensor. Most have pixels outside.
@@ -150,7 +150,57 @@ pub fn cases() -> Vec<Case> {
             both.store(&format!("random {group}"), Copy { place, ..copy });
         }
     }
+    multicast(both.cases);
+    of_another_kind(both.cases);
+    outside(&mut both);
+    inside(&mut both);
+    cases.retain(|case| !NOT_RECORDED.contains(&&*case.name));
     cases
+}
+
+/// The time of the recording ended before these.
+const NOT_RECORDED: [&str; 13] = [
+    "store of pixels rank 4 outside 1",
+    "store of pixels rank 4 outside 2",
+    "store of pixels rank 4 outside 3",
+    "load of pixels rank 5 outside of a small box 3",
+    "store of pixels rank 5 outside of a small box 3",
+    "load of pixels rank 5 outside of a small box 4",
+    "store of pixels rank 5 outside of a small box 4",
+    "load of pixels rank 5 outside 4",
+    "store of pixels rank 5 outside 0",
+    "store of pixels rank 5 outside 1",
+    "store of pixels rank 5 outside 2",
+    "store of pixels rank 5 outside 3",
+    "store of pixels rank 5 outside 4",
+];
+
+/// Stores of which no pixel is outside of an image.
+fn inside(both: &mut Both) {
+    for group in 0..12 {
+        for _ in 0..8 {
+            let mut map = Pixels::random(&mut both.rng);
+            for axis in 0..map.axes() {
+                let length = map.map.shape[axis + 1] as i32;
+                map.lower[axis] = map.lower[axis].max(0);
+                map.upper[axis] = map.upper[axis].min(0).max(map.lower[axis] - (length - 1));
+            }
+            let copy = Copy::random_of(map, &mut both.rng);
+            both.store(&format!("inside {group}"), copy);
+        }
+    }
+    // The box reaches beyond the image, but its two pixels do not.
+    for rank in 3..=5 {
+        for axis in 0..rank as usize - 2 {
+            for (lower, upper) in [(-1, 0), (0, 1), (-1, 1)] {
+                let mut map = Pixels::plain(rank);
+                (map.lower[axis], map.upper[axis], map.pixels) = (lower, upper, 2);
+                let place = std::array::from_fn(|d| (1..=rank as usize - 2).contains(&d).into());
+                let copy = Copy::of(map, place, [0; 3], &mut both.rng);
+                both.store(&format!("rank {rank} of a large box"), copy);
+            }
+        }
+    }
 }
 
 /// Places and offsets, in the box and outside, by maps of f32.
@@ -213,6 +263,63 @@ fn plain(both: &mut Both) {
     }
 }
 
+/// Places outside of the box, of which many are faults.
+fn outside(both: &mut Both) {
+    for rank in 3..=5 {
+        let axes = rank as usize - 2;
+        let name = |what: &str| format!("rank {rank} {what}");
+        let at = |d: usize, by: i32| std::array::from_fn(|i| if i == d { by } else { 0 });
+        for d in 0..=axes + 1 {
+            let end = Pixels::plain(rank).map.shape[d] as i32 - 1;
+            for by in [1, 100] {
+                let (before, behind) = if d == 0 { (-4 * by, 20 + 4 * by) } else { (-by, end + by) };
+                for place in [before, behind] {
+                    let copy = Copy::of(Pixels::plain(rank), at(d, place), [0; 3], &mut both.rng);
+                    both.load(&name(&format!("outside {d}")), copy);
+                }
+            }
+            // The box is smaller, so that the place is in the tensor.
+            for place in [1, end] {
+                let mut map = Pixels::plain(rank);
+                (map.lower, map.upper) = ([2; 3], [-1; 3]);
+                let place = if d == 0 { place & !3 } else { place };
+                let copy = Copy::of(map, at(d, place), [0; 3], &mut both.rng);
+                both.load(&name(&format!("outside of a small box {d}")), copy.clone());
+                both.store(&name(&format!("outside of a small box {d}")), copy);
+            }
+        }
+        // Offsets at the bounds of their fields.
+        for offset in [7, 15, 16, 31, 32, 127, 128, 255, 256, 0x7fff, 0x8000, 0xffff] {
+            let mut map = Pixels::plain(rank);
+            map.lower = [[0, -5, -14][rank as usize - 3]; 3];
+            let place = std::array::from_fn(|d| if (1..=axes).contains(&d) { map.lower[0] } else { 0 });
+            let last = std::array::from_fn(|axis| if axis == axes - 1 { offset } else { 0 });
+            for offsets in [last, [offset, 0, 0]] {
+                let copy = Copy::of(map.clone(), place, offsets, &mut both.rng);
+                both.load(&name("far offset"), copy);
+            }
+        }
+        for d in 0..=axes + 1 {
+            let end = Pixels::plain(rank).map.shape[d] as i32 - 1;
+            for place in if d == 0 { [-4, 24] } else { [-1, end + 1] } {
+                let copy = Copy::of(Pixels::plain(rank), at(d, place), [0; 3], &mut both.rng);
+                both.store(&name(&format!("outside {d}")), copy);
+            }
+        }
+    }
+    // Channels that are no multiple of 16 bytes, and addresses in shared memory.
+    for first in [1, 2, -2] {
+        let copy = Copy::of(Pixels::plain(4), [first, 0, 0, 0, 0], [0; 3], &mut both.rng);
+        both.load("unaligned", copy.clone());
+        both.store("unaligned", copy);
+    }
+    for offset in [128, 256, 64, 16] {
+        let copy = Copy::of(Pixels::plain(4), [0; 5], [0; 3], &mut both.rng);
+        both.load(&format!("to {offset}"), Copy { offset, ..copy.clone() });
+        both.store(&format!("from {offset}"), Copy { offset, ..copy });
+    }
+}
+
 /// Types, swizzles and fills.
 fn formats(both: &mut Both) {
     for data_type in 0..=12 {
@@ -242,5 +349,70 @@ fn formats(both: &mut Both) {
         both.each(&format!("{pixels} pixels of {channels}"), 4, [0; 5], [0; 3], &|map| {
             (map.map.tile[0], map.pixels) = (channels, pixels);
         });
+    }
+}
+
+/// Pixels that go to some blocks of a cluster of four.
+fn multicast(cases: &mut Vec<Case>) {
+    let kernels = (3..=5).map(|rank| {
+        entry(&format!("load{rank}"), ".reqnctapercluster 4", &load(rank, ".multicast::cluster", ", %h1"))
+    });
+    let ptx: Rc<str> = (HEAD.to_owned() + &kernels.collect::<String>()).into();
+    let mut rng = Rng(19);
+    for mask in 1..16 {
+        let copy = Copy::random(&mut rng);
+        let kernel = format!("load{}", copy.map.map.rank);
+        cases.push(copy.case(format!("multicast of pixels {mask}"), (&ptx, kernel), [4, mask]));
+    }
+}
+
+/// Copies of pixels by maps of boxes, of boxes by maps of pixels, and by maps of another rank.
+fn of_another_kind(cases: &mut Vec<Case>) {
+    let (at, (loads, offsets)) = (coordinates(4), offsets(4));
+    let body = |modes: [&str; 2]| {
+        let [load_mode, store_mode] = modes;
+        let offsets = if load_mode == "im2col" { format!(", {{{offsets}}}") } else { String::new() };
+        [
+            load_by(
+                &format!(
+                    "{loads}@!%p4 cp.async.bulk.tensor.4d.shared::cluster.global.{load_mode}.mbarrier::complete_tx::bytes [%r1], [%rd1, {{{at}}}], [%r2]{offsets};"
+                ),
+                true,
+            ),
+            store_by(&format!(
+                "cp.async.bulk.tensor.4d.global.shared::cta.{store_mode}.bulk_group [%rd1, {{{at}}}], [%r1];"
+            )),
+        ]
+    };
+    let [load_box, store_box] = body(["tile", "tile"]);
+    let [load_pixels, store_pixels] = body(["im2col", "im2col_no_offs"]);
+    let kernels = [
+        entry("load_box", "", &load_box),
+        entry("store_box", "", &store_box),
+        entry("load_pixels", "", &load_pixels),
+        entry("store_pixels", "", &store_pixels),
+    ];
+    let ptx: Rc<str> = (HEAD.to_owned() + &kernels.concat()).into();
+    let mut rng = Rng(20);
+    for rank in [3, 4, 5] {
+        for kind in ["load", "store"] {
+            // The instruction's mode is that of the map only where the rank differs.
+            let copy = Copy::of(Pixels::plain(rank), [0, 1, 1, 0, 0], [0; 3], &mut rng);
+            let (kernel, name) = match rank {
+                4 => ("box", format!("{kind} of a box by a map of pixels")),
+                _ => ("pixels", format!("{kind} of pixels by a map of rank {rank}")),
+            };
+            cases.push(copy.case(name, (&ptx, format!("{kind}_{kernel}")), [1, 1]));
+        }
+    }
+    for kind in ["load", "store"] {
+        let mut map = Map { rank: 4, offset: GUARD as u64, shape: [20, 6, 5, 3, 1, 1], ..Map::simple() };
+        map.tile = [8, 2, 2, 2, 1, 1];
+        map.lay_out();
+        let pixels = Pixels { map: map.clone(), pixels: 8, ..Pixels::plain(4) };
+        let copy = Copy::of(pixels, [0, 1, 1, 0, 0], [0; 3], &mut rng);
+        let name = format!("{kind} of pixels by a map of boxes");
+        let case = copy.case(name, (&ptx, format!("{kind}_pixels")), [1, 1]);
+        cases.push(Case { map: Some(MapOfCase::OfBuffer(map)), ..case });
     }
 }
