@@ -453,8 +453,9 @@ impl<W: Hooks> Exec<'_, W> {
         let Reduction { dst, src, size, mbar, combine } = env.kernel.operands.reductions[copy as usize];
         let (dst, src) = (self.address(&dst, lane), End::Shared(self.address(&src, lane)));
         let mbar = mbar.map(|mbar| self.address(&mbar, lane));
-        if mbar.is_some() && self.block.cluster.is_none() {
-            // An H200 answers so.
+        let has_cluster = self.block.cluster.is_some() || env.kernel.required_cluster.is_some();
+        if mbar.is_some() && !has_cluster {
+            // An H200 answers so. A cluster of one block that the kernel asks for is one.
             let message = "a reduction into shared memory, by a block that is in no cluster".to_owned();
             return Ok(Err(FaultKind::BulkCopy { message }));
         }

@@ -154,26 +154,8 @@ pub fn cases() -> Vec<Case> {
     of_another_kind(both.cases);
     outside(&mut both);
     inside(&mut both);
-    cases.retain(|case| !NOT_RECORDED.contains(&&*case.name));
     cases
 }
-
-/// The time of the recording ended before these.
-const NOT_RECORDED: [&str; 13] = [
-    "store of pixels rank 4 outside 1",
-    "store of pixels rank 4 outside 2",
-    "store of pixels rank 4 outside 3",
-    "load of pixels rank 5 outside of a small box 3",
-    "store of pixels rank 5 outside of a small box 3",
-    "load of pixels rank 5 outside of a small box 4",
-    "store of pixels rank 5 outside of a small box 4",
-    "load of pixels rank 5 outside 4",
-    "store of pixels rank 5 outside 0",
-    "store of pixels rank 5 outside 1",
-    "store of pixels rank 5 outside 2",
-    "store of pixels rank 5 outside 3",
-    "store of pixels rank 5 outside 4",
-];
 
 /// Stores of which no pixel is outside of an image.
 fn inside(both: &mut Both) {

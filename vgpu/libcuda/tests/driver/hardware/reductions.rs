@@ -84,7 +84,75 @@ pub fn cases() -> Vec<Case> {
     let mut cases = vec![];
     of_bytes(&mut cases);
     of_boxes(&mut cases);
+    in_clusters(&mut cases);
     cases
+}
+
+/// A kernel of a cluster of `blocks`: block 0 copies, or reduces, its `SRC` to `DST` of block `rank`. Each
+/// block writes its `DST` to its part of `dst`.
+fn entry_of_cluster(name: &str, blocks: u32, copy: &str) -> String {
+    format!(
+        ".visible .entry {name}(.param .u64 dst, .param .u64 src, .param .u32 rank) .reqnctapercluster {blocks} {{
+.reg .pred %p<4>; .reg .b32 %r<16>; .reg .b64 %rd<8>;
+.shared .align 128 .b8 SRC[{BYTES}]; .shared .align 128 .b8 DST[{BYTES}]; .shared .align 8 .b8 BARRIER[8];
+ld.param.u64 %rd1, [dst]; ld.param.u64 %rd2, [src]; ld.param.u32 %r8, [rank];
+mov.u32 %r1, SRC; mov.u32 %r2, DST; mov.u32 %r3, BARRIER; mov.u32 %r4, %tid.x; mov.u32 %r9, %cluster_ctarank;
+mapa.shared::cluster.u32 %r10, %r2, %r8; mapa.shared::cluster.u32 %r11, %r3, %r8;
+shl.b32 %r12, %r9, 9; shl.b32 %r5, %r4, 4; add.u32 %r12, %r12, %r5;
+cvt.u64.u32 %rd4, %r12; add.u64 %rd4, %rd1, %rd4; add.u64 %rd5, %rd2, %rd4; sub.u64 %rd5, %rd5, %rd1;
+add.u32 %r6, %r1, %r5; add.u32 %r7, %r2, %r5;
+ld.global.v2.u64 {{%rd6, %rd7}}, [%rd5]; st.shared.v2.u64 [%r6], {{%rd6, %rd7}};
+ld.global.v2.u64 {{%rd6, %rd7}}, [%rd4]; st.shared.v2.u64 [%r7], {{%rd6, %rd7}};
+setp.ne.u32 %p1, %r4, 0; setp.ne.or.u32 %p2, %r9, %r8, %p1; setp.ne.or.u32 %p3, %r9, 0, %p1;
+@!%p1 mbarrier.init.shared.b64 [%r3], 1;
+fence.proxy.async; fence.mbarrier_init.release.cluster;
+barrier.cluster.arrive; barrier.cluster.wait;
+@!%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r3], {BYTES};
+@!%p3 {copy} [%r10], [%r1], {BYTES}, [%r11];
+@%p2 bra DONE;
+WAIT: mbarrier.try_wait.parity.shared.b64 %p3, [%r3], 0; @!%p3 bra WAIT;
+DONE: bar.sync 0; barrier.cluster.arrive; barrier.cluster.wait;
+ld.shared.v2.u64 {{%rd6, %rd7}}, [%r7]; st.global.v2.u64 [%rd4], {{%rd6, %rd7}};
+ret;
+}}
+"
+    )
+}
+
+/// Reductions, and copies, to shared memory of the own block and of another one.
+fn in_clusters(cases: &mut Vec<Case>) {
+    const TO: &str = "shared::cluster.shared::cta.mbarrier::complete_tx::bytes";
+    let mut rng = Rng(73);
+    let mut copies = vec![("copy".to_owned(), format!("cp.async.bulk.{TO}"))];
+    for (operation, types) in OF_BYTES {
+        for ty in types.split(", ").filter_map(|ty| ty.strip_suffix(" 1")) {
+            copies.push((format!("{operation} {ty}"), format!("cp.reduce.async.bulk.{TO}.{operation}.{ty}")));
+        }
+    }
+    let kernel = |name: &str, blocks: u32| format!("{}_{blocks}", name.replace(' ', "_"));
+    let mut text = HEAD.to_owned();
+    for (name, copy) in &copies {
+        for blocks in [1, 2] {
+            text += &entry_of_cluster(&kernel(name, blocks), blocks, copy);
+        }
+    }
+    let ptx: Rc<str> = text.into();
+    for (name, _) in &copies {
+        for (blocks, rank) in [(1, 0), (2, 0), (2, 1)] {
+            let of = name.rsplit(' ').next().unwrap_or(name);
+            let buffers = [(); 2].map(|()| elements(of, 2 * BYTES, &mut rng)).to_vec();
+            cases.push(Case {
+                name: format!("reduction in a cluster {name}"),
+                ptx: Rc::clone(&ptx),
+                kernel: kernel(name, blocks),
+                shape: [blocks, 32],
+                buffers,
+                map: None,
+                words: vec![rank],
+                result: (0, 0),
+            });
+        }
+    }
 }
 
 fn of_bytes(cases: &mut Vec<Case>) {
