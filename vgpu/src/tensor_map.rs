@@ -152,7 +152,7 @@ const FLOAT: u64 = 0x10;
 const F32: u64 = 0x20;
 const SIGNED: u64 = 0x40;
 const BF16: u64 = 0x80;
-/// Of f32: sums flush subnormals.
+/// A bit beside f32: sums flush subnormals.
 const FLUSHED: u64 = SIGNED;
 
 /// Elements outside of a tensor.

@@ -502,7 +502,7 @@ fn reduction(m: &mut Mods) -> Result<Emit, String> {
         (Rmw::And | Rmw::Or | Rmw::Xor, Ty::B64) if to_global => unsigned,
         _ => return m.unsupported(),
     };
-    // Of floats of 16 bits, sums alone name the qualifier.
+    // Among floats of 16 bits, sums alone name the qualifier.
     if noftz != matches!(op, Rmw::AddF16 | Rmw::AddBf16) {
         return m.unsupported();
     }
