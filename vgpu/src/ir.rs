@@ -663,7 +663,7 @@ pub(crate) struct TensorCopy {
     pub(crate) offsets: Option<[u32; MOST_AXES]>,
 }
 
-/// The operation of a reduction into a tensor, whose elements have a type of their own.
+/// The operation of a reduction by a copy or into shared memory of a cluster, of any type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reduce {
     Add,
@@ -674,6 +674,36 @@ pub(crate) enum Reduce {
     And,
     Or,
     Xor,
+}
+
+impl Reduce {
+    /// The operations by their names in PTX.
+    pub(crate) const NAMES: [(&str, Reduce); 8] = [
+        ("add", Reduce::Add),
+        ("min", Reduce::Min),
+        ("max", Reduce::Max),
+        ("inc", Reduce::Inc),
+        ("dec", Reduce::Dec),
+        ("and", Reduce::And),
+        ("or", Reduce::Or),
+        ("xor", Reduce::Xor),
+    ];
+
+    /// The operation on integers.
+    pub(crate) fn of_integers(self, is_signed: bool) -> Rmw {
+        match self {
+            Reduce::Add => Rmw::Add,
+            Reduce::Min if is_signed => Rmw::MinS,
+            Reduce::Max if is_signed => Rmw::MaxS,
+            Reduce::Min => Rmw::Min,
+            Reduce::Max => Rmw::Max,
+            Reduce::Inc => Rmw::Inc,
+            Reduce::Dec => Rmw::Dec,
+            Reduce::And => Rmw::And,
+            Reduce::Or => Rmw::Or,
+            Reduce::Xor => Rmw::Xor,
+        }
+    }
 }
 
 /// The direction of a copy of a tensor's box.

@@ -580,25 +580,22 @@ impl Tensor {
         let (bytes, is_float) = (self.element_bytes as u8, self.element & FLOAT != 0);
         let is_signed = self.element & SIGNED != 0;
         let op = match (reduce, bytes, is_float) {
-            (Reduce::Add, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::Add,
             (Reduce::Add, 4, true) if self.element & FLUSHED != 0 => Rmw::AddF32Ftz,
             (Reduce::Add, 4, true) => Rmw::AddF32,
             (Reduce::Add, 8, true) => Rmw::AddF64,
             (Reduce::Add, 2, true) if self.element & BF16 != 0 => Rmw::AddBf16,
             (Reduce::Add, 2, true) => Rmw::AddF16,
-            (Reduce::Min, 4 | 8, false) if is_signed => Rmw::MinS,
-            (Reduce::Max, 4 | 8, false) if is_signed => Rmw::MaxS,
-            (Reduce::Min, 4 | 8, false) => Rmw::Min,
-            (Reduce::Max, 4 | 8, false) => Rmw::Max,
             (Reduce::Min, 2, true) if self.element & BF16 != 0 => Rmw::MinBf16,
             (Reduce::Max, 2, true) if self.element & BF16 != 0 => Rmw::MaxBf16,
             (Reduce::Min, 2, true) => Rmw::MinF16,
             (Reduce::Max, 2, true) => Rmw::MaxF16,
-            (Reduce::Inc, 4, false) if !is_signed => Rmw::Inc,
-            (Reduce::Dec, 4, false) if !is_signed => Rmw::Dec,
-            (Reduce::And, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::And,
-            (Reduce::Or, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::Or,
-            (Reduce::Xor, 4 | 8, false) if bytes == 4 || !is_signed => Rmw::Xor,
+            (Reduce::Min | Reduce::Max, 4 | 8, false) => reduce.of_integers(is_signed),
+            (Reduce::Inc | Reduce::Dec, 4, false) if !is_signed => reduce.of_integers(false),
+            (Reduce::Add | Reduce::And | Reduce::Or | Reduce::Xor, 4 | 8, false)
+                if bytes == 4 || !is_signed =>
+            {
+                reduce.of_integers(false)
+            }
             _ => return None,
         };
         Some(Combine { op, bytes })

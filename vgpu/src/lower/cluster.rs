@@ -6,7 +6,7 @@ use super::types::{Mods, Ty};
 use crate::exec::access::SHARED_TAG;
 use crate::exec::cluster::{RANK_SHIFT, map_shared, rank_of};
 use crate::exec::lanes::{op1, op2};
-use crate::ir::{BulkOp, File, Init, Op, RemoteStore, Rmw, SINK, Special};
+use crate::ir::{BulkOp, File, Init, Op, Reduce, RemoteStore, SINK, Special};
 use crate::ptx::Operand;
 
 /// `mapa`, `getctarank`. Without `.shared::cluster` their addresses are generic.
@@ -47,27 +47,16 @@ pub(super) fn remote_store(m: &mut Mods) -> Result<Emit, String> {
     if !(m.has("shared::cluster") && m.has("mbarrier::complete_tx::bytes")) {
         return m.unsupported();
     }
-    let name = m.one_of(&[
-        ("add", (Rmw::Add, Rmw::Add)),
-        ("min", (Rmw::Min, Rmw::MinS)),
-        ("max", (Rmw::Max, Rmw::MaxS)),
-        ("inc", (Rmw::Inc, Rmw::Inc)),
-        ("dec", (Rmw::Dec, Rmw::Dec)),
-        ("and", (Rmw::And, Rmw::And)),
-        ("or", (Rmw::Or, Rmw::Or)),
-        ("xor", (Rmw::Xor, Rmw::Xor)),
-    ]);
+    let reduce = m.one_of(&Reduce::NAMES);
     let n = m.one_of(&[("v2", 2), ("v4", 4)]).unwrap_or(1);
     let ty = m.ty()?;
-    let op = match (reduces, name, ty) {
+    let op = match (reduces, reduce, ty) {
         (false, None, Ty::B32 | Ty::U32 | Ty::S32 | Ty::F32) => None,
         (false, None, Ty::B64 | Ty::U64 | Ty::S64 | Ty::F64) if n <= 2 => None,
-        (true, Some((op, _)), Ty::U32) if !matches!(op, Rmw::And | Rmw::Or | Rmw::Xor) => Some(op),
-        (true, Some((op @ (Rmw::Add | Rmw::Min | Rmw::Max), signed)), Ty::S32) => {
-            Some(if op == Rmw::Add { op } else { signed })
-        }
-        (true, Some((op @ (Rmw::And | Rmw::Or | Rmw::Xor), _)), Ty::B32) => Some(op),
-        (true, Some((op @ Rmw::Add, _)), Ty::U64) => Some(op),
+        (true, Some(reduce @ (Reduce::Add | Reduce::Min | Reduce::Max)), Ty::U32 | Ty::S32)
+        | (true, Some(reduce @ (Reduce::Inc | Reduce::Dec)), Ty::U32)
+        | (true, Some(reduce @ (Reduce::And | Reduce::Or | Reduce::Xor)), Ty::B32)
+        | (true, Some(reduce @ Reduce::Add), Ty::U64) => Some(reduce.of_integers(ty == Ty::S32)),
         _ => return m.unsupported(),
     };
     if reduces && n != 1 {

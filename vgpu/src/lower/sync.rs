@@ -4,8 +4,8 @@ use super::decode::Emit;
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::ir::{
-    BarrierKind, BulkOp, Combine, Fence, File, MbarOp, Multicast, Op, Order, Reduction, Rmw, SINK, Scope,
-    ShflMode, Space, Votes, WarpOp,
+    BarrierKind, BulkOp, Combine, Fence, File, MbarOp, Multicast, Op, Order, Reduce, Reduction, Rmw, SINK,
+    Scope, ShflMode, Space, Votes, WarpOp,
 };
 use crate::ptx::{Operand, Span};
 
@@ -468,38 +468,28 @@ fn reduction(m: &mut Mods) -> Result<Emit, String> {
     if policy == 1 && !to_global {
         return m.unsupported();
     }
-    let name = m.one_of(&[
-        ("add", (Rmw::Add, Rmw::Add)),
-        ("min", (Rmw::Min, Rmw::MinS)),
-        ("max", (Rmw::Max, Rmw::MaxS)),
-        ("inc", (Rmw::Inc, Rmw::Inc)),
-        ("dec", (Rmw::Dec, Rmw::Dec)),
-        ("and", (Rmw::And, Rmw::And)),
-        ("or", (Rmw::Or, Rmw::Or)),
-        ("xor", (Rmw::Xor, Rmw::Xor)),
-    ]);
+    let reduce = m.one_of(&Reduce::NAMES);
     let noftz = m.has("noftz");
-    let Some((unsigned, signed)) = name else { return m.unsupported() };
+    let Some(reduce) = reduce else { return m.unsupported() };
     let ty = m.ty()?;
-    let orders = matches!(unsigned, Rmw::Min | Rmw::Max);
-    let op = match (unsigned, ty) {
-        (Rmw::Add, Ty::U32 | Ty::S32 | Ty::U64) => Rmw::Add,
+    let op = match (reduce, ty) {
+        (Reduce::Add, Ty::U32 | Ty::S32 | Ty::U64)
+        | (Reduce::Min | Reduce::Max, Ty::U32 | Ty::S32)
+        | (Reduce::Inc | Reduce::Dec, Ty::U32)
+        | (Reduce::And | Reduce::Or | Reduce::Xor, Ty::B32) => reduce.of_integers(ty == Ty::S32),
+        // The others are to global memory.
+        _ if !to_global => return m.unsupported(),
+        (Reduce::Min | Reduce::Max, Ty::U64 | Ty::S64)
+        | (Reduce::And | Reduce::Or | Reduce::Xor, Ty::B64) => reduce.of_integers(ty == Ty::S64),
         // An H200 flushes no subnormals, unlike `red` in global memory.
-        (Rmw::Add, Ty::F32) if to_global => Rmw::AddF32,
-        (Rmw::Add, Ty::F64) if to_global => Rmw::AddF64,
-        (Rmw::Add, Ty::F16) if to_global => Rmw::AddF16,
-        (Rmw::Add, Ty::Bf16) if to_global => Rmw::AddBf16,
-        (_, Ty::U32) if orders => unsigned,
-        (_, Ty::S32) if orders => signed,
-        (_, Ty::U64) if orders && to_global => unsigned,
-        (_, Ty::S64) if orders && to_global => signed,
-        (Rmw::Min, Ty::F16) if to_global => Rmw::MinF16,
-        (Rmw::Max, Ty::F16) if to_global => Rmw::MaxF16,
-        (Rmw::Min, Ty::Bf16) if to_global => Rmw::MinBf16,
-        (Rmw::Max, Ty::Bf16) if to_global => Rmw::MaxBf16,
-        (Rmw::Inc | Rmw::Dec, Ty::U32) => unsigned,
-        (Rmw::And | Rmw::Or | Rmw::Xor, Ty::B32) => unsigned,
-        (Rmw::And | Rmw::Or | Rmw::Xor, Ty::B64) if to_global => unsigned,
+        (Reduce::Add, Ty::F32) => Rmw::AddF32,
+        (Reduce::Add, Ty::F64) => Rmw::AddF64,
+        (Reduce::Add, Ty::F16) => Rmw::AddF16,
+        (Reduce::Add, Ty::Bf16) => Rmw::AddBf16,
+        (Reduce::Min, Ty::F16) => Rmw::MinF16,
+        (Reduce::Max, Ty::F16) => Rmw::MaxF16,
+        (Reduce::Min, Ty::Bf16) => Rmw::MinBf16,
+        (Reduce::Max, Ty::Bf16) => Rmw::MaxBf16,
         _ => return m.unsupported(),
     };
     // Among floats of 16 bits, sums alone name the qualifier.

@@ -46,17 +46,7 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
     let on_mbarrier = m.has("mbarrier::complete_tx::bytes");
     let in_group = m.has("bulk_group");
     let multicast = usize::from(m.has("multicast::cluster"));
-    const REDUCTIONS: [(&str, Reduce); 8] = [
-        ("add", Reduce::Add),
-        ("min", Reduce::Min),
-        ("max", Reduce::Max),
-        ("inc", Reduce::Inc),
-        ("dec", Reduce::Dec),
-        ("and", Reduce::And),
-        ("or", Reduce::Or),
-        ("xor", Reduce::Xor),
-    ];
-    let reduce = m.has("reduce").then(|| m.one_of(&REDUCTIONS));
+    let reduce = m.has("reduce").then(|| m.one_of(&Reduce::NAMES));
     if reduce == Some(None) {
         return m.unsupported();
     }
