@@ -254,6 +254,16 @@ impl Footprint {
     }
 }
 
+/// Reads element `e` of a load's vector at `p`. A vector that is read at once is read whole.
+///
+/// # Safety
+/// `p` must be valid for the vector, and aligned to an element or, where it is read at once, to it.
+#[inline(always)]
+pub(super) unsafe fn element(a: &Access, p: *mut u8, e: usize, order: Ordering) -> [u64; 2] {
+    // SAFETY: passed on to the caller.
+    unsafe { if a.whole { whole::read(p) } else { [read(p.add(e * a.bytes as usize), a.bytes, order), 0] } }
+}
+
 /// The order of a load.
 pub(super) fn order_of(a: &Access) -> Ordering {
     if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed }
@@ -692,13 +702,7 @@ impl<W: Hooks> Exec<'_, W> {
                 let mut v = halves[1];
                 if !a.whole || e == 0 {
                     // SAFETY: `pointer` checked bounds and alignment of the whole vector.
-                    halves = unsafe {
-                        if a.whole {
-                            whole::read(p)
-                        } else {
-                            [read(p.add(e * a.bytes as usize), a.bytes, order), 0]
-                        }
-                    };
+                    halves = unsafe { element(a, p, e, order) };
                     if W::ON && stale {
                         let at = addr[i] + e as u64 * u64::from(a.bytes);
                         let place = self.place(LOADS, a.space, at);
@@ -709,13 +713,7 @@ impl<W: Hooks> Exec<'_, W> {
                     }
                     v = halves[0];
                 }
-                v = a.extend(v);
-                let slot = a.regs[e] as usize;
-                if a.wide {
-                    self.warp.regs.r64[slot][i] = v;
-                } else {
-                    self.warp.regs.r32[slot][i] = v as u32;
-                }
+                v = self.take_value(a, e, i, v);
                 if first.is_none() {
                     first = Some((addr[i], v));
                 }
@@ -727,6 +725,18 @@ impl<W: Hooks> Exec<'_, W> {
             self.watch_observation(a, addr, m & !fresh, true, 0);
         }
         Ok((first, seen))
+    }
+
+    /// Lane `i` takes element `e` of a load, which it reads as `v`. Gives the value in its register.
+    #[inline(always)]
+    pub(super) fn take_value(&mut self, a: &Access, e: usize, i: usize, v: u64) -> u64 {
+        let (v, slot) = (a.extend(v), a.regs[e] as usize);
+        if a.wide {
+            self.warp.regs.r64[slot][i] = v;
+        } else {
+            self.warp.regs.r32[slot][i] = v as u32;
+        }
+        v
     }
 
     /// Lanes of `m` of which it is known at once that they see the last write, under weak memory.

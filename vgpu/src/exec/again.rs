@@ -4,7 +4,7 @@
 //! its lanes and places. While the places and the causal pasts stay as they are, the load is done
 //! without going through its places once more.
 
-use super::access::{order_of, read, whole};
+use super::access::{element, order_of};
 use super::lanes::lanes;
 use super::state::{Exec, Flow, Run};
 use crate::check::hooks::{Hooks, Place, Repeated};
@@ -88,22 +88,10 @@ impl<W: Hooks> Exec<'_, W> {
                     // SAFETY: bounds and alignment of the whole vector were checked when the load was
                     // kept, or by `pointer` now. A region that is no longer mapped has been
                     // forgotten, with the loads that were kept. The places have all lanes of `m`.
-                    halves = unsafe {
-                        if a.whole {
-                            whole::read(from[i])
-                        } else {
-                            [read(from[i].add(e * a.bytes as usize), a.bytes, order), 0]
-                        }
-                    };
+                    halves = unsafe { element(a, from[i], e, order) };
                     v = halves[0];
                 }
-                v = a.extend(v);
-                let slot = a.regs[e] as usize;
-                if a.wide {
-                    self.warp.regs.r64[slot][i] = v;
-                } else {
-                    self.warp.regs.r32[slot][i] = v as u32;
-                }
+                v = self.take_value(a, e, i, v);
                 value.get_or_insert(v);
                 seen = seen.rotate_left(7) ^ v;
             }
