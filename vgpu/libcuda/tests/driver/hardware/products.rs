@@ -278,6 +278,47 @@ fn registers(cases: &mut Vec<Case>) {
     sparse(cases, Rng(14), &[ALL.as_slice(), &INEXACT].concat());
 }
 
+/// A product of a warp: its shape, the formats of A, B and the sum, and the registers of A and B.
+type OfWarp = (&'static str, Format, Format, Format, [usize; 2]);
+
+/// Kernels of `mma.sync`, or of `mma.sp` with metadata at byte 2048.
+fn of_warps(products: &[OfWarp], is_sparse: bool) -> String {
+    let mut text = String::from(".version 8.7\n.target sm_90a\n.address_size 64\n");
+    for (i, (shape, a, b, sum, [of_a, of_b])) in products.iter().enumerate() {
+        let of_c = if *sum == F32 { 4 } else { 2 };
+        text += &format!(
+            ".visible .entry k{i}(.param .u64 memory)\n{{
+.reg .b32 %r<3>; .reg .b32 %a<4>; .reg .b32 %b<4>; .reg .b32 %c<4>; .reg .b64 %rd<4>;
+ld.param.u64 %rd1, [memory]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd3, %rd1, %rd2;
+mul.wide.u32 %rd2, %r1, 16; add.u64 %rd1, %rd1, %rd2;\n"
+        );
+        for (name, count, at) in [("a", *of_a, 0), ("b", *of_b, 512), ("c", of_c, 1024)] {
+            for register in 0..count {
+                text += &format!("ld.global.b32 %{name}{register}, [%rd1+{}];\n", at + 4 * register);
+            }
+        }
+        let (mma, metadata) = match is_sparse {
+            true => {
+                text += "ld.global.b32 %r2, [%rd3+2048];\n";
+                ("mma.sp::ordered_metadata", ", %r2, 0")
+            }
+            false => ("mma", ""),
+        };
+        let (d, of_a, of_b) = (list("c", of_c), list("a", *of_a), list("b", *of_b));
+        text += &format!(
+            "{mma}.sync.aligned.{shape}.row.col.{sum}.{a}.{b}.{sum} {d}, {of_a}, {of_b}, {d}{metadata};\n",
+            sum = sum.name,
+            a = a.name,
+            b = b.name
+        );
+        for register in 0..of_c {
+            text += &format!("st.global.b32 [%rd1+{}], %c{register};\n", 1536 + 4 * register);
+        }
+        text += "ret;\n}\n";
+    }
+    text
+}
+
 fn registers_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
     let mut products = vec![];
     for (shape, counts) in [("m16n8k8", [2, 1]), ("m16n8k16", [4, 2])] {
@@ -290,32 +331,7 @@ fn registers_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
             products.extend([(shape, a, b, F32, counts), (shape, a, b, F16, counts)]);
         }
     }
-    let mut text = String::from(".version 8.7\n.target sm_90a\n.address_size 64\n");
-    for (i, (shape, a, b, sum, [of_a, of_b])) in products.iter().enumerate() {
-        let of_c = if *sum == F32 { 4 } else { 2 };
-        text += &format!(
-            ".visible .entry k{i}(.param .u64 memory)\n{{
-.reg .b32 %r<2>; .reg .b32 %a<4>; .reg .b32 %b<2>; .reg .b32 %c<4>; .reg .b64 %rd<3>;
-ld.param.u64 %rd1, [memory]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 16; add.u64 %rd1, %rd1, %rd2;\n"
-        );
-        for (name, count, at) in [("a", *of_a, 0), ("b", *of_b, 512), ("c", of_c, 1024)] {
-            for register in 0..count {
-                text += &format!("ld.global.b32 %{name}{register}, [%rd1+{}];\n", at + 4 * register);
-            }
-        }
-        let (d, of_a, of_b) = (list("c", of_c), list("a", *of_a), list("b", *of_b));
-        text += &format!(
-            "mma.sync.aligned.{shape}.row.col.{sum}.{a}.{b}.{sum} {d}, {of_a}, {of_b}, {d};\n",
-            sum = sum.name,
-            a = a.name,
-            b = b.name
-        );
-        for register in 0..of_c {
-            text += &format!("st.global.b32 [%rd1+{}], %c{register};\n", 1536 + 4 * register);
-        }
-        text += "ret;\n}\n";
-    }
-    let ptx: Rc<str> = text.into();
+    let ptx: Rc<str> = of_warps(&products, false).into();
     for (i, (shape, a, b, sum, _)) in products.into_iter().enumerate() {
         for &numbers in kinds {
             for _ in 0..4 {
@@ -355,33 +371,7 @@ fn sparse(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
     for (a, b) in [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)] {
         products.push(("m16n8k64", a, b, F32, [4, 4]));
     }
-    let mut text = String::from(".version 8.7\n.target sm_90a\n.address_size 64\n");
-    for (i, (shape, a, b, sum, [of_a, of_b])) in products.iter().enumerate() {
-        let of_c = if *sum == F32 { 4 } else { 2 };
-        text += &format!(
-            ".visible .entry k{i}(.param .u64 memory)\n{{
-.reg .b32 %r<3>; .reg .b32 %a<4>; .reg .b32 %b<4>; .reg .b32 %c<4>; .reg .b64 %rd<4>;
-ld.param.u64 %rd1, [memory]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd3, %rd1, %rd2;
-mul.wide.u32 %rd2, %r1, 16; add.u64 %rd1, %rd1, %rd2; ld.global.b32 %r2, [%rd3+2048];\n"
-        );
-        for (name, count, at) in [("a", *of_a, 0), ("b", *of_b, 512), ("c", of_c, 1024)] {
-            for register in 0..count {
-                text += &format!("ld.global.b32 %{name}{register}, [%rd1+{}];\n", at + 4 * register);
-            }
-        }
-        let (d, of_a, of_b) = (list("c", of_c), list("a", *of_a), list("b", *of_b));
-        text += &format!(
-            "mma.sp::ordered_metadata.sync.aligned.{shape}.row.col.{sum}.{a}.{b}.{sum} {d}, {of_a}, {of_b}, {d}, %r2, 0;\n",
-            sum = sum.name,
-            a = a.name,
-            b = b.name
-        );
-        for register in 0..of_c {
-            text += &format!("st.global.b32 [%rd1+{}], %c{register};\n", 1536 + 4 * register);
-        }
-        text += "ret;\n}\n";
-    }
-    let ptx: Rc<str> = text.into();
+    let ptx: Rc<str> = of_warps(&products, true).into();
     for (i, (shape, a, b, sum, _)) in products.into_iter().enumerate() {
         for &numbers in kinds {
             for _ in 0..4 {
