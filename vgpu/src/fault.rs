@@ -582,6 +582,12 @@ pub enum FaultKind {
         /// The error.
         message: String,
     },
+    /// A multicast address was accessed by another instruction than `multimem`, or `multimem` was
+    /// used at another address, or where no memory of a device is bound.
+    Multicast {
+        /// The error.
+        message: String,
+    },
     /// `wgmma` was misused: by warps that are not together, without a fence or a wait, or with a bad
     /// matrix descriptor.
     Wgmma {
@@ -648,6 +654,7 @@ impl FaultKind {
             FaultKind::AbsentMembers { .. } => "absent-members",
             FaultKind::Mbarrier { .. } => "mbarrier",
             FaultKind::BulkCopy { .. } => "bulk-copy",
+            FaultKind::Multicast { .. } => "multicast",
             FaultKind::Wgmma { .. } => "wgmma",
             FaultKind::CopyOutlivesBlock { .. } => "copy-outlives-block",
             FaultKind::Race(race) if race.class == Class::Proxy => "missing-proxy-fence",
@@ -673,6 +680,7 @@ impl FaultKind {
             | FaultKind::OutOfWindow { .. }
             | FaultKind::OutOfCluster { .. }
             | FaultKind::Misaligned { .. }
+            | FaultKind::Multicast { .. }
             | FaultKind::BulkCopy { .. } => Class::Bounds,
             FaultKind::Race(race) => race.class,
             FaultKind::DivergentBarrier { .. }
@@ -751,6 +759,7 @@ impl fmt::Display for FaultKind {
             FaultKind::BulkCopy { message } | FaultKind::CopyOutlivesBlock { message } => {
                 write!(f, "bulk copy: {message}")
             }
+            FaultKind::Multicast { message } => write!(f, "{message}"),
             FaultKind::Wgmma { message } => write!(f, "wgmma: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
             FaultKind::Unwritten { space, label, offset, part, bytes } => {

@@ -600,6 +600,48 @@ pub(crate) struct Operands {
     pub(crate) multicasts: Vec<Multicast>,
     pub(crate) remote_stores: Vec<RemoteStore>,
     pub(crate) reductions: Vec<Reduction>,
+    pub(crate) multimems: Vec<Multimem>,
+}
+
+/// `multimem`: an access to the memory of each device behind a multicast address.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Multimem {
+    /// `multimem.ld_reduce`.
+    pub(crate) loads: bool,
+    /// The reduction; `None` of `multimem.st`.
+    pub(crate) reduces: Option<Reduces>,
+    pub(crate) sem: Sem,
+    pub(crate) scope: Scope,
+    pub(crate) addr: Addr,
+    /// Bytes of a register's part: 1, 2, 4 or 8. Registers: 1, 2, 4 or 8.
+    pub(crate) bytes: u8,
+    pub(crate) n: u8,
+    pub(crate) regs: [u32; 8],
+}
+
+/// A reduction of the values behind a multicast address, or of one and a register.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Reduces {
+    pub(crate) op: Reduce,
+    pub(crate) number: Number,
+    /// Bytes of a number.
+    pub(crate) bytes: u8,
+    /// The type of the sums on the way: wider, with `.acc::f32` or `.acc::f16`.
+    pub(crate) sums: Number,
+}
+
+/// Types of numbers in a [`Multimem`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Number {
+    /// Bits too.
+    Unsigned,
+    Signed,
+    F16,
+    Bf16,
+    F32,
+    F64,
+    E4m3,
+    E5m2,
 }
 
 /// `cp.async.bulk` with `.multicast::cluster`.
@@ -804,6 +846,11 @@ pub(crate) enum Op {
         state: u32,
     },
     Bulk(BulkOp),
+    /// The number in [`Operands::multimems`], and whether it is a load.
+    Multimem {
+        access: u32,
+        loads: bool,
+    },
     Copy(CopyOp),
     Wgmma(WgmmaOp),
     /// Checks that no `wgmma` under way uses the registers of the next instruction: the number in
@@ -845,6 +892,7 @@ impl Op {
             Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
             Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
+            Op::Multimem { .. } => true,
             Op::Bulk(_) | Op::Copy(_) | Op::Wgmma(_) | Op::ClusterArrive { .. } | Op::ClusterWait => true,
             _ => false,
         }

@@ -15,6 +15,7 @@ use crate::kernel::Kernel;
 use crate::memory::{Memory, Region, Reservation};
 use crate::memory_error::MemoryError;
 use crate::module::Module;
+use crate::multicast::MulticastObject;
 use crate::seeds::Rng;
 
 /// Longest turn of a device, in warp instructions, unless the machine has another.
@@ -200,6 +201,11 @@ impl<T: Number> Array<T> {
     #[must_use]
     pub fn addr(&self) -> u64 {
         self.region.addr() + self.offset
+    }
+
+    /// Its memory, of which it is all unless it is a variable.
+    pub(crate) fn allocation(&self) -> Arc<Region> {
+        self.region.clone()
     }
 
     /// How many numbers it has.
@@ -504,6 +510,18 @@ impl Machine {
         let memory = self.device(device)?.memory.clone();
         let (fd, bytes, label) = (array.region.export()?, array.region.bytes(), array.region.label());
         let region = Arc::new(memory.import_at(place, fd, bytes, label)?);
+        Ok(Array { memory, region, offset: 0, len: array.len, of: PhantomData })
+    }
+
+    /// The multicast addresses of arrays, of which this is one, on a device.
+    pub(crate) fn map_multicast<T: Number>(
+        &self,
+        device: usize,
+        array: &Array<T>,
+        object: &MulticastObject,
+    ) -> Result<Array<T>, MachineError> {
+        let memory = self.device(device)?.memory.clone();
+        let region = Arc::new(memory.multicast(object, array.region.label())?);
         Ok(Array { memory, region, offset: 0, len: array.len, of: PhantomData })
     }
 

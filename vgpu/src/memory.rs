@@ -23,6 +23,7 @@ use crate::check::world::World;
 use crate::fault::FaultKind;
 use crate::memory_error::{MemoryError, NearRegion, PAGE};
 use crate::module::Module;
+use crate::multicast::{MulticastObject, Target, Targets, Window};
 use crate::seeds::mix;
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
@@ -34,7 +35,7 @@ fn os(call: &'static str) -> impl Fn(rustix::io::Errno) -> MemoryError {
 
 /// Mapped memory.
 #[derive(Debug)]
-struct Mapping {
+pub(crate) struct Mapping {
     ptr: NonNull<u8>,
     /// Bytes mapped (whole pages, unless it is the program's).
     mapped: usize,
@@ -95,6 +96,15 @@ impl Reservation {
     pub fn bytes(&self) -> u64 {
         self.0.mapped as u64
     }
+
+    /// Checks that `bytes` bytes at address `at` lie inside of it.
+    fn check(&self, at: u64, bytes: u64) -> Result<(), MemoryError> {
+        let offset = at.wrapping_sub(self.addr());
+        if offset >= self.bytes() || bytes > self.bytes() - offset || bytes == 0 {
+            return Err(MemoryError::OutOfBounds { addr: at, bytes, nearest: None });
+        }
+        Ok(())
+    }
 }
 
 // SAFETY: a mapping is plain shared memory; every access through the pointer is raw or atomic, see
@@ -121,6 +131,8 @@ struct Entry {
     label: Arc<str>,
     shadow: u32,
     mapping: Arc<Mapping>,
+    /// Of multicast addresses: the memory behind them. Nothing is mapped at the addresses.
+    multicast: Option<Window>,
 }
 
 /// A freed region, kept so that reports name it.
@@ -160,21 +172,71 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// The region that holds `addr .. addr + bytes`.
+    /// The region that holds `addr .. addr + bytes`. Multicast addresses are none.
     pub(crate) fn find(&self, addr: u64, bytes: u64) -> Option<Found> {
-        let i = self.entries.partition_point(|e| e.addr <= addr).checked_sub(1)?;
-        let e = &self.entries[i];
-        let offset = addr - e.addr;
-        (offset <= e.bytes && bytes <= e.bytes - offset).then_some(Found {
+        let (e, offset) = self.entry_at(addr)?;
+        (bytes <= e.bytes - offset && e.multicast.is_none()).then_some(Found {
             start: e.addr,
             bytes: e.bytes,
             shadow: e.shadow,
         })
     }
 
+    /// The entry that holds an address or ends there, and the offset in it.
+    fn entry_at(&self, addr: u64) -> Option<(&Entry, u64)> {
+        let e = &self.entries[self.entries.partition_point(|e| e.addr <= addr).checked_sub(1)?];
+        (addr - e.addr <= e.bytes).then_some((e, addr - e.addr))
+    }
+
+    /// The label of the multicast addresses that hold `addr`, and the offset in them.
+    fn multicast_at(&self, addr: u64) -> Option<(&Entry, &Window, u64)> {
+        let (e, offset) = self.entry_at(addr).filter(|(e, offset)| *offset < e.bytes)?;
+        e.multicast.as_ref().map(|window| (e, window, offset))
+    }
+
+    /// The rule that an ordinary access to a multicast address breaks.
+    fn misused(&self, addr: u64, bytes: u64) -> Option<String> {
+        let (e, _, offset) = self.multicast_at(addr)?;
+        Some(format!(
+            "access of {bytes} bytes at {addr:#x}, which is the multicast address '{}' + {offset:#x}: multimem \
+             instructions alone may access it",
+            e.label
+        ))
+    }
+
+    /// The memory of each device behind `addr .. addr + bytes`, which `multimem` accesses.
+    pub(crate) fn targets(&self, addr: u64, bytes: u64) -> Result<Targets, FaultKind> {
+        let Some((e, window, offset)) = self.multicast_at(addr) else {
+            return Err(match self.nearest(addr) {
+                Some(near) if !near.freed && self.find(addr, bytes).is_some() => {
+                    let (label, offset) = (near.label, addr - near.addr);
+                    let message = format!(
+                        "multimem at {addr:#x}, which is no multicast address but '{label}' + {offset:#x}"
+                    );
+                    FaultKind::Multicast { message }
+                }
+                nearest => FaultKind::OutOfBounds { addr, bytes, nearest },
+            });
+        };
+        if bytes > e.bytes - offset {
+            return Err(FaultKind::OutOfBounds { addr, bytes, nearest: self.nearest(addr) });
+        }
+        window.targets(offset, bytes).map_err(|device| {
+            let of = device.map_or_else(String::new, |device| format!(" of device {device}"));
+            let message = format!(
+                "multimem of {bytes} bytes at the multicast address '{}' + {offset:#x}, to which no memory{of} is bound",
+                e.label
+            );
+            FaultKind::Multicast { message }
+        })
+    }
+
     /// The fault for an access that [`find`](Self::find) found no region for.
     pub(crate) fn out_of_bounds(&self, addr: u64, bytes: u64) -> FaultKind {
-        FaultKind::OutOfBounds { addr, bytes, nearest: self.nearest(addr) }
+        match self.misused(addr, bytes) {
+            Some(message) => FaultKind::Multicast { message },
+            None => FaultKind::OutOfBounds { addr, bytes, nearest: self.nearest(addr) },
+        }
     }
 
     /// The region of this shadow.
@@ -432,10 +494,7 @@ impl Memory {
         if let Some(addr) = [at, bytes].into_iter().find(|value| !value.is_multiple_of(PAGE)) {
             return Err(MemoryError::Misaligned { addr, align: PAGE });
         }
-        let offset = at.wrapping_sub(reservation.addr());
-        if offset >= reservation.bytes() || bytes > reservation.bytes() - offset || bytes == 0 {
-            return Err(MemoryError::OutOfBounds { addr: at, bytes, nearest: None });
-        }
+        reservation.check(at, bytes)?;
         self.map(fd, bytes, label, 0, true, Some((reservation, at)))
     }
 
@@ -449,13 +508,52 @@ impl Memory {
         let Some(entry) = table.entries.iter().find(|entry| entry.addr == region.addr) else {
             return Err(MemoryError::OutOfBounds { addr: region.addr, bytes: region.bytes, nearest: None });
         };
+        let multicast = entry.multicast.clone().zip(region.multicast.clone());
+        let contents = (0, true, region.backing);
         Ok(self.enter(
             entry.mapping.clone(),
             region.fd.clone(),
             region.bytes,
             &region.label,
-            (0, true, region.backing),
+            contents,
+            multicast,
         ))
+    }
+
+    /// Addresses by which `multimem` instructions of this device access all of a multicast object.
+    ///
+    /// # Errors
+    /// The operating system has no such range.
+    pub fn multicast(&self, object: &MulticastObject, label: &str) -> Result<Region, MemoryError> {
+        let reservation = Reservation::new(object.bytes(), PAGE)?;
+        self.multicast_at((&reservation, reservation.addr()), (object, 0), object.bytes(), label)
+    }
+
+    /// The same for `bytes` bytes from an offset in the object on, at an address in a reservation.
+    /// The address and the offset are multiples of 4096.
+    ///
+    /// # Errors
+    /// The range is not inside of the reservation or of the object, or not aligned.
+    pub fn multicast_at(
+        &self,
+        (reservation, at): (&Reservation, u64),
+        (object, from): (&MulticastObject, u64),
+        bytes: u64,
+        label: &str,
+    ) -> Result<Region, MemoryError> {
+        if let Some(addr) = [at, from].into_iter().find(|value| !value.is_multiple_of(PAGE)) {
+            return Err(MemoryError::Misaligned { addr, align: PAGE });
+        }
+        reservation.check(at, bytes)?;
+        if from > object.bytes() || bytes > object.bytes() - from {
+            return Err(MemoryError::OutOfBounds { addr: from, bytes, nearest: None });
+        }
+        let ptr = NonNull::new(at as *mut u8).ok_or(MemoryError::Misaligned { addr: at, align: PAGE })?;
+        let (mapped, unmapped_by) =
+            (bytes.next_multiple_of(PAGE) as usize, UnmappedBy::Reservation(reservation.0.clone()));
+        let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by });
+        let multicast = Some((object.window(from), object.clone()));
+        Ok(self.enter(mapping, None, bytes, label, (0, true, None), multicast))
     }
 
     /// Memory of the program's at its own address, for kernels too, as page-locked memory that was
@@ -470,7 +568,7 @@ impl Memory {
         let mapping = Arc::new(Mapping { ptr, mapped: bytes, unmapped_by: UnmappedBy::Program });
         // No file has this number, and no other memory this address.
         let backing = self.checker().map(|_| (u64::MAX, ptr.as_ptr() as u64));
-        let region = self.enter(mapping, None, bytes as u64, label, (0, true, backing));
+        let region = self.enter(mapping, None, bytes as u64, label, (0, true, backing), None);
         region.hide();
         region
     }
@@ -511,7 +609,7 @@ impl Memory {
             None => UnmappedBy::Itself,
         };
         let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by });
-        Ok(self.enter(mapping, Some(Arc::new(fd)), bytes, label, (charged, filled, backing)))
+        Ok(self.enter(mapping, Some(Arc::new(fd)), bytes, label, (charged, filled, backing), None))
     }
 
     /// Enters a mapping into the table.
@@ -522,6 +620,7 @@ impl Memory {
         bytes: u64,
         label: &str,
         (charged, filled, backing): (u64, bool, Option<(u64, u64)>),
+        multicast: Option<(Window, MulticastObject)>,
     ) -> Region {
         let addr = mapping.ptr.as_ptr() as u64;
         let label: Arc<str> = label.into();
@@ -531,9 +630,10 @@ impl Memory {
             }
             _ => 0,
         };
-        let entry = Entry { addr, bytes, label: label.clone(), shadow, mapping };
+        let (window, multicast) = multicast.unzip();
+        let entry = Entry { addr, bytes, label: label.clone(), shadow, mapping, multicast: window };
         self.change(|table| table.insert(entry));
-        Region { memory: self.clone(), addr, bytes, label, fd, charged, backing, shadow }
+        Region { memory: self.clone(), addr, bytes, label, fd, charged, backing, shadow, multicast }
     }
 
     fn change(&self, f: impl FnOnce(&mut Table)) {
@@ -604,10 +704,9 @@ impl Memory {
     }
 
     fn locate(&self, table: &Table, addr: u64, bytes: u64) -> Result<Found, MemoryError> {
-        table.find(addr, bytes).ok_or_else(|| MemoryError::OutOfBounds {
-            addr,
-            bytes,
-            nearest: table.nearest(addr),
+        table.find(addr, bytes).ok_or_else(|| match table.misused(addr, bytes) {
+            Some(message) => MemoryError::Multicast { message },
+            None => MemoryError::OutOfBounds { addr, bytes, nearest: table.nearest(addr) },
         })
     }
 
@@ -724,6 +823,8 @@ pub struct Region {
     /// Device and inode of the file, where a checker watches it.
     backing: Option<(u64, u64)>,
     shadow: u32,
+    /// Of multicast addresses: keeps the memory behind them allocated.
+    multicast: Option<MulticastObject>,
 }
 
 impl Region {
@@ -770,11 +871,23 @@ impl Region {
     }
 
     fn with_shadow(&self, f: impl FnOnce(&mut Shadow)) {
-        if let Some(checker) = self.memory.checker()
+        // Number 0 is no memory's.
+        if self.shadow != 0
+            && let Some(checker) = self.memory.checker()
             && let Some(shadow) = checker.world().shadows.get_mut(self.shadow as usize)
         {
             f(shadow);
         }
+    }
+
+    /// The part of it that is bound to multicast addresses; `None` where it is multicast addresses
+    /// itself.
+    pub(crate) fn target(&self) -> Option<Target> {
+        let table = self.memory.snapshot();
+        let entry =
+            table.entries.iter().find(|entry| entry.addr == self.addr && entry.multicast.is_none())?;
+        let (mapping, shadow) = (entry.mapping.clone(), self.shadow);
+        Some(Target { addr: self.addr, offset: 0, shadow, label: self.label.clone(), mapping })
     }
 
     /// A file descriptor that [`Memory::import`] accepts, here or in another process.

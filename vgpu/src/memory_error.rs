@@ -43,6 +43,12 @@ pub enum MemoryError {
         /// Bytes in the file.
         actual: u64,
     },
+    /// Multicast addresses were used as ordinary memory, or memory cannot be bound to them.
+    #[error("{message}")]
+    Multicast {
+        /// The rule that is broken.
+        message: String,
+    },
     /// An access of the host, or of a copy in a stream, races with another one: check mode.
     #[error("data race at {}: {report}", Spot { label, offset: *offset, part })]
     Race {

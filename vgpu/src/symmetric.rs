@@ -2,6 +2,7 @@
 
 use crate::machine::{Array, Machine, MachineError, Number};
 use crate::memory::Reservation;
+use crate::multicast::MulticastObject;
 
 /// An array of each device, mapped on all devices: symmetric memory, as of NVSHMEM and NCCL.
 #[derive(Debug)]
@@ -90,6 +91,50 @@ impl Machine {
             own.iter().enumerate().map(|(owner, array)| self.map_at(device, array, place(owner))).collect()
         };
         Ok(Symmetric { mapped: (0..self.devices()).map(on_device).collect::<Result<_, MachineError>>()? })
+    }
+
+    /// Multicast addresses of the arrays of all devices, as each device has them: what `multimem`
+    /// instructions access there, they access in all arrays. The host and other instructions have no
+    /// access.
+    ///
+    /// ```
+    /// use epoxide_vgpu::{GridConfig, Machine, Module};
+    ///
+    /// let ptx = "
+    /// .version 8.1
+    /// .target sm_90
+    /// .address_size 64
+    /// .visible .entry sum(.param .u64 all, .param .u64 out)
+    /// {
+    ///     .reg .b32 %r<2>;
+    ///     .reg .b64 %rd<3>;
+    ///     ld.param.u64 %rd1, [all];
+    ///     ld.param.u64 %rd2, [out];
+    ///     multimem.ld_reduce.global.add.u32 %r1, [%rd1];
+    ///     st.global.u32 [%rd2], %r1;
+    ///     ret;
+    /// }";
+    /// let mut machine = Machine::checked(4, 7);
+    /// let numbers = machine.symmetric("numbers", &[5u32])?;
+    /// let all = machine.multicast(&numbers)?;
+    /// let out = machine.alloc::<u32>(1, "out", 1)?;
+    /// machine.launch_with(1, &Module::parse(ptx)?, "sum", GridConfig::new(1, 1, 0), &[&all[1], &out])?;
+    /// machine.run()?;
+    /// assert_eq!(out.download()?, [20]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The operating system maps no more.
+    pub fn multicast<T: Number>(&self, arrays: &Symmetric<T>) -> Result<Vec<Array<T>>, MachineError> {
+        let of_device = |device| arrays.of(device).allocation();
+        let bytes = (0..self.devices()).map(|device| of_device(device).bytes()).min().unwrap_or(0);
+        let object = MulticastObject::new(bytes);
+        for device in 0..self.devices() {
+            object.add_device(device as u32)?;
+            object.bind(device as u32, 0, (of_device(device), 0), bytes)?;
+        }
+        (0..self.devices()).map(|device| self.map_multicast(device, arrays.of(device), &object)).collect()
     }
 }
 

@@ -23,7 +23,7 @@ pub enum Class {
     /// Memory is used before its first write, after it was freed or its block has ended, or by a copy
     /// that outlives its block.
     Lifetime,
-    /// An address outside of its memory, or misaligned.
+    /// An address outside of its memory, misaligned, or of the wrong kind for its instruction.
     Bounds,
     /// A barrier, a mask, an mbarrier or a wait is used wrongly, or nothing can go on.
     Synchronisation,
@@ -73,7 +73,9 @@ impl Class {
             Class::Lifetime => {
                 "Memory is used before its first write, after its end, or by a copy that outlives its block."
             }
-            Class::Bounds => "An address is outside of its memory, or misaligned.",
+            Class::Bounds => {
+                "An address is outside of its memory, misaligned, or of the wrong kind for its instruction."
+            }
             Class::Synchronisation => {
                 "A barrier, a mask, an mbarrier or a wait is used wrongly, or nothing can go on."
             }

@@ -47,7 +47,7 @@ pub(super) unsafe fn read(p: *mut u8, bytes: u8, order: Ordering) -> u64 {
 /// # Safety
 /// `p` must be valid for `bytes` bytes and aligned to them.
 #[inline(always)]
-unsafe fn write(p: *mut u8, bytes: u8, v: u64, order: Ordering) {
+pub(super) unsafe fn write(p: *mut u8, bytes: u8, v: u64, order: Ordering) {
     // SAFETY: passed on to the caller; see `read`.
     unsafe {
         match bytes {
@@ -127,7 +127,7 @@ pub(super) mod whole {
 }
 
 /// The new value of a read-modify-write; `bytes` selects the width.
-fn modify(op: Rmw, bytes: u8, old: u64, a: u64, b: u64) -> u64 {
+pub(super) fn modify(op: Rmw, bytes: u8, old: u64, a: u64, b: u64) -> u64 {
     let signed = |v: u64| if bytes == 4 { i64::from(v as u32 as i32) } else { v as i64 };
     match op {
         Rmw::Add => old.wrapping_add(a),
@@ -202,20 +202,32 @@ fn add_bf16(x: u16, y: u16) -> u16 {
 /// # Safety
 /// `p` must be valid for `bytes` bytes (2, 4 or 8) and aligned to them.
 pub(super) unsafe fn rmw(p: *mut u8, bytes: u8, op: Rmw, a: u64, b: u64) -> u64 {
+    // SAFETY: passed on to the caller.
+    unsafe {
+        match (op, bytes) {
+            // Plain adds, the common case, are done directly.
+            (Rmw::Add, 2) => AtomicU16::from_ptr(p.cast()).fetch_add(a as u16, Ordering::SeqCst).into(),
+            (Rmw::Add, 4) => AtomicU32::from_ptr(p.cast()).fetch_add(a as u32, Ordering::SeqCst).into(),
+            (Rmw::Add, _) => AtomicU64::from_ptr(p.cast()).fetch_add(a, Ordering::SeqCst),
+            _ => update(p, bytes, |old| modify(op, bytes, old, a, b)),
+        }
+    }
+}
+
+/// Atomically replaces `*p` by what `new` makes of it, and returns the old value.
+///
+/// # Safety
+/// `p` must be valid for `bytes` bytes (2, 4 or 8) and aligned to them.
+#[inline(always)]
+pub(super) unsafe fn update(p: *mut u8, bytes: u8, new: impl Fn(u64) -> u64) -> u64 {
     const ORDER: Ordering = Ordering::SeqCst;
-    // One compare-and-swap loop serves every operation; plain adds, the common case, are done
-    // directly.
     macro_rules! with {
         ($atomic:ty, $t:ty) => {{
             // SAFETY: passed on to the caller.
             let cell = unsafe { <$atomic>::from_ptr(p.cast()) };
-            if op == Rmw::Add {
-                return u64::from(cell.fetch_add(a as $t, ORDER));
-            }
             let mut old = cell.load(Ordering::Relaxed);
             loop {
-                let new = modify(op, bytes, u64::from(old), a, b) as $t;
-                match cell.compare_exchange(old, new, ORDER, ORDER) {
+                match cell.compare_exchange(old, new(u64::from(old)) as $t, ORDER, ORDER) {
                     Ok(_) => return u64::from(old),
                     Err(now) => old = now,
                 }
@@ -1050,6 +1062,19 @@ impl<W: Hooks> Exec<'_, W> {
             }
             _ => String::new(),
         };
+        self.blame_in(label, place, violation, lane, (how, write))
+    }
+
+    /// The same for memory of this label.
+    #[cold]
+    pub(super) fn blame_in(
+        &mut self,
+        label: String,
+        place: Place,
+        violation: ViolationAt,
+        lane: usize,
+        (how, write): (How, bool),
+    ) -> Run<()> {
         let blamed = Blamed { label, place, violation, lane, pc: self.pc, how, write, beside: self.mask };
         let recent = self.warp.trace.before(self.pc);
         self.watch.report(&blamed, recent).map_or(Ok(()), |kind| stop(kind, Some(lane)))

@@ -50,8 +50,10 @@ unsafe extern "sysv64" fn call<W: Hooks>(
     exec.pc = pc;
     exec.executed = exec.run_end - left as u64;
     let done = exec.execute(inst, m);
-    let moves_no_others =
-        || matches!(inst.op, Op::Ld(_) | Op::St(_) | Op::Atom(_) | Op::Fence(_) | Op::Timer { .. });
+    let moves_no_others = || {
+        matches!(inst.op, Op::Ld(_) | Op::St(_) | Op::Atom(_) | Op::Multimem { .. })
+            || matches!(inst.op, Op::Fence(_) | Op::Timer { .. })
+    };
     let others_stay = || exec.warp.groups.is_empty() || moves_no_others();
     if matches!(done, Ok(Flow::Next)) && exec.mask == mask && others_stay() {
         return false;

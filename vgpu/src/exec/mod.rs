@@ -19,6 +19,7 @@ pub(crate) mod copies;
 pub(crate) mod descriptor;
 pub(crate) mod lanes;
 pub(crate) mod mma;
+mod multimem;
 mod parts;
 mod print;
 pub(crate) mod products;
@@ -296,6 +297,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 }
             }
             Op::Atom(atomic) => return self.atomic(atomic, m),
+            Op::Multimem { access, .. } => return self.multimem(*access, m),
             Op::Fence(fence) => {
                 std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
                 self.watch.fence(m, self.pc, *fence);

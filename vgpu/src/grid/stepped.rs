@@ -102,7 +102,7 @@ impl Grid {
         if let Some(op) = self.next_op(at) {
             everything = self.check.is_none() || !matches!(op, Op::Ld(_) | Op::St(_) | Op::Atom(_));
             looks = match op {
-                Op::Ld(_) => true,
+                Op::Ld(_) | Op::Multimem { loads: true, .. } => true,
                 Op::Mbar { op, .. } => {
                     matches!(op, MbarOp::TestState { .. } | MbarOp::TestParity { .. })
                 }

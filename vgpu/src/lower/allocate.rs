@@ -14,8 +14,8 @@ use crate::exec::lanes::{Role, Sig};
 use crate::exec::products::{Shape, WarpProduct};
 use crate::exec::wgmma::{MatrixA, Product};
 use crate::ir::{
-    Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, Multicast, NO_GUARD, Op,
-    Operands, Reduction, RemoteStore, SINK, TensorCopy, Votes, WarpOp, Way, WgmmaOp,
+    Access, Addr, BulkOp, CARRY, CopyOp, File, GUARD_NOT, Init, Inst, MbarOp, Multicast, Multimem, NO_GUARD,
+    Op, Operands, Reduction, RemoteStore, SINK, TensorCopy, Votes, WarpOp, Way, WgmmaOp,
 };
 use crate::ptx::Flow;
 use crate::ptx::flow::Leave;
@@ -189,6 +189,12 @@ pub(super) fn registers(
             }
             BulkOp::Commit | BulkOp::Wait { .. } => {}
         },
+        Op::Multimem { access, loads } => {
+            let Multimem { addr, bytes, n, regs, .. } = &mut operands.multimems[*access as usize];
+            address(addr, f);
+            let (file, role) = (if *bytes == 8 { R64 } else { R32 }, if *loads { Def } else { Use });
+            regs[..usize::from(*n)].iter_mut().for_each(|s| f(file, role, s));
+        }
         Op::Copy(op) => match op {
             CopyOp::Start { dst, src, read, .. } => {
                 [dst, src].into_iter().for_each(|a| address(a, f));

@@ -2,7 +2,7 @@
 
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
-use super::{arith, call, cluster, convert, extended, matrix, mem, sync, tensor, wgmma, wmma};
+use super::{arith, call, cluster, convert, extended, matrix, mem, multimem, sync, tensor, wgmma, wmma};
 use crate::compiled::native::{Logic, Native, Unary, Width};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
 use crate::ir::{File, Op, Regs, SINK};
@@ -100,6 +100,7 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
             false => mem::atomic(m)?,
         },
         "atom" => mem::atomic(m)?,
+        "multimem" => multimem::decode(m)?,
         "prefetch" | "prefetchu" | "discard" | "applypriority" | "createpolicy" => mem::hint(m)?,
         "cvta" | "isspacep" | "mapa" | "getctarank" => mem::spaces(m)?,
         "fence" | "membar" => sync::fence(m)?,

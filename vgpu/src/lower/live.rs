@@ -31,6 +31,7 @@ impl Live {
             multicasts: kernel.operands.multicasts.clone(),
             remote_stores: kernel.operands.remote_stores.clone(),
             reductions: kernel.operands.reductions.clone(),
+            multimems: kernel.operands.multimems.clone(),
         };
         let touches: Vec<Vec<Touch>> = kernel
             .code

@@ -21,7 +21,7 @@ const SPACES: &[(&str, Space)] = &[
     ("const", Space::Global),
 ];
 
-const SCOPES: &[(&str, Scope)] =
+pub(super) const SCOPES: &[(&str, Scope)] =
     &[("cta", Scope::Cta), ("cluster", Scope::Cluster), ("gpu", Scope::Gpu), ("sys", Scope::Sys)];
 
 const CACHE_HINTS: &[&str] = &[

@@ -20,6 +20,7 @@ mod integer;
 pub(crate) mod live;
 mod matrix;
 mod mem;
+mod multimem;
 mod products;
 mod state;
 mod sync;

@@ -16,6 +16,7 @@ mod gaps;
 mod load;
 mod memory;
 mod mma;
+mod multimem;
 mod numbers;
 mod pixels;
 mod products;
