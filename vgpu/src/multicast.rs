@@ -29,10 +29,13 @@ struct Owned {
     _region: Arc<Region>,
 }
 
-/// The bindings of an object, by the number of the device. A snapshot keeps memory mapped, but not
-/// allocated: what a kernel drops must not free a region.
+/// The bindings of an object. A snapshot keeps memory mapped, but not allocated: what a kernel drops
+/// must not free a region.
 #[derive(Debug, Default)]
-struct Bound(Mutex<Arc<Vec<(u32, Vec<Binding>)>>>);
+struct Bound(Mutex<Arc<Devices>>);
+
+/// The bindings of each device, by its number.
+type Devices = Vec<(u32, Vec<Binding>)>;
 
 /// A part of a device's memory behind a part of the addresses.
 #[derive(Clone, Debug)]
@@ -111,7 +114,7 @@ impl MulticastObject {
         self.snapshot().iter().map(|(device, _)| *device).collect()
     }
 
-    fn snapshot(&self) -> Arc<Vec<(u32, Vec<Binding>)>> {
+    fn snapshot(&self) -> Arc<Devices> {
         self.bound.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
@@ -119,7 +122,7 @@ impl MulticastObject {
         Window { bound: self.bound.clone(), from }
     }
 
-    fn change<T>(&self, f: impl FnOnce(&mut Vec<(u32, Vec<Binding>)>) -> T) -> T {
+    fn change<T>(&self, f: impl FnOnce(&mut Devices) -> T) -> T {
         let mut bound = self.bound.0.lock().unwrap_or_else(PoisonError::into_inner);
         let mut next = Vec::clone(&bound);
         let result = f(&mut next);

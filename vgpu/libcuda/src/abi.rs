@@ -1,7 +1,7 @@
 //! Types of the CUDA driver API as C has them, and the arguments through which calls read and
 //! write the caller's memory.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 /// A result code of the driver API.
 pub type CUresult = c_int;
@@ -299,6 +299,16 @@ pub struct CUmemAllocationProp {
     pub(crate) location: CUmemLocation,
     pub(crate) win32: usize,
     pub(crate) flags: [u8; 8],
+}
+
+/// `CUmulticastObjectProp`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CUmulticastObjectProp {
+    pub(crate) num_devices: c_uint,
+    pub(crate) size: usize,
+    pub(crate) handle_types: c_ulonglong,
+    pub(crate) flags: c_ulonglong,
 }
 
 /// `CUmemAccessDesc`.

@@ -320,7 +320,9 @@ impl Job {
 /// The code that a fault leaves in its context.
 fn fault_code(fault: &Fault) -> CUresult {
     match &fault.kind {
-        FaultKind::OutOfBounds { .. } | FaultKind::OutOfWindow { .. } => ILLEGAL_ADDRESS,
+        FaultKind::OutOfBounds { .. } | FaultKind::OutOfWindow { .. } | FaultKind::Multicast { .. } => {
+            ILLEGAL_ADDRESS
+        }
         FaultKind::Misaligned { .. } => MISALIGNED_ADDRESS,
         // A call that traps is one of `__assertfail`.
         FaultKind::Trap if fault.ptx_text.trim_start().starts_with("call") => ASSERT,

@@ -23,6 +23,7 @@ const TABLES: &[&[(&str, Symbol)]] = &[
     calls::launch::SYMBOLS,
     calls::memory::SYMBOLS,
     calls::module::SYMBOLS,
+    calls::multicast::SYMBOLS,
     calls::sharing::SYMBOLS,
     calls::stream::SYMBOLS,
     calls::tensor::SYMBOLS,
@@ -187,8 +188,7 @@ unsupported! {
     cuMemcpyBatchAsync_v2 cuMemcpyDtoA_v2 cuMemcpyHtoAAsync_v2 cuMemcpyHtoA_v2 cuMemsetD2D16Async
     cuMipmappedArrayCreate cuMipmappedArrayDestroy cuMipmappedArrayGetLevel
     cuMipmappedArrayGetMemoryRequirements cuMipmappedArrayGetSparseProperties cuModuleGetSurfRef
-    cuModuleGetTexRef cuMulticastAddDevice cuMulticastBindAddr cuMulticastBindAddr_v2 cuMulticastBindMem
-    cuMulticastBindMem_v2 cuMulticastCreate cuMulticastGetGranularity cuMulticastUnbind
+    cuModuleGetTexRef
     cuOccupancyMaxActiveClusters cuOccupancyMaxPotentialClusterSize cuParamSetSize cuParamSetTexRef
     cuParamSetf cuParamSeti cuParamSetv cuProfilerInitialize cuSignalExternalSemaphoresAsync
     cuStreamBatchMemOp cuStreamBatchMemOp_v2 cuStreamBeginCaptureToGraph cuStreamCopyAttributes

@@ -17,6 +17,7 @@ use epoxide_vgpu::{
 };
 
 use crate::abi::*;
+use crate::calls::multicast::Team;
 use crate::config::Config;
 use crate::engine;
 use crate::work::Work;
@@ -241,7 +242,9 @@ pub(crate) struct Shared {
 pub(crate) fn memory_code(error: MemoryError) -> CUresult {
     match error {
         MemoryError::OutOfMemory { .. } => OUT_OF_MEMORY,
-        MemoryError::OutOfBounds { .. } | MemoryError::ImportTooSmall { .. } => INVALID_VALUE,
+        MemoryError::OutOfBounds { .. }
+        | MemoryError::ImportTooSmall { .. }
+        | MemoryError::Multicast { .. } => INVALID_VALUE,
         MemoryError::Misaligned { .. } => MISALIGNED_ADDRESS,
         MemoryError::Race { .. } => LAUNCH_FAILED,
         MemoryError::Os { .. } => OPERATING_SYSTEM,
@@ -376,7 +379,7 @@ pub(crate) struct Physical {
     /// Its handle and its mappings.
     pub(crate) users: u32,
     /// Keeps the checker's record of its contents.
-    pub(crate) _region: Region,
+    pub(crate) region: Region,
 }
 
 /// The tables. Handles are unique in the process.
@@ -398,6 +401,8 @@ pub(crate) struct Tables {
     pub(crate) executables: HashMap<Handle, Option<Graph<Work>>>,
     pub(crate) reservations: BTreeMap<u64, Reservation>,
     pub(crate) physical: HashMap<u64, Physical>,
+    /// Multicast objects, whose handles are those of physical memory too.
+    pub(crate) teams: HashMap<u64, Team>,
     /// Device and release threshold of each memory pool.
     pub(crate) pools: HashMap<Handle, (usize, u64)>,
     pub(crate) default_pools: Vec<Handle>,
@@ -435,6 +440,7 @@ impl Tables {
             executables: HashMap::new(),
             reservations: BTreeMap::new(),
             physical: HashMap::new(),
+            teams: HashMap::new(),
             pools: HashMap::new(),
             default_pools: vec![],
             current_pools: vec![],
@@ -677,8 +683,23 @@ impl Tables {
         Some(allocation)
     }
 
-    /// Ends one use of physical memory.
+    /// The uses of physical memory, or of a multicast object.
+    pub(crate) fn users_of(&mut self, handle: u64) -> Res<&mut u32> {
+        let physical = self.physical.get_mut(&handle).map(|physical| &mut physical.users);
+        physical.or(self.teams.get_mut(&handle).map(|team| &mut team.users)).ok_or(INVALID_VALUE)
+    }
+
+    /// Ends one use of physical memory, or of a multicast object.
     pub(crate) fn release_physical(&mut self, handle: u64) {
+        if let Some(team) = self.teams.get_mut(&handle) {
+            team.users -= 1;
+            if team.users == 0 {
+                let bound = team.physical();
+                self.teams.remove(&handle);
+                bound.into_iter().for_each(|physical| self.release_physical(physical));
+            }
+            return;
+        }
         let Some(physical) = self.physical.get_mut(&handle) else { return };
         physical.users -= 1;
         if physical.users == 0 {

@@ -231,7 +231,7 @@ fn numbers(rng: &mut ChaCha8Rng, ty: &str, bytes: usize) -> Vec<u8> {
     let mut all = vec![];
     while all.len() < bytes {
         let bits = rng.next_u64();
-        let near = rng.next_u32() % 4 == 0;
+        let near = rng.next_u32().is_multiple_of(4);
         let fields = |exponent: u32, mantissa: u32, bias: u64| {
             let top = (1u64 << exponent) - 1;
             let e = if near { bias + bits % 3 } else { bits >> mantissa & top };
@@ -593,13 +593,13 @@ fn a_report_names_the_device_of_the_memory() {
     let idle = "";
     let bodies = ["multimem.ld_reduce.global.add.u32 %r2, [%rd1];", idle, "st.global.u32 [%rd2], %r1;"];
     let labels: BTreeSet<String> = (0..tier(20, 200))
-        .filter_map(|seed| {
+        .map(|seed| {
             let mut machine = Machine::with_config(3, device(seed), Some(CheckConfig::default()));
             let Err(MachineError::Fault(fault)) = run_bodies(&bodies, &mut machine) else {
                 panic!("no race")
             };
             let FaultKind::Race(race) = fault.kind else { panic!("{fault}") };
-            Some(race.label)
+            race.label
         })
         .collect();
     assert_eq!(labels, ["words", "words of device 2"].map(str::to_owned).into());

@@ -28,8 +28,8 @@ fn attribute(world: &World, device: CUdevice, attribute: c_int) -> Res<c_int> {
         12 | 82 => 65536,
         13 => 1_980_000,
         14 => 512,
-        // Copies and kernels overlap, with several engines.
-        15 | 19 | 31 | 41 | 78 | 79 | 80 | 83 | 86 | 89 | 90 | 95 | 102 | 103 | 115 => 1,
+        // Copies and kernels overlap, with several engines; devices have multicast objects.
+        15 | 19 | 31 | 41 | 78 | 79 | 80 | 83 | 86 | 89 | 90 | 95 | 102 | 103 | 115 | 132 => 1,
         16 => config.sm_count as c_int,
         30 => 512,
         33 => device + 1,
@@ -68,7 +68,8 @@ fn attribute(world: &World, device: CUdevice, attribute: c_int) -> Res<c_int> {
         | 107..=110
         | 112..=114
         | 116..=118
-        | 120..=160 => 0,
+        | 120..=131
+        | 133..=160 => 0,
         _ => return Err(INVALID_VALUE),
     })
 }

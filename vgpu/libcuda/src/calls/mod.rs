@@ -7,6 +7,7 @@ pub mod graph;
 pub mod launch;
 pub mod memory;
 pub mod module;
+pub mod multicast;
 pub mod sharing;
 pub mod stream;
 pub mod tensor;

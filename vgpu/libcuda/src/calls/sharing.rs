@@ -8,17 +8,18 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use super::api;
 use super::memory::{charge, next_number};
+use super::multicast;
 use crate::abi::*;
 use crate::world::{Allocation, Kind, Physical, Shared, Tables, World, memory_code, world};
 
 /// The unit of physical memory and of mappings, in bytes.
-const GRANULARITY: u64 = 2 << 20;
+pub(super) const GRANULARITY: u64 = 2 << 20;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-const FILE_DESCRIPTOR: c_int = 1;
+pub(super) const FILE_DESCRIPTOR: c_int = 1;
 /// Begins every [`IpcHandle`].
 const MAGIC: u64 = u64::from_le_bytes(*b"vgpu-ipc");
 
-fn os(_: rustix::io::Errno) -> CUresult {
+pub(super) fn os(_: rustix::io::Errno) -> CUresult {
     OPERATING_SYSTEM
 }
 
@@ -47,7 +48,14 @@ fn mappings(tables: &Tables, addr: u64, bytes: u64) -> Res<Vec<u64>> {
 }
 
 fn import(world: &World, tables: &mut Tables, fd: OwnedFd) -> Res<u64> {
+    if let Some(handle) = multicast::import(tables, &fd)? {
+        return Ok(handle);
+    }
     let bytes = u64::try_from(fstat(&fd).map_err(os)?.st_size).unwrap_or(0);
+    // A multicast object of another process.
+    if bytes == 0 {
+        return Err(NOT_SUPPORTED);
+    }
     let copy = rustix::io::fcntl_dupfd_cloexec(&fd, 0).map_err(os)?;
     let region = world.all.import(copy, bytes, "imported memory").map_err(memory_code)?;
     let location = CUmemLocation { kind: 1, id: 0 };
@@ -59,7 +67,7 @@ fn import(world: &World, tables: &mut Tables, fd: OwnedFd) -> Res<u64> {
         flags: [0; 8],
     };
     let handle = tables.new_handle() as u64;
-    let physical = Physical { fd, bytes, device: None, properties, users: 1, _region: region };
+    let physical = Physical { fd, bytes, device: None, properties, users: 1, region };
     tables.physical.insert(handle, physical);
     Ok(handle)
 }
@@ -135,7 +143,7 @@ api! {
             memory_code(error)
         })?;
         let new = tables.new_handle() as u64;
-        let physical = Physical { fd, bytes, device: Some(device), properties, users: 1, _region: region };
+        let physical = Physical { fd, bytes, device: Some(device), properties, users: 1, region };
         tables.physical.insert(new, physical);
         handle.put(new)
     }
@@ -143,7 +151,9 @@ api! {
     /// Ends the use of a handle. The memory stays while it is mapped.
     fn cuMemRelease(handle: u64) {
         let mut tables = world()?.lock();
-        tables.physical.get(&handle).ok_or(INVALID_VALUE)?;
+        if !tables.physical.contains_key(&handle) && !tables.teams.contains_key(&handle) {
+            return Err(INVALID_VALUE);
+        }
         tables.release_physical(handle);
         Ok(())
     }
@@ -153,7 +163,7 @@ api! {
         let mut tables = world()?.lock();
         handle.required()?;
         let own = tables.allocation_at(addr).and_then(|(_, mapping)| mapping.physical).ok_or(INVALID_VALUE)?;
-        tables.physical.get_mut(&own).ok_or(INVALID_VALUE)?.users += 1;
+        *tables.users_of(own)? += 1;
         handle.put(own)
     }
 
@@ -162,28 +172,39 @@ api! {
         properties.put(world()?.lock().physical.get(&handle).ok_or(INVALID_VALUE)?.properties)
     }
 
-    /// Maps physical memory at a reserved address. No device may access it yet.
+    /// Maps physical memory, or a multicast object of which all devices have been added, at a
+    /// reserved address. Waits for the devices. No device may access it yet.
     fn cuMemMap(addr: CUdeviceptr, bytes: usize, offset: usize, handle: u64, flags: c_ulonglong) {
         let world = world()?;
         let mut tables = world.lock();
-        let bytes = bytes as u64;
-        let physical = tables.physical.get(&handle).ok_or(INVALID_VALUE)?;
-        if offset != 0 || flags != 0 || bytes != physical.bytes || !addr.is_multiple_of(4096) {
+        let (bytes, offset, id) = (bytes as u64, offset as u64, next_number());
+        let is_multicast = tables.teams.contains_key(&handle);
+        let is_formed = match tables.physical.get(&handle) {
+            Some(physical) => offset == 0 && bytes == physical.bytes && addr.is_multiple_of(4096),
+            None => is_multicast && [addr, bytes, offset].iter().all(|at| at.is_multiple_of(GRANULARITY)),
+        };
+        if flags != 0 || !is_formed {
             return Err(INVALID_VALUE);
         }
-        let (device, id) = (physical.device, next_number());
-        let fd = rustix::io::fcntl_dupfd_cloexec(&physical.fd, 0).map_err(os)?;
+        if is_multicast {
+            tables = multicast::wait_until_full(world, tables, handle)?;
+        }
         let (_, reservation) = tables.reservations.range(..=addr).next_back().ok_or(INVALID_VALUE)?;
         let end = addr.checked_add(bytes).ok_or(INVALID_VALUE)?;
         let last = tables.allocations.range(..end).next_back();
         if last.is_some_and(|(start, other)| start + other.bytes > addr) {
             return Err(ALREADY_MAPPED);
         }
-        let region = world
-            .all
-            .import_at((reservation, addr), fd, bytes, &format!("mapping {id}"))
-            .map_err(memory_code)?;
-        tables.physical.get_mut(&handle).ok_or(INVALID_VALUE)?.users += 1;
+        let (label, physical) = (format!("mapping {id}"), tables.physical.get(&handle));
+        let device = physical.and_then(|physical| physical.device);
+        let region = match physical {
+            Some(physical) => {
+                let fd = rustix::io::fcntl_dupfd_cloexec(&physical.fd, 0).map_err(os)?;
+                world.all.import_at((reservation, addr), fd, bytes, &label).map_err(memory_code)?
+            }
+            None => world.map_team(&tables, handle, (addr, bytes, offset), &label)?,
+        };
+        *tables.users_of(handle)? += 1;
         let mapping = Allocation {
             kind: Kind::Mapping,
             context: None,
@@ -250,18 +271,27 @@ api! {
         flags.put(if mapping.shared.iter().any(|shared| shared.device == device) { 3 } else { 0 })
     }
 
-    /// A file descriptor that stands for physical memory.
+    /// A file descriptor that stands for physical memory, or for a multicast object within the
+    /// process.
     fn cuMemExportToShareableHandle(to: Out<c_void>, handle: u64, kind: c_int, flags: c_ulonglong) {
-        let tables = world()?.lock();
+        let mut tables = world()?.lock();
         to.required()?;
-        let physical = tables.physical.get(&handle).ok_or(INVALID_VALUE)?;
+        if !tables.physical.contains_key(&handle) && !tables.teams.contains_key(&handle) {
+            return Err(INVALID_VALUE);
+        }
         if kind != FILE_DESCRIPTOR || flags != 0 {
             return Err(NOT_SUPPORTED);
         }
-        if physical.properties.requested_handle_types & FILE_DESCRIPTOR == 0 {
-            return Err(INVALID_VALUE);
-        }
-        let fd = rustix::io::fcntl_dupfd_cloexec(&physical.fd, 0).map_err(os)?;
+        let fd = match tables.teams.get_mut(&handle) {
+            Some(team) => team.export()?,
+            None => {
+                let physical = tables.physical.get(&handle).ok_or(INVALID_VALUE)?;
+                if physical.properties.requested_handle_types & FILE_DESCRIPTOR == 0 {
+                    return Err(INVALID_VALUE);
+                }
+                rustix::io::fcntl_dupfd_cloexec(&physical.fd, 0).map_err(os)?
+            }
+        };
         to.cast::<c_int>().put(std::os::fd::IntoRawFd::into_raw_fd(fd))
     }
 

@@ -149,7 +149,12 @@ pub struct Module(pub Handle);
 
 impl Module {
     pub fn load() -> Module {
-        let text = CString::new(PTX).expect("no zero inside");
+        Module::of(PTX)
+    }
+
+    /// A module of a text in the current context.
+    pub fn of(text: &str) -> Module {
+        let text = CString::new(text).expect("no zero inside");
         let mut module = 0;
         ok!(cuModuleLoadData(&mut module => *mut Handle, text.as_ptr() => *const i8));
         Module(module)

@@ -7,6 +7,7 @@ mod faults;
 mod hardware;
 mod launch;
 mod memory;
+mod multicast;
 mod program;
 mod sharing;
 mod streams;

@@ -5,25 +5,25 @@ use std::process::Command;
 
 use crate::cuda::*;
 
-const MIB: usize = 1 << 20;
+pub const MIB: usize = 1 << 20;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Properties {
+pub struct Properties {
     kind: i32,
-    handle_types: i32,
+    pub handle_types: i32,
     location: [i32; 2],
     win32: usize,
     flags: [u8; 8],
 }
 
 #[repr(C)]
-struct Access {
-    location: [i32; 2],
-    flags: i32,
+pub struct Access {
+    pub location: [i32; 2],
+    pub flags: i32,
 }
 
-fn properties(device: i32) -> Properties {
+pub fn properties(device: i32) -> Properties {
     Properties { kind: 1, handle_types: 1, location: [1, device], win32: 0, flags: [0; 8] }
 }
 
