@@ -7,6 +7,7 @@
 #   vgpu/peers/check.sh deepep [WORK] CHECKOUT
 #   vgpu/peers/check.sh deepep-ll [WORK] CHECKOUT
 #   vgpu/peers/check.sh mscclpp [WORK] CHECKOUT
+#   vgpu/peers/check.sh mscclpp-nvls [WORK] CHECKOUT
 #   vgpu/peers/check.sh nccl-ep [WORK] CHECKOUT
 #
 # WORK keeps what is downloaded and compiled; without it, it is a folder that goes away. CHECKOUT is a
@@ -14,20 +15,20 @@
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 usage='usage: check.sh one-sided|tensor-cores [WORK]
-       check.sh deepep|deepep-ll|mscclpp|nccl-ep [WORK] CHECKOUT'
+       check.sh deepep|deepep-ll|mscclpp|mscclpp-nvls|nccl-ep [WORK] CHECKOUT'
 project=${1:?$usage}
 shift
 checkout=
 case $project in
 one-sided | tensor-cores) ;;
-deepep | deepep-ll | mscclpp | nccl-ep)
+deepep | deepep-ll | mscclpp | mscclpp-nvls | nccl-ep)
     [ $# -gt 0 ] || { echo "$usage" >&2; exit 2; }
     for last; do :; done
     checkout=$last
     [ $# -gt 1 ] || set --
     ;;
 *)
-    known='one-sided, tensor-cores, deepep, deepep-ll, mscclpp and nccl-ep'
+    known='one-sided, tensor-cores, deepep, deepep-ll, mscclpp, mscclpp-nvls and nccl-ep'
     echo "no project '$project': there are $known" >&2
     exit 2
     ;;
@@ -99,11 +100,12 @@ deepep | deepep-ll)
     [ "$project" = deepep ] || file=internode_ll.cu script=deepep_ll.py
     set -- -DDISABLE_NVSHMEM
     ;;
-mscclpp)
+mscclpp | mscclpp-nvls)
     mkdir -p "$work/MSCCLPP"
     git -C "$checkout" archive 1f5f065d include src | tar -x -C "$work/MSCCLPP"
     source=$work/MSCCLPP
     file=src/ext/collectives/allreduce/kernels.cu script=mscclpp.py
+    [ "$project" = mscclpp ] || script=mscclpp_nvls.py
     set -- -DMSCCLPP_USE_CUDA -Iinclude -Isrc/core/include -Isrc/ext/collectives/include
     ;;
 nccl-ep)

@@ -10,6 +10,7 @@
 mod deepep;
 mod deepep_ll;
 mod mscclpp;
+mod mscclpp_nvls;
 mod nccl_ep;
 mod one_sided;
 
@@ -70,7 +71,9 @@ fn named(fault: &Fault) -> String {
                 format!("{} at {}", race.other.access, at(&race.other.source, &race.other.kernel)),
             ];
             ends.sort();
-            format!("race on {}: {}, {}", memory(&race.label), ends[0], ends[1])
+            // Which device's memory of a multicast address comes first does so too.
+            let label = race.label.split(" of device ").next().unwrap_or_default();
+            format!("race on {}: {}, {}", memory(label), ends[0], ends[1])
         }
         FaultKind::Unwritten { label, .. } => format!("unwritten {}: read at {here}", memory(label)),
         // The place and the number of instructions depend on the schedule.
@@ -140,9 +143,10 @@ fn project(name: &str) -> Result<Project, String> {
         "deepep" => Project { run: deepep::run, check: all },
         "deepep-ll" => Project { run: deepep_ll::run, check: all },
         "mscclpp" => Project { run: mscclpp::run, check: all },
+        "mscclpp-nvls" => Project { run: mscclpp_nvls::run, check: all },
         "nccl-ep" => Project { run: nccl_ep::run, check: all },
         other => {
-            let known = "one-sided, deepep, deepep-ll, mscclpp and nccl-ep";
+            let known = "one-sided, deepep, deepep-ll, mscclpp, mscclpp-nvls and nccl-ep";
             return Err(format!("no project '{other}': there are {known}"));
         }
     })

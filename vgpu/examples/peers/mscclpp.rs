@@ -10,7 +10,7 @@ use epoxide_vgpu::{Array, GridConfig, Machine, MachineError, Symmetric};
 
 use crate::{Case, Found, outcome};
 
-const RANKS: usize = 3;
+pub const RANKS: usize = 3;
 const PEERS: usize = RANKS - 1;
 const LAUNCHES: usize = 3;
 const THREADS: u32 = 64;
@@ -31,13 +31,13 @@ fn sum(launch: usize, at: usize) -> i32 {
 }
 
 /// The semaphores of a number of channels between each two ranks.
-struct Semaphores {
+pub struct Semaphores {
     inbound: Symmetric<u64>,
     expected: Symmetric<u64>,
 }
 
 impl Semaphores {
-    fn new(machine: &Machine, channels: usize) -> Result<Self, MachineError> {
+    pub fn new(machine: &Machine, channels: usize) -> Result<Self, MachineError> {
         let zeros = vec![0; channels * RANKS];
         let (inbound, expected) = ("inbound tokens", "expected tokens");
         Ok(Self {
@@ -54,7 +54,7 @@ impl Semaphores {
     }
 
     /// `BaseMemoryChannelDeviceHandle`s: those to all peers for each channel.
-    fn base(&self, machine: &Machine, rank: usize, channels: usize) -> Result<Array<u64>, MachineError> {
+    pub fn base(&self, machine: &Machine, rank: usize, channels: usize) -> Result<Array<u64>, MachineError> {
         let each = (0..channels).flat_map(|channel| peers(rank).map(move |peer| (peer, channel)));
         let handles: Vec<u64> = each.flat_map(|(peer, channel)| self.handle(rank, peer, channel)).collect();
         machine.upload(rank, "channels", &handles)
