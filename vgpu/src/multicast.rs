@@ -1,8 +1,8 @@
 //! Multicast objects: memory of several devices behind one range of addresses.
 //!
-//! A `multimem` instruction at an offset of the range accesses the same offset in the memory of each
-//! device. Nothing is mapped at the addresses themselves, and [`Memory`](crate::Memory) lists them
-//! apart from memory, so that no other access finds them.
+//! A `multimem` instruction at an offset of the range accesses the same offset in the memory of
+//! each device. Nothing is mapped at the addresses themselves, and [`Memory`](crate::Memory) lists
+//! them apart from memory, so that no other access finds them.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -29,8 +29,8 @@ struct Owned {
     _region: Arc<Region>,
 }
 
-/// The bindings of an object. A snapshot keeps memory mapped, but not allocated: what a kernel drops
-/// must not free a region.
+/// The bindings of an object. A snapshot keeps memory mapped, but not allocated: what a kernel
+/// drops must not free a region.
 #[derive(Debug, Default)]
 struct Bound(Mutex<Arc<Devices>>);
 

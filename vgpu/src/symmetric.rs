@@ -94,8 +94,8 @@ impl Machine {
     }
 
     /// Multicast addresses of the arrays of all devices, as each device has them: what `multimem`
-    /// instructions access there, they access in all arrays. The host and other instructions have no
-    /// access.
+    /// instructions access there, they access in all arrays. The host and other instructions have
+    /// no access.
     ///
     /// ```
     /// use epoxide_vgpu::{GridConfig, Machine, Module};

@@ -1,9 +1,9 @@
-//! Three of MSCCL++'s all-reduces over multicast addresses (NVLS), between three virtual GPUs: without
-//! copies, by packets, and as a pipeline of warps.
+//! Three of MSCCL++'s all-reduces over multicast addresses (NVLS), between three virtual GPUs:
+//! without copies, by packets, and as a pipeline of warps.
 //!
-//! Each runs several times, so that scratch memory and semaphores are used again. A kernel of the host
-//! writes the input of the one without copies, and another reads its result, as kernels of a model
-//! would. Numbers are whole ones, so that sums are exact in any order.
+//! Each runs several times, so that scratch memory and semaphores are used again. A kernel of the
+//! host writes the input of the one without copies, and another reads its result, as kernels of a
+//! model would. Numbers are whole ones, so that sums are exact in any order.
 
 use std::error::Error;
 

@@ -98,8 +98,8 @@ impl Form {
         format!("multimem.{kind}{more}.global{op}{sums}{vector}.{ty}")
     }
 
-    /// A kernel of one warp in which each lane has a place of its own. `io` has the operands, or gets
-    /// the results.
+    /// A kernel of one warp in which each lane has a place of its own. `io` has the operands, or
+    /// gets the results.
     fn kernel(&self, name: &str, more: &str) -> String {
         let (bits, _, register) = layout(self.ty);
         let regs: Vec<String> = (0..self.n).map(|e| format!("%v{e}")).collect();
@@ -385,8 +385,8 @@ const THREADS: u32 = 64;
 const WORDS: usize = 4 * THREADS as usize;
 
 /// Each device stores its numbers, all devices meet, each reduces its part of the numbers of all
-/// devices and stores the sums to all devices, all meet again, and each reads all sums. `red` raises a
-/// flag of all devices, and `poll` reads the device's own.
+/// devices and stores the sums to all devices, all meet again, and each reads all sums. `red`
+/// raises a flag of all devices, and `poll` reads the device's own.
 fn all_reduce([red, other_red]: [&str; 2], [poll, other_poll]: [&str; 2]) -> Module {
     let meet = |red: &str, poll: &str, at: u32| {
         format!(
@@ -524,8 +524,8 @@ fn one_thread(body: &str) -> String {
     )
 }
 
-/// Runs a body on each device, with words of which every device has four, 0 at first. Register `%r1`
-/// holds a value for stores, the number of the device from 1.
+/// Runs a body on each device, with words of which every device has four, 0 at first. Register
+/// `%r1` holds a value for stores, the number of the device from 1.
 fn run_bodies(bodies: &[&str], machine: &mut Machine) -> Result<Vec<u32>, MachineError> {
     let words = machine.symmetric("words", &[0u32; 4])?;
     let all = machine.multicast(&words)?;

@@ -1,4 +1,5 @@
-//! Multicast objects. These calls go to virtual GPUs alone: on hardware they change what GPUs share.
+//! Multicast objects. These calls go to virtual GPUs alone: on hardware they change what GPUs
+//! share.
 
 use std::ffi::c_void;
 
@@ -22,8 +23,8 @@ struct Team {
 
 const TEAM: Team = Team { devices: 2, size: 2 * UNIT, handle_types: 1, flags: 0 };
 
-/// `sum` stores the sums of 32 words of all devices behind their multicast addresses, `write` stores
-/// there, `flag` adds 1 to the first, and `read` reads it by an ordinary load.
+/// `sum` stores the sums of 32 words of all devices behind their multicast addresses, `write`
+/// stores there, `flag` adds 1 to the first, and `read` reads it by an ordinary load.
 const PTX: &str = "
 .version 8.1
 .target sm_90
