@@ -9,26 +9,27 @@
 #   vgpu/peers/check.sh mscclpp [WORK] CHECKOUT
 #   vgpu/peers/check.sh mscclpp-nvls [WORK] CHECKOUT
 #   vgpu/peers/check.sh nccl-ep [WORK] CHECKOUT
+#   vgpu/peers/check.sh nccl-allreduce [WORK] CHECKOUT
 #
 # WORK keeps what is downloaded and compiled; without it, it is a folder that goes away. CHECKOUT is a
 # git repository of the project, with or without a work tree.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 usage='usage: check.sh one-sided|tensor-cores [WORK]
-       check.sh deepep|deepep-ll|mscclpp|mscclpp-nvls|nccl-ep [WORK] CHECKOUT'
+       check.sh deepep|deepep-ll|mscclpp|mscclpp-nvls|nccl-ep|nccl-allreduce [WORK] CHECKOUT'
 project=${1:?$usage}
 shift
 checkout=
 case $project in
 one-sided | tensor-cores) ;;
-deepep | deepep-ll | mscclpp | mscclpp-nvls | nccl-ep)
+deepep | deepep-ll | mscclpp | mscclpp-nvls | nccl-ep | nccl-allreduce)
     [ $# -gt 0 ] || { echo "$usage" >&2; exit 2; }
     for last; do :; done
     checkout=$last
     [ $# -gt 1 ] || set --
     ;;
 *)
-    known='one-sided, tensor-cores, deepep, deepep-ll, mscclpp, mscclpp-nvls and nccl-ep'
+    known='one-sided, tensor-cores, deepep, deepep-ll, mscclpp, mscclpp-nvls, nccl-ep and nccl-allreduce'
     echo "no project '$project': there are $known" >&2
     exit 2
     ;;
@@ -107,6 +108,15 @@ mscclpp | mscclpp-nvls)
     file=src/ext/collectives/allreduce/kernels.cu script=mscclpp.py
     [ "$project" = mscclpp ] || script=mscclpp_nvls.py
     set -- -DMSCCLPP_USE_CUDA -Iinclude -Isrc/core/include -Isrc/ext/collectives/include
+    ;;
+nccl-allreduce)
+    mkdir -p "$work/NCCL-allreduce"
+    git -C "$checkout" archive 5067397c contrib/custom_algos makefiles/version.mk \
+        src/include/nccl_device src/include/nccl_device.h src/nccl.h.in | tar -x -C "$work/NCCL-allreduce"
+    source=$work/NCCL-allreduce
+    file=contrib/custom_algos/allreduce/peers.cu script=nccl_allreduce.py
+    # Without the device code of the networks that need headers of their own.
+    set -- -DNCCL_GIN_GDAKI_ENABLE=0 -DNCCL_GIN_GPI_ENABLE=0 -Isrc/include -Isrc/include/nccl_device
     ;;
 nccl-ep)
     mkdir -p "$work/NCCL"

@@ -154,4 +154,5 @@ def main():
     steps.with_and_without(source, folder, REPAIRS, added, CUTS)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ mod deepep;
 mod deepep_ll;
 mod mscclpp;
 mod mscclpp_nvls;
+mod nccl_allreduce;
 mod nccl_ep;
 mod one_sided;
 
@@ -144,9 +145,10 @@ fn project(name: &str) -> Result<Project, String> {
         "deepep-ll" => Project { run: deepep_ll::run, check: all },
         "mscclpp" => Project { run: mscclpp::run, check: all },
         "mscclpp-nvls" => Project { run: mscclpp_nvls::run, check: all },
+        "nccl-allreduce" => Project { run: nccl_allreduce::run, check: all },
         "nccl-ep" => Project { run: nccl_ep::run, check: all },
         other => {
-            let known = "one-sided, deepep, deepep-ll, mscclpp, mscclpp-nvls and nccl-ep";
+            let known = "one-sided, deepep, deepep-ll, mscclpp, mscclpp-nvls, nccl-allreduce and nccl-ep";
             return Err(format!("no project '{other}': there are {known}"));
         }
     })

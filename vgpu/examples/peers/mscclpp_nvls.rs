@@ -27,7 +27,7 @@ const PIPELINE_LEN: usize = RANKS * CONNECTIONS * (PIPELINE_STEP + 1024) / 4;
 const PIPELINE_SCRATCH: usize = RANKS * CONNECTIONS * 4 * PIPELINE_STEP / 4;
 
 /// Copies a word for each thread of a grid.
-const COPY: &str = "
+pub const COPY: &str = "
 .version 8.1
 .target sm_90
 .address_size 64
