@@ -17,7 +17,8 @@ WRAPPER = """#include "oneshot_mc_allreduce_kernel.cuh"
 extern "C" {
 __device__ ncclDevComm dev_comm;
 __device__ ncclWindow_vidmem windows[3];
-// Windows and resources lie behind each other, `pages` pages each, at `flat` of rank 0 and at `all`.
+// Windows and resources lie behind each other, `pages` pages each, at `flat` of rank 0 and at
+// `all`.
 __global__ void make_comm(char* flat, char* all, int rank, int ranks, unsigned pages) {
     dev_comm.rank = dev_comm.lsaRank = rank;
     dev_comm.nRanks = dev_comm.lsaSize = ranks;

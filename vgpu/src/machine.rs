@@ -208,6 +208,11 @@ impl<T: Number> Array<T> {
         self.region.clone()
     }
 
+    /// The length of its memory, and its place there.
+    pub(crate) fn shape(&self) -> [u64; 3] {
+        [self.region.bytes(), self.offset, self.len as u64]
+    }
+
     /// How many numbers it has.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -522,7 +527,7 @@ impl Machine {
     ) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let region = Arc::new(memory.multicast(object, array.region.label())?);
-        Ok(Array { memory, region, offset: 0, len: array.len, of: PhantomData })
+        Ok(Array { memory, region, offset: array.offset, len: array.len, of: PhantomData })
     }
 
     /// The `.global` or `.const` variable `name` of a module on a device, as numbers. It holds its

@@ -2,6 +2,7 @@
 
 use crate::machine::{Array, Machine, MachineError, Number};
 use crate::memory::Reservation;
+use crate::memory_error::MemoryError;
 use crate::multicast::MulticastObject;
 
 /// An array of each device, mapped on all devices: symmetric memory, as of NVSHMEM and NCCL.
@@ -118,7 +119,8 @@ impl Machine {
     /// let numbers = machine.symmetric("numbers", &[5u32])?;
     /// let all = machine.multicast(&numbers)?;
     /// let out = machine.alloc::<u32>(1, "out", 1)?;
-    /// machine.launch_with(1, &Module::parse(ptx)?, "sum", GridConfig::new(1, 1, 0), &[&all[1], &out])?;
+    /// let module = Module::parse(ptx)?;
+    /// machine.launch_with(1, &module, "sum", GridConfig::new(1, 1, 0), &[&all[1], &out])?;
     /// machine.run()?;
     /// assert_eq!(out.download()?, [20]);
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -127,14 +129,26 @@ impl Machine {
     /// # Errors
     /// The operating system maps no more.
     pub fn multicast<T: Number>(&self, arrays: &Symmetric<T>) -> Result<Vec<Array<T>>, MachineError> {
-        let of_device = |device| arrays.of(device).allocation();
-        let bytes = (0..self.devices()).map(|device| of_device(device).bytes()).min().unwrap_or(0);
-        let object = MulticastObject::new(bytes);
-        for device in 0..self.devices() {
-            object.add_device(device as u32)?;
-            object.bind(device as u32, 0, (of_device(device), 0), bytes)?;
+        self.multicast_of(&(0..self.devices()).map(|device| arrays.of(device)).collect::<Vec<_>>())
+    }
+
+    /// The same of an array of each device, in the order of the devices. All are as long.
+    ///
+    /// # Errors
+    /// Arrays are missing or of other lengths, or the operating system maps no more.
+    pub fn multicast_of<T: Number>(&self, arrays: &[&Array<T>]) -> Result<Vec<Array<T>>, MachineError> {
+        let are_alike = arrays.iter().all(|array| array.shape() == arrays[0].shape());
+        if arrays.len() != self.devices() || !are_alike {
+            let message = "multicast addresses need an array of each device, all of one length".to_owned();
+            return Err(MemoryError::Multicast { message }.into());
         }
-        (0..self.devices()).map(|device| self.map_multicast(device, arrays.of(device), &object)).collect()
+        let bytes = arrays.first().map_or(0, |array| array.allocation().bytes());
+        let object = MulticastObject::new(bytes);
+        for (device, array) in (0..).zip(arrays) {
+            object.add_device(device)?;
+            object.bind(device, 0, (array.allocation(), 0), bytes)?;
+        }
+        arrays.iter().enumerate().map(|(device, array)| self.map_multicast(device, array, &object)).collect()
     }
 }
 

@@ -165,6 +165,8 @@ pub enum Argument {
     /// The address at which this device has the buffer that is argument `.0`, from 0, of the next
     /// device.
     Peer(usize),
+    /// The multicast address of the buffers of all devices that are argument `.0`, from 0.
+    All(usize),
     /// The number of this device, as 32 bits.
     Device,
 }
@@ -189,13 +191,17 @@ impl FromStr for Argument {
             text.split_once(':').context("an argument is TYPE:VALUE, such as u32:5 or buf:f32:64")?;
         Ok(match ty {
             "buf" => Argument::Buffer(value.parse()?),
-            "peer" => {
-                Argument::Peer(value.parse().with_context(|| format!("'{value}' is no argument's number"))?)
-            }
+            "peer" => Argument::Peer(number(value)?),
+            "all" => Argument::All(number(value)?),
             "bytes" => Argument::Value(from_hex(value)?),
             _ => Argument::Value(Type::parse(ty)?.bytes(value)?),
         })
     }
+}
+
+/// The number of an argument.
+fn number(text: &str) -> Result<usize> {
+    text.parse().with_context(|| format!("'{text}' is no argument's number"))
 }
 
 fn from_hex(text: &str) -> Result<Vec<u8>> {
@@ -348,6 +354,7 @@ mod tests {
             ("bytes:0", "hexadecimal"),
             ("bytes:é0", "hexadecimal"),
             ("peer:x", "no argument's number"),
+            ("all:x", "no argument's number"),
         ] {
             let found = format!("{:#}", text.parse::<Argument>().unwrap_err());
             assert!(found.contains(error), "{text}: {found}");

@@ -1,6 +1,7 @@
 //! `vgpu run`: runs a kernel under one or many seeds or under all schedules, and reports what it
 //! does wrong.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -23,6 +24,7 @@ pub const HELP: &str = "Arguments of the kernel, one --arg each, in order:
   buf:u8:64=@input.bin          the bytes of a file; the count may be left out: buf:u8=@input.bin
   device                        the number of the device, from 0 (32 bits); for --devices
   peer:0                        the buffer of argument 0 of the next device, as this one addresses it
+  all:0                         the multicast address of the buffers of argument 0 of all devices
   bytes:00ff10                  bytes in hexadecimal, for parameters that are structs
 
 Examples:
@@ -222,7 +224,7 @@ impl Args {
             buffers.push(own);
         }
         // Mappings live until the run is over.
-        let mut mapped = vec![];
+        let (mut mapped, mut multicasts) = (vec![], BTreeMap::new());
         let sizes = match self.non_portable_cluster {
             true => ClusterSizes::NonPortable,
             false => ClusterSizes::Portable,
@@ -246,6 +248,16 @@ impl Args {
                         let address = map.addr().to_ne_bytes().to_vec();
                         mapped.push(map);
                         address
+                    }
+                    (Argument::All(number), _) => {
+                        self.buffer(*number)?;
+                        if !multicasts.contains_key(number) {
+                            let each: Option<Vec<_>> =
+                                buffers.iter().map(|own| own[*number].as_ref()).collect();
+                            multicasts
+                                .insert(*number, machine.multicast_of(&each.context("no such buffer")?)?);
+                        }
+                        multicasts[number][device].addr().to_ne_bytes().to_vec()
                     }
                     (Argument::Buffer(_), own) => own.as_ref().map_or(0, Array::addr).to_ne_bytes().to_vec(),
                 }));

@@ -1,9 +1,9 @@
 //! All-reduces over multicast addresses that NCCL has as examples of its device API
 //! (`contrib/custom_algos/allreduce`), between three virtual GPUs.
 //!
-//! `peers.cu` of `nccl_allreduce.py` fills `ncclDevComm` and the windows. The host writes the inputs
-//! while no kernel runs, as the kernels ask for, and a kernel of the host reads each result behind
-//! the all-reduce. Numbers are whole ones, so that sums are exact in any order.
+//! `peers.cu` of `nccl_allreduce.py` fills `ncclDevComm` and the windows. The host writes the
+//! inputs while no kernel runs, as the kernels ask for, and a kernel of the host reads each result
+//! behind the all-reduce. Numbers are whole ones, so that sums are exact in any order.
 
 use std::error::Error;
 
@@ -92,8 +92,8 @@ pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
     let ranks = communicators(case, &mut machine, &buffer, &all)?;
     let mut results: Vec<(&str, usize, usize, Array<f32>)> = vec![];
     for round in 0..ROUNDS {
-        // Before any launch of the round, so that all of them are behind it. Of a result, one number
-        // in four is awaited.
+        // Before any launch of the round, so that all of them are behind it. Of a result, one
+        // number in four is awaited.
         for rank in 0..RANKS {
             let window = |number: &dyn Fn(usize) -> u32| (0..words).map(number).collect::<Vec<u32>>();
             let given = window(&|at| value(round, rank, at).to_bits());

@@ -775,3 +775,28 @@ fn freed_multicast_addresses_are_a_use_after_free() {
     machine.run().unwrap();
     assert_eq!(words.of(1).download().unwrap(), [1, 0, 0, 0]);
 }
+
+#[test]
+fn multicast_addresses_are_of_an_array_of_each_device() {
+    let globals = ".visible .global .align 4 .u32 flag[2];\n";
+    let text = one_thread("multimem.red.global.add.u32 [%rd1], 3;").replacen(
+        ".visible",
+        &format!("{globals}.visible"),
+        1,
+    );
+    let module = Module::parse(&text).unwrap();
+    let mut machine = Machine::checked(2, 1);
+    let array = |device, len| machine.upload(device, "words", &vec![1u32; len]).unwrap();
+    let (first, second, longer) = (array(0, 4), array(1, 4), array(1, 5));
+    assert!(machine.multicast_of(&[&first]).is_err());
+    assert!(machine.multicast_of(&[&first, &longer]).is_err());
+    // Variables of a module too.
+    let flags = [0, 1].map(|device| machine.variable::<u32>(device, &module, "flag").unwrap());
+    for arrays in [[&first, &second], [&flags[0], &flags[1]]] {
+        let before = arrays[1].download().unwrap()[0];
+        let all = machine.multicast_of(&arrays).unwrap();
+        machine.launch_with(1, &module, "k", GridConfig::new(1, 1, 0), &[&all[1], arrays[1]]).unwrap();
+        machine.run().unwrap();
+        assert_eq!(arrays.map(|array| array.download().unwrap()[0]), [before + 3; 2]);
+    }
+}

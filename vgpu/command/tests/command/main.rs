@@ -296,6 +296,44 @@ fn devices_address_each_others_buffers() {
     assert!(text.contains("argument 0: 5 1 1 3\n"), "{text}");
 }
 
+/// Each device adds its number and 1 to a word of all devices.
+const ADD_TO_ALL: &str = "
+.version 8.1
+.target sm_90
+.address_size 64
+.visible .entry add(.param .u64 own, .param .u64 all, .param .u32 device)
+{
+.reg .b32 %r<2>;
+.reg .b64 %rd<2>;
+ld.param.u64 %rd1, [all];
+ld.param.u32 %r1, [device];
+add.u32 %r1, %r1, 1;
+multimem.red.global.add.u32 [%rd1+4], %r1;
+ret;
+}
+";
+
+#[test]
+fn devices_have_a_multicast_address_of_all_buffers() {
+    let mut ptx = tempfile::NamedTempFile::new().unwrap();
+    std::io::Write::write_all(&mut ptx, ADD_TO_ALL.as_bytes()).unwrap();
+    let path = ptx.path().to_str().unwrap();
+    let call = |more: &[&str]| {
+        let arguments = ["--block", "1", "--arg", "buf:u32:2=iota", "--arg", "all:0", "--arg", "device"];
+        vgpu(
+            &[&["run", path, "add", "--devices", "4", "--check", "--out", "0"], &arguments[..], more]
+                .concat(),
+        )
+    };
+    for more in [&["--seeds", "0..20"][..], &["--explore", "1"]] {
+        let (code, text) = call(more);
+        assert_eq!(code, 0, "{text}");
+        assert!(text.contains("argument 0: 0 11\n") && !text.contains("differ"), "{text}");
+    }
+    let (code, text) = vgpu(&["run", path, "add", "--block", "1", "--arg", "u64:0", "--arg", "all:0"]);
+    assert_eq!(code, 2, "{text}");
+}
+
 #[test]
 fn assumptions_and_limits_are_taken() {
     let (code, text) =
