@@ -113,9 +113,29 @@ REPAIRS = [
 ]
 
 
+# The mend of issue 642 as the project has it since commit d4f41e4: no warp barrier behind the fence.
+OWN_MEND = (
+    "own-mend",
+    [
+        (
+            FILE,
+            "if (elect_one_sync())\n                        mbarrier_arrive(empty",
+            "tma_store_fence(); if (elect_one_sync())\n                        mbarrier_arrive(empty",
+            None,
+        )
+    ],
+)
+
+
 def main():
     source, folder = sys.argv[1:]
-    steps.with_and_without(source, folder, REPAIRS, [("ibgda_device.cuh", STUB)])
+    added = [("ibgda_device.cuh", STUB)]
+    steps.with_and_without(source, folder, REPAIRS, added)
+    # Issue 642 mended alone: by the project, the same where lanes in step are ordered, and by the manual.
+    steps.write(source, folder, "with-own-mend", [OWN_MEND], added)
+    steps.write(source, folder, "with-own-mend-in-step", [OWN_MEND], added)
+    mend = [repair for repair in REPAIRS if repair[0] == "fence-behind-the-reads-of-a-stage"]
+    steps.write(source, folder, f"with-{mend[0][0]}", mend, added)
 
 
 main()

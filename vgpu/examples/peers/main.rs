@@ -4,7 +4,8 @@
 //!
 //! `cargo run --release -p epoxide-vgpu --example peers -- PROJECT LIST STEP=FILE.ptx..`
 //!
-//! A step is the source of a project as shipped or with repairs. Each runs with a number of seeds.
+//! A step is the source of a project as shipped or with repairs. Each runs with a number of seeds. A
+//! step whose name ends with `-in-step` assumes that lanes in step are ordered, `ConvergedWarps`.
 //! The list has the reports of each step.
 
 mod deepep;
@@ -167,11 +168,13 @@ struct Outcome {
 }
 
 fn run_step(project: &Project, step: &str, module: &Module) -> Result<Outcome, Box<dyn Error>> {
-    let is_variant = step.starts_with("without-") || step.starts_with("repaired-");
+    let is_variant = ["without-", "with-", "repaired-"].iter().any(|start| step.starts_with(start));
     let seeds = if is_variant { SEEDS_OF_VARIANTS } else { SEEDS };
     let mut outcome = Outcome { seeds, failed: 0, failed_weak: 0, first_weak: None, found: BTreeMap::new() };
+    let mut check = project.check;
+    check.assume.converged_warps = step.ends_with("-in-step");
     for seed in 0..seeds {
-        let case = Case { module, step, seed, check: project.check };
+        let case = Case { module, step, seed, check };
         let found: BTreeMap<_, _> = (project.run)(&case)?.into_iter().collect();
         outcome.failed += u64::from(!found.is_empty());
         for (report, text) in found {
