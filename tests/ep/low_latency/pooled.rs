@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::DevicePtr;
-use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
 use epoxide::group::ProcessGroup;
 use epoxide::internal::driver::{Hooks, Stop};
-use epoxide::low_latency::{CombineRequest, Options, Quantise, Shape};
+use epoxide::low_latency::{CombineRequest, DispatchRequest, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{DType, Error, Result, StreamOrder, Tensor};
+use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::{PATIENCE, assert_names, run_ranks};
 use epoxide_testing::tier;
 use half::bf16;
@@ -28,7 +28,15 @@ fn join(
     change: impl Fn(Options) -> Options,
 ) -> Result<Ones> {
     let hooks = Hooks { stop, ..Hooks::default() };
-    let config = VirtConfig { ordinal: group.rank(), sm_count: 2, hooks, ..VirtConfig::default() };
+    join_on(VirtConfig { hooks, ..VirtConfig::default() }, group, change)
+}
+
+fn join_on(
+    config: VirtConfig,
+    group: &Arc<dyn ProcessGroup>,
+    change: impl Fn(Options) -> Options,
+) -> Result<Ones> {
+    let config = VirtConfig { ordinal: group.rank(), sm_count: 2, ..config };
     let ranks = group.size();
     let shape = Shape { max_tokens: TOKENS as u32, hidden: HIDDEN, num_topk: ranks, num_experts: ranks };
     let ids: Vec<i64> = (0..TOKENS).flat_map(|_| 0..i64::from(ranks)).collect();
@@ -129,6 +137,32 @@ fn ranks_that_regroup_tell_those_that_still_read_their_rows() {
     sweep(3, |rank, others| {
         rank.stream.synchronize().unwrap();
         rank.buffer.regroup(others).unwrap();
+    });
+}
+
+/// A rank without tokens has no chunk whose word releases what it did before. Its call alone orders
+/// the rows that it has gathered ahead of those that another rank's experts leave next.
+#[test]
+fn a_rank_that_has_no_tokens_any_more_has_gathered_rows_before_its_call() {
+    let checker = Some(Checker::new(CheckConfig::default()));
+    run_ranks(2, |number, group| {
+        let config = VirtConfig { checker: checker.clone(), ..VirtConfig::default() };
+        let mut rank = join_on(config, &group, |options| options.packet_tokens(0).timeout(PATIENCE))?;
+        let (mut place, stream) = (rank.buffer.place(0)?, rank.stream.clone());
+        let order = StreamOrder::on(&stream);
+        let x = Tensor::alloc(stream.device(), DType::Bf16, &[0, HIDDEN])?;
+        let ids = TypedTensor::<i64>::from_host(&stream, &[0, 2], &[])?;
+        // The host waits for no other rank from here on, since the checker would see that.
+        for round in 0..2 {
+            let received = if (round, number) == (1, 1) {
+                rank.buffer.dispatch(&mut place, DispatchRequest::new(&x, &ids), order)?
+            } else {
+                rank.dispatch(&mut place)?
+            };
+            leave(&rank, received.combine_rows()?.ptr(), 1.0)?;
+            rank.buffer.combine(received, CombineRequest::in_pool(), order)?;
+        }
+        rank.outcome()
     });
 }
 

@@ -2,9 +2,10 @@
 //! where the protocol has it wait.
 
 use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::NodeLinks;
-use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
+use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, Segments};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
@@ -76,6 +77,23 @@ fn dispatches_that_no_combine_answers() {
             LowLatencyCase { unanswered: 1, ..case.clone() }.check();
         }
         LowLatencyCase { rounds: tier::pick(6, 100), unanswered: 3, places: 2, ..case }.check_chained();
+    }
+}
+
+/// Without a combine between them, a place holds packets and words of the epoch before.
+#[test]
+fn other_tokens_behind_a_dispatch_that_no_combine_answers() {
+    let plain = LowLatencyCase {
+        unanswered: 1,
+        checker: Some(Checker::new(CheckConfig::default())),
+        ..LowLatencyCase::new(routing(&[3, 3], 2, 4, Style::DistinctTopK), 128)
+    };
+    let by_expert = LowLatencyCase { segments: Some(Segments::aligned(1)), ..plain.clone() };
+    let mxfp8 = LowLatencyCase { quantise: Quantise::Mxfp8, ..plain.clone() };
+    for case in [plain, by_expert, mxfp8] {
+        let routing = routing(&[2, 3], 2, 4, Style::WithHoles);
+        let other = LowLatencyCase { routing, seed: 2, ..case.clone() };
+        case.run(|rank| [&case, &other, &case].into_iter().try_for_each(|case| case.verify(rank)));
     }
 }
 
