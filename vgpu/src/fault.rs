@@ -614,6 +614,9 @@ pub enum FaultKind {
         part: String,
         /// Length in bytes.
         bytes: u64,
+        /// In shared memory: the last barrier that the lane has passed, of the block or the warp, or its
+        /// last test of an mbarrier.
+        behind: Option<Box<Party>>,
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
@@ -762,9 +765,12 @@ impl fmt::Display for FaultKind {
             FaultKind::Multicast { message } => write!(f, "{message}"),
             FaultKind::Wgmma { message } => write!(f, "wgmma: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
-            FaultKind::Unwritten { space, label, offset, part, bytes } => {
+            FaultKind::Unwritten { space, label, offset, part, bytes, behind } => {
                 let place = Spot { label, offset: *offset, part };
-                write!(f, "read of {bytes} bytes of unwritten {space} memory, at {place}")
+                write!(f, "read of {bytes} bytes of unwritten {space} memory, at {place}")?;
+                behind
+                    .iter()
+                    .try_for_each(|barrier| write!(f, "\n  behind the last barrier of its lane, a {barrier}"))
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(

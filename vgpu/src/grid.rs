@@ -6,8 +6,9 @@ mod stepped;
 use std::collections::VecDeque;
 
 use crate::check::block::BlockCheck;
-use crate::check::clock::{MAX_BLOCKS, MAX_GRIDS};
+use crate::check::clock::{self, MAX_BLOCKS, MAX_GRIDS};
 use crate::check::hooks::{CheckHooks, Hooks};
+use crate::check::report::waits_for_store;
 use crate::check::world::World;
 use crate::check::{CausalPast, Checker, Past, Report, Reports, Timeline};
 use crate::coverage;
@@ -944,7 +945,14 @@ impl Grid {
     }
 
     fn retire(&mut self, slot: u32, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
-        if let Err(late) = self.blocks[slot as usize].state.finish_bulk(&self.env.table) {
+        let block = &mut self.blocks[slot as usize];
+        if let Err(mut late) = block.state.finish_bulk(&self.env.table) {
+            if let (FaultKind::CopyOutlivesBlock { message }, Some(world)) = (&mut late.0, locked.world())
+                && let (Some(check), Some((thread, group))) = (&block.check, block.state.store_without_wait())
+            {
+                let thread = clock::lane(check.key(thread / 32), (thread % 32) as usize);
+                message.push_str(&waits_for_store(world, thread, group));
+            }
             let fault = self.late_fault(slot, late);
             let FaultKind::CopyOutlivesBlock { .. } = fault.kind else { return Err(fault) };
             match locked.world() {

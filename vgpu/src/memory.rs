@@ -328,9 +328,10 @@ impl std::fmt::Debug for Memory {
     }
 }
 
-/// The error for a race of the host.
+/// The error for a race of the host, in memory of a device.
 fn host_race(
     world: &World,
+    device: u64,
     table: &Table,
     shadow: u32,
     (offset, wrong): ViolationAt,
@@ -340,7 +341,7 @@ fn host_race(
         label: table.label_of(shadow).unwrap_or("memory").to_string(),
         offset,
         part: world.part(shadow, offset),
-        report: crate::check::report::host_race(world, wrong, write),
+        report: crate::check::report::host_race(world, device, wrong, write),
     }
 }
 
@@ -716,7 +717,7 @@ impl Memory {
         let Some(checker) = self.checker() else { return Ok(()) };
         let mut world = checker.world();
         let outcome = world.host_access(found.shadow, addr - found.start, bytes, write);
-        outcome.map_err(|violation| host_race(&world, table, found.shadow, violation, write))
+        outcome.map_err(|violation| host_race(&world, self.id(), table, found.shadow, violation, write))
     }
 
     /// Loads the 8-byte word at `addr` for host code, with acquire. Releases by kernels there with
@@ -735,7 +736,7 @@ impl Memory {
         let mut world = checker.world();
         let value = word.load(Ordering::Acquire);
         let outcome = world.host_acquires(found.shadow, addr - found.start);
-        outcome.map_err(|violation| host_race(&world, &table, found.shadow, violation, false))?;
+        outcome.map_err(|violation| host_race(&world, self.id(), &table, found.shadow, violation, false))?;
         Ok(value)
     }
 

@@ -1,4 +1,5 @@
-//! Strong reads of other blocks' writes, and last waits: the intended orders, for reports.
+//! Strong reads of other blocks' writes, closed bulk groups, and last waits: the intended orders, for
+//! reports.
 //!
 //! The checks do not use this history. A race report searches it for the reads that were meant to
 //! order the later access behind the earlier one. The report shows the step that fails.
@@ -13,8 +14,11 @@ use crate::ir::{Fence, Scope, Sem};
 const MOST_WRITES: usize = 64;
 /// Strong reads that are kept of a block.
 const MOST_SIGHTS: usize = 32;
-/// Most blocks whose reads are kept, and most threads whose waits are kept.
+/// Most blocks whose reads are kept, and most threads whose waits and groups are kept.
 const MOST_OLD: usize = 4096;
+/// Waits that are kept of a thread, each instruction once, and runs of groups that one instruction has
+/// closed.
+const MOST_WAITS: usize = 4;
 /// Fences that are kept of a warp, each instruction once for the same lanes.
 const MOST_FENCES: usize = 8;
 /// Most reads that a report lists if no way is found.
@@ -194,13 +198,21 @@ impl Sights {
     }
 }
 
-/// A thread's last wait for its bulk stores, or for its copies by `cp.async`.
+/// A thread's last wait by an instruction for its bulk stores, or for its copies by `cp.async`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wait {
     pub(crate) pc: u32,
     /// Up to this group or copy, and whether for their arrival too.
     pub(crate) group: u32,
     pub(crate) landed: bool,
+}
+
+/// Bulk groups of a thread in a row that an instruction has closed.
+#[derive(Clone, Copy, Debug)]
+struct Closed {
+    pc: u32,
+    first: u32,
+    last: u32,
 }
 
 /// A read of a thread, and the write that it observed.
@@ -218,8 +230,10 @@ pub(crate) struct History {
     sights: BTreeMap<Key, Sights>,
     /// The block that has read last, and its reads: a block mostly reads many times in turn.
     current: Option<(Key, Sights)>,
-    /// The last wait of each lane, by lane, and for its copies, by their actor.
-    waits: BTreeMap<Key, Wait>,
+    /// The last waits of each lane, by lane, and for its copies, by their actor. Latest last.
+    waits: BTreeMap<Key, Vec<Wait>>,
+    /// The bulk groups that each lane has closed, latest last.
+    closed: BTreeMap<Key, Vec<Closed>>,
     /// The last fences of each warp, latest last.
     fences: BTreeMap<Key, Vec<Fenced>>,
 }
@@ -289,14 +303,55 @@ impl History {
     }
 
     pub(crate) fn waited(&mut self, by: Key, wait: Wait) {
-        self.waits.insert(by, wait);
+        let waits = self.waits.entry(by).or_default();
+        match waits.last_mut() {
+            // A loop waits by one instruction again and again.
+            Some(last) if last.pc == wait.pc => *last = wait,
+            _ => {
+                waits.retain(|old| old.pc != wait.pc);
+                if waits.len() == MOST_WAITS {
+                    waits.remove(0);
+                }
+                waits.push(wait);
+            }
+        }
         if self.waits.len() > MOST_OLD {
             self.waits.pop_first();
         }
     }
 
-    pub(crate) fn wait_of(&self, by: Key) -> Option<Wait> {
-        self.waits.get(&by).copied()
+    /// The last waits of a thread, latest first.
+    pub(crate) fn waits_of(&self, by: Key) -> impl Iterator<Item = &Wait> {
+        self.waits.get(&by).into_iter().flatten().rev()
+    }
+
+    /// A lane has closed its bulk group `group`, counted from 1.
+    pub(crate) fn closed(&mut self, by: Key, pc: u32, group: u32) {
+        let closed = self.closed.entry(by).or_default();
+        match closed.last_mut() {
+            Some(last) if last.pc == pc && last.last + 1 == group => last.last = group,
+            _ => {
+                if closed.len() == MOST_WAITS {
+                    closed.remove(0);
+                }
+                closed.push(Closed { pc, first: group, last: group });
+            }
+        }
+        if self.closed.len() > MOST_OLD {
+            self.closed.pop_first();
+        }
+    }
+
+    /// Whether no instruction has closed a lane's bulk group yet.
+    pub(crate) fn is_open(&self, by: Key, group: u32) -> bool {
+        self.closed.get(&by).and_then(|runs| runs.last()).is_none_or(|run| run.last < group)
+    }
+
+    /// The instruction that has closed a lane's bulk group. `None` where none has, or where it is long
+    /// ago.
+    pub(crate) fn closed_by(&self, by: Key, group: u32) -> Option<u32> {
+        let of = self.closed.get(&by).into_iter().flatten();
+        of.rev().find(|run| (run.first..=run.last).contains(&group)).map(|run| run.pc)
     }
 
     /// Reads by `block` of other blocks' writes, latest first. `writes` gives the writes of a
@@ -330,6 +385,12 @@ impl History {
     pub(crate) fn blocks_before(&self, grid: u32) -> impl Iterator<Item = Key> {
         let first = clock::block_of(clock::warp(grid, 0, 0));
         self.sights.range(..first).rev().map(|(block, _)| *block)
+    }
+
+    /// All blocks whose reads are kept, those of the latest grid first.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = Key> {
+        let current = self.current.iter().map(|(block, _)| *block);
+        current.chain(self.sights.keys().rev().copied())
     }
 
     /// The reads by `block` of writes by block `of`, latest first.

@@ -253,6 +253,9 @@ pub(crate) trait Hooks {
     fn copy(&mut self, _: &Copy) -> (Stale, Vec<(Place, bool, ViolationAt)>) {
         (vec![], vec![])
     }
+    /// A lane has closed its bulk group `group`, counted from 1, which has a copy in it.
+    fn closed(&mut self, _lane: usize, _pc: u32, _group: u32) {}
+    /// A lane that has issued a copy has waited for its groups up to this number.
     fn waited(&mut self, _lane: usize, _pc: u32, _group: u32, _landed: bool) {}
     /// A lane has waited for its copies by `cp.async` up to this number.
     fn waited_for_copies(&mut self, _lane: usize, _pc: u32, _copies: u32) {}
@@ -961,10 +964,12 @@ impl Hooks for CheckHooks<'_> {
         (old, violations)
     }
 
+    fn closed(&mut self, lane: usize, pc: u32, group: u32) {
+        self.world.history.closed(self.own(lane), pc, group);
+    }
+
     fn waited(&mut self, lane: usize, pc: u32, group: u32, landed: bool) {
-        if group > 0 {
-            self.world.history.waited(self.own(lane), Wait { pc, group, landed });
-        }
+        self.world.history.waited(self.own(lane), Wait { pc, group, landed });
         self.block.waited(self.warp, lane, group, landed);
     }
 

@@ -15,7 +15,7 @@ use super::world::World;
 use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
 use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Launch, Party, Race, Side, Trace, TraceStep};
-use crate::ir::{Scope, Sem};
+use crate::ir::{MbarOp, Op, Scope, Sem, WarpOp};
 
 /// The access that was stopped, and the causal past of its lane.
 pub(crate) struct Me<'a> {
@@ -156,7 +156,8 @@ fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Optio
 }
 
 /// The synchronisation that would have ordered the two accesses.
-fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> String {
+fn missing(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> String {
+    let grids = &world.grids;
     let Me { record: mine, own, past, .. } = *me;
     let wait = if other_wrote { "wait_group (without .read)" } else { "wait_group.read" };
     let theirs = actor_of(other);
@@ -196,6 +197,9 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
     }
     match (mine.how.bulk, other.how.bulk) {
         (_, true) if other.how.product => format!("the product was not seen to complete: wgmma.wait_group for its group by a warp of its warpgroup, and from there {}", order()),
+        (_, true) if thread_of(theirs).is_some_and(|thread| world.history.is_open(thread, other.tick)) => {
+            format!("the copy was not seen to complete: {NO_COMMIT}, {wait}, and from there {}", order())
+        }
         (_, true) => format!("the copy was not seen to complete: its mbarrier's phase, or {wait} by its own thread, and from there {}", order()),
         (true, false) if ordered => {
             "a fence.proxy.async (of both spaces, or of the space accessed) between the ordering and the bulk copy or wgmma".into()
@@ -215,6 +219,8 @@ fn missing(grids: &Grids, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
     }
 }
 
+const NO_COMMIT: &str =
+    "a commit_group of its thread behind the copy, without which no wait_group waits for it";
 const NO_RELEASE: &str = "orders nothing: the write is no release, and no fence stands before it";
 const NO_REACH: &str = "orders nothing: a scope does not reach the other thread";
 
@@ -264,6 +270,75 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key, gaps: Option<&[Gap]>) -> At
     Attempt { what, of, verdict: verdict.into() }
 }
 
+/// The thread of a bulk copy in a group, or of another actor that is a lane's.
+fn thread_of(actor: Key) -> Option<Key> {
+    let (_, within) = clock::place_of(actor)?;
+    Some(clock::lane(actor & !clock::WITHIN_WARP, within?.1? as usize))
+}
+
+/// The instruction that has closed the bulk group of a thread's store, and the last waits of the
+/// thread. `wrote`: whether the store has to arrive, and not only to be read.
+fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -> Vec<Attempt> {
+    let at = |access, pc, verdict| Attempt {
+        what: party(&world.grids, access, thread, pc, me),
+        of: None,
+        verdict,
+    };
+    let closed = world.history.closed_by(thread, group).map(|pc| {
+        at(format!("commit_group of group {group} of its thread"), pc, "closes the group of this copy".into())
+    });
+    let waits = world.history.waits_of(thread).map(|wait| {
+        let read = if wait.landed { "" } else { ".read" };
+        let verdict = match (wait.group >= group, wait.landed || !wrote) {
+            (false, _) => format!("does not wait for this copy, of group {group}"),
+            (true, false) => "waits for the copy to be read, not for it to arrive".into(),
+            (true, true) => "waits for the copy; what its thread does behind it comes after the copy".into(),
+        };
+        at(format!("wait_group{read} for the first {} groups of its thread", wait.group), wait.pc, verdict)
+    });
+    closed.into_iter().chain(waits).collect()
+}
+
+/// The same for a store whose block has ended, as lines behind a message.
+pub(crate) fn waits_for_store(world: &World, thread: Key, group: u32) -> String {
+    let open = if world.history.is_open(thread, group) {
+        format!("\n  missing: {NO_COMMIT}")
+    } else {
+        String::new()
+    };
+    let seen = waits_for(world, (thread, group), false, thread);
+    seen.iter().fold(open, |text, seen| format!("{text}\n  seen: {seen}"))
+}
+
+/// The last step of the lane of the access that `pick` takes, with its name, and the order it makes.
+fn last_step(
+    world: &World,
+    me: &Me<'_>,
+    pick: impl Fn(&Op) -> Option<(&'static str, &'static str)>,
+) -> Option<(Party, &'static str)> {
+    let (facts, (_, within)) = (world.grids.facts(me.own)?, clock::place_of(me.own)?);
+    let lane = within?.1?;
+    let mut of_lane = me.recent.iter().filter(|(_, lanes)| lanes >> lane & 1 != 0);
+    let (pc, (what, orders)) =
+        of_lane.find_map(|(pc, _)| Some((*pc, pick(&facts.kernel.code.get(*pc as usize)?.op)?)))?;
+    Some((party(&world.grids, what.into(), me.own, pc, me.own), orders))
+}
+
+/// A barrier of the block or the warp.
+fn barrier(op: &Op) -> Option<(&'static str, &'static str)> {
+    match op {
+        Op::Warp { op: WarpOp::Sync, .. } => Some(("bar.warp.sync", "orders lanes of the warp alone")),
+        Op::Barrier { .. } => Some(("barrier", "orders what came before it in the threads that met")),
+        _ => None,
+    }
+}
+
+/// A test of an mbarrier.
+fn mbarrier_test(op: &Op) -> Option<(&'static str, &'static str)> {
+    let Op::Mbar { op: MbarOp::TestState { .. } | MbarOp::TestParity { .. }, .. } = op else { return None };
+    Some(("test of an mbarrier", "orders the copies of the phase that it has seen complete"))
+}
+
 /// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
@@ -280,25 +355,11 @@ struct Order {
 fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: Place) -> Order {
     let theirs = actor_of(other);
     let mut found = vec![];
-    if let (true, Some((_, Some((_, Some(lane)))))) =
-        (other.how.bulk && !other.how.product, clock::place_of(theirs))
-    {
-        let thread = clock::lane(theirs & !clock::WITHIN_WARP, lane as usize);
-        if let Some(wait) = world.history.wait_of(thread) {
-            let read = if wait.landed { "" } else { ".read" };
-            let access = format!("wait_group{read} for the first {} groups of its thread", wait.group);
-            let verdict = match (wait.group >= other.tick, wait.landed || !other_wrote) {
-                (false, _) => format!("does not wait for this copy, of group {}", other.tick),
-                (true, false) => "waits for the copy to be read, not for it to arrive".into(),
-                (true, true) => {
-                    "waits for the copy; what its thread does behind it comes after the copy".into()
-                }
-            };
-            let what = party(&world.grids, access, thread, wait.pc, me.own);
-            found.push(Attempt { what, of: None, verdict });
-        }
+    if let (true, Some(thread)) = (other.how.bulk && !other.how.product, thread_of(theirs)) {
+        found.extend(waits_for(world, (thread, other.tick), other_wrote, me.own));
     }
-    if let Some(wait) = world.history.wait_of(theirs).filter(|_| other.how.late && !other.how.bulk) {
+    let latest = world.history.waits_of(theirs).next();
+    if let Some(wait) = latest.filter(|_| other.how.late && !other.how.bulk) {
         let verdict = match wait.group >= other.tick {
             false => format!("does not wait for this copy, number {} of its thread", other.tick),
             true => "waits for the copy; what its thread does behind it comes after the copy".into(),
@@ -338,6 +399,15 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     };
     let of_step = judged.as_deref().filter(|_| steps.len() == 1);
     found.extend(steps.iter().map(|step| read_attempt(grids, step, me.own, of_step)));
+    // Within a block a barrier orders threads, and so does one behind the read of a flag by another.
+    let within = of == Some(here) && theirs != me.own;
+    let last = match () {
+        () if how.read_only || other.how.read_only => None,
+        () if other.how.bulk && !other.how.product && of == Some(here) => last_step(world, me, mbarrier_test),
+        () if is_proxy || within && !other.how.late => last_step(world, me, barrier),
+        () => None,
+    };
+    found.extend(last.map(|(what, orders)| Attempt { what, of: None, verdict: orders.into() }));
     let scopes = gaps::of_scopes(grids, me, other, other_wrote);
     let gaps = match () {
         () if is_proxy => gaps::of_proxy(world, me, other, place),
@@ -380,7 +450,11 @@ pub(crate) fn fault(
         Place::Private => String::new(),
     };
     match violation {
-        Violation::Unwritten => FaultKind::Unwritten { space, label, offset: at, part, bytes: 4 },
+        Violation::Unwritten => {
+            let last = last_step(world, me, |op| barrier(op).or_else(|| mbarrier_test(op)));
+            let behind = last.filter(|_| space == "shared").map(|(at, _)| Box::new(at));
+            FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind }
+        }
         Violation::Race { other, wrote: other_wrote } => {
             let grids = &world.grids;
             let Order { attempts, gaps, assumed } = order(world, me, &other, other_wrote, place);
@@ -389,7 +463,7 @@ pub(crate) fn fault(
                 Some(_) => Class::Model,
                 None => Class::Corrupts,
             };
-            let missing = assumed.unwrap_or_else(|| missing(grids, me, &other, other_wrote));
+            let missing = assumed.unwrap_or_else(|| missing(world, me, &other, other_wrote));
             FaultKind::Race(Box::new(Race {
                 space,
                 label,
@@ -406,20 +480,39 @@ pub(crate) fn fault(
     }
 }
 
-/// A race of the host, or of a copy in a stream.
-pub(crate) fn host_race(world: &World, violation: Violation, write: bool) -> String {
+/// A race of the host, or of a copy in a stream of a device.
+pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write: bool) -> String {
     let what = if write { "write" } else { "read" };
     match violation {
         Violation::Unwritten => format!("the {what} finds unwritten memory"),
         Violation::Race { other, wrote } => {
-            let other = party(&world.grids, manner(other.how, wrote), actor_of(&other), other.pc, 0);
+            let by = actor_of(&other);
+            let other = party(&world.grids, manner(other.how, wrote), by, other.pc, 0);
+            let seen = flags_of(world, device, clock::block_of(by));
+            let seen: String = seen.iter().map(|seen| format!("\n  seen: {seen}")).collect();
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
-                 or a release of scope .sys that the host acquires{}",
+                 or a release of scope .sys that the host acquires{}{seen}",
                 host_attempt(world).unwrap_or_default()
             )
         }
     }
+}
+
+/// The flags by which a kernel of a device has read what the block `of` of another device published. A
+/// kernel that acquires them orders what the block did ahead of what its stream does next.
+fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
+    let device_of = |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
+    if device_of(of).is_none_or(|other| other == device) {
+        return vec![];
+    }
+    let writes = |_, place: Place| match place {
+        Place::Global { shadow, offset } => world.releases.get(shadow, offset).map(|r| &r.writes),
+        _ => None,
+    };
+    let own = world.history.blocks().filter(|block| device_of(*block) == Some(device)).take(MOST_EARLIER);
+    let way = own.filter_map(|start| world.history.way(start, of, writes)).next().unwrap_or_default();
+    way.iter().map(|step| read_attempt(&world.grids, step, 0, None)).collect()
 }
 
 /// The word that the host has loaded last, if there is something violation with how it was written.

@@ -293,6 +293,12 @@ impl BlockState {
         self.bulk.pending.iter().find(writes).map(|p| (p.warp, p.pc))
     }
 
+    /// The thread and the group, counted from 1, of the store that [`Self::finish_bulk`] reports.
+    pub(crate) fn store_without_wait(&self) -> Option<(u32, u32)> {
+        let is_late = |p: &&Pending| matches!(p.dst, End::Global(_)) && !p.awaited;
+        self.bulk.pending.iter().find(is_late).map(|p| (p.thread, p.group + 1))
+    }
+
     /// The block's warps have all exited. The hardware gives its shared memory to another block: a
     /// copy must not need it any more.
     pub(crate) fn finish_bulk(&mut self, table: &Table) -> Result<(), Late> {
@@ -347,7 +353,12 @@ impl<W: Hooks> Exec<'_, W> {
                 BulkOp::Reduce { copy } => self.issue_reduction(env, i, copy)?,
                 BulkOp::Commit => {
                     let thread = self.thread(i) as usize;
-                    self.block.bulk.committed[thread] += 1;
+                    let queue = &mut self.block.bulk;
+                    queue.committed[thread] += 1;
+                    let group = queue.committed[thread];
+                    if W::ON && queue.used[thread] == group {
+                        self.watch.closed(i, self.pc, group);
+                    }
                     Ok(())
                 }
                 BulkOp::Wait { pending, read_only } => {
@@ -750,9 +761,9 @@ impl<W: Hooks> Exec<'_, W> {
     ) -> Result<(), FaultKind> {
         let thread = self.thread(lane);
         let done_before = self.block.bulk.committed[thread as usize].saturating_sub(allowed);
-        if W::ON {
-            let group = done_before.min(self.block.bulk.used[thread as usize]);
-            self.watch.waited(lane, self.pc, group, !read_only);
+        let used = self.block.bulk.used[thread as usize];
+        if W::ON && used > 0 {
+            self.watch.waited(lane, self.pc, done_before.min(used), !read_only);
         }
         let stage = if read_only { Stage::Read } else { Stage::Landed };
         let done = if has_copies { self.block.end_groups(env, thread, done_before, stage) } else { Ok(()) };
