@@ -4,6 +4,8 @@
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 
+use hmac_sha256::Hash;
+
 use super::text::{Body, Line, Place};
 
 /// Kind of fault in a faulty kernel.
@@ -133,8 +135,9 @@ pub fn enumerate(bodies: &[Body]) -> Vec<Fault> {
 }
 
 /// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can
-/// be are there.
-pub fn sample(faults: Vec<Fault>, count: usize) -> Vec<Fault> {
+/// be are there. `draw`: which of a kernel's faults come first, and which kernels. Draw 0 begins
+/// with the first kernel, and with its first and last fault.
+pub fn sample(faults: Vec<Fault>, count: usize, draw: u64) -> Vec<Fault> {
     let mut kinds: BTreeMap<Kind, BTreeMap<&str, Vec<usize>>> = BTreeMap::new();
     for (index, fault) in faults.iter().enumerate() {
         kinds.entry(fault.kind).or_default().entry(&fault.kernel).or_default().push(index);
@@ -147,6 +150,11 @@ pub fn sample(faults: Vec<Fault>, count: usize) -> Vec<Fault> {
             // Not every kind begins with the same kernel.
             let begin = number % kernels.len();
             kernels.rotate_left(begin);
+            if draw > 0 {
+                let drawn = |index: &usize| Hash::hash(format!("{draw} {}", faults[*index].id).as_bytes());
+                kernels.iter_mut().for_each(|all| all.sort_by_key(drawn));
+                kernels.sort_by_key(|all| drawn(&all[0]));
+            }
             let longest = kernels.iter().map(Vec::len).max().unwrap_or(0);
             (0..longest)
                 .flat_map(|round| kernels.iter().filter_map(move |kernel| kernel.get(round)))
@@ -634,10 +642,14 @@ mod tests {
     fn a_sample_has_every_kind() {
         let statements = "barrier.sync 0;\nbarrier.sync 0;\nbarrier.sync 0;\nfence.proxy.async.shared::cta;";
         let all = enumerate(&bodies(&ptx(statements), &["k"]).unwrap());
-        let lines = |count| sample(all.clone(), count).iter().map(|fault| fault.own.1).collect::<Vec<_>>();
-        assert_eq!(lines(2), [101, 104]);
-        assert_eq!(lines(3), [101, 103, 104]);
+        let lines = |count, draw| {
+            sample(all.clone(), count, draw).iter().map(|fault| fault.own.1).collect::<Vec<_>>()
+        };
+        assert_eq!(lines(2, 0), [101, 104]);
+        assert_eq!(lines(3, 0), [101, 103, 104]);
         assert_eq!(spread(vec![1, 2, 3, 4, 5]), [1, 5, 2, 4, 3]);
-        assert_eq!(lines(9), [101, 102, 103, 104]);
+        assert_eq!(lines(9, 0), [101, 102, 103, 104]);
+        let draws: HashSet<_> = (1..20).map(|draw| lines(2, draw)).collect();
+        assert_eq!(draws, [[101, 104], [102, 104], [103, 104]].map(Vec::from).into());
     }
 }

@@ -36,6 +36,9 @@ pub struct Options {
     /// How many faults to try, of all kinds in all kernels; or `all`
     #[arg(long, value_name = "N", default_value = "100")]
     sample: Sample,
+    /// Number of the sample: each has other faults of the same kinds
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    draw: u64,
     /// Only faults whose id holds this text
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
@@ -180,7 +183,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     };
     let (faults, missed): (Vec<_>, Vec<_>) = faults.into_iter().partition(executed);
     let (harmless, silent) = (all - harmful, missed.len());
-    let faults = faults::sample(faults, options.sample.0);
+    let faults = faults::sample(faults, options.sample.0, options.draw);
     println!(
         "{all} faults; {harmless} are known to change nothing, no workload comes by {silent}; trying {}",
         faults.len()
@@ -435,7 +438,7 @@ mod tests {
             ["moe_gemm_weights", "moe_swiglu", "moe_swiglu_backward", "moe_topk", "moe_topk_backward"];
         let others = ["first_tokens", "low_latency_gather_columns"];
         assert_eq!(without, [&others, &of_the_example[..]].concat(), "kernels that order nothing");
-        assert!(faults::sample(faults, 100).len() == 100);
+        assert!(faults::sample(faults, 100, 0).len() == 100);
     }
 
     #[test]
@@ -465,7 +468,7 @@ mod tests {
         epoxide_testing::fuzz::run("ptx faults", 500, &samples, |bytes| {
             let text = String::from_utf8_lossy(bytes);
             let Ok(faults) = of(&text) else { return };
-            for fault in faults::sample(faults, 3) {
+            for fault in faults::sample(faults, 3, 0) {
                 assert!(!text::with_lines(&text, &fault.edits).is_empty());
             }
         });
