@@ -7,21 +7,23 @@ use crate::workspace::Workspace;
 /// A kind of place, by instruction and Rust line.
 struct Harmless {
     kinds: &'static [Kind],
-    /// The only kernel in which it is; empty for all.
+    /// The only kernel in which it is, with a `*` for any part of names; empty for all.
     kernel: &'static str,
     /// Start of the opcode.
     opcode: &'static str,
-    /// A part of the kernel's own source line, or of one of the two lines above it.
+    /// A part of the kernel's own source line, or of one of the [`above`](Self::above) lines above it.
     source: &'static str,
+    above: usize,
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 15] = [
+const HARMLESS: [Harmless; 26] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
         opcode: "ld.relaxed.gpu.global.b64",
         source: "current_epoch(",
+        above: 2,
         why: "an earlier kernel of the stream wrote the epoch",
     },
     Harmless {
@@ -29,6 +31,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "ld.relaxed.gpu.global.b32",
         source: "",
+        above: 2,
         why: "only a wait that expires writes the abort word, and none does",
     },
     Harmless {
@@ -36,6 +39,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "fence.proxy.async.shared::cta",
         source: "Ring::new(",
+        above: 2,
         why: "the copy engine uses an mbarrier, not its bytes: the manual asks for no fence, and NVIDIA's own barrier has none",
     },
     Harmless {
@@ -43,6 +47,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "dispatch",
         opcode: "fence.proxy.async.shared::cta",
         source: "ring.init()",
+        above: 2,
         why: "as for a ring that is made whole: the copy engine uses an mbarrier, not its bytes",
     },
     Harmless {
@@ -50,6 +55,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "bar.warp.sync",
         source: "Ring::new(args.",
+        above: 2,
         why: "one lane sets up the mbarriers and starts loads; the block meets before the other lanes wait for one",
     },
     Harmless {
@@ -57,6 +63,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "fence.proxy.async",
         source: "The peers' rows were released to this thread",
+        above: 2,
         why: "the rows were written before the peers' kernels began, and a kernel's boundary orders all proxies",
     },
     Harmless {
@@ -64,6 +71,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "fence.proxy.async",
         source: "comes behind that too",
+        above: 2,
         why: "the rows were last read before the peers' kernels began, and a kernel's boundary orders all proxies",
     },
     Harmless {
@@ -71,6 +79,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "internode_dispatch",
         opcode: "fence.proxy.async",
         source: "take most of the links and end early",
+        above: 2,
         why: "it paces bulk stores that have been waited for; the forwarder's proxy fence orders all other writes",
     },
     Harmless {
@@ -78,6 +87,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "internode_dispatch",
         opcode: "fence.proxy.async",
         source: "continue;",
+        above: 2,
         why: "two orders suffice: the sender has a proxy fence of its own behind what it wrote",
     },
     Harmless {
@@ -85,6 +95,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "combine_bf16",
         opcode: "bar.warp.sync",
         source: "from.wait(row);",
+        above: 2,
         why: "within a node no row has a wait of its own: the block has waited for all ranks",
     },
     Harmless {
@@ -92,6 +103,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "atom.relaxed.gpu.",
         source: "posted = deliver(",
+        above: 2,
         why: "one warp alone posts to the queue in this kernel",
     },
     Harmless {
@@ -99,6 +111,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "atom.relaxed.gpu.",
         source: "post_to(&args.comm",
+        above: 2,
         why: "a queue leads to one rank, which gets one message in a kernel",
     },
     Harmless {
@@ -106,6 +119,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "st.release.sys.global.b64",
         source: "if turn == 0 && tid() < 32 {",
+        above: 2,
         why: "the ready word of a combine of a tensor says that the rank has entered; `staged` words order its rows",
     },
     Harmless {
@@ -113,6 +127,7 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "ld.acquire.sys.global.b64",
         source: "ring_bytes(warps, rows.slots, rows.slot_bytes)",
+        above: 2,
         why: "the ready word of a peer in a combine of a tensor orders nothing: `staged` words order its rows",
     },
     Harmless {
@@ -120,20 +135,117 @@ const HARMLESS: [Harmless; 15] = [
         kernel: "",
         opcode: "fence.proxy.async.shared::cta",
         source: "while load.piece < rows.stages && load.token < end {",
+        above: 2,
         why: "these loads fill the ring for the first time: no thread has touched the stages before",
     },
+    Harmless {
+        kinds: &[Kind::BlockBarrierDropped],
+        kernel: "low_latency_*",
+        opcode: "barrier.sync",
+        source: "unsafe fn finish(comm: &Comm)",
+        above: 1,
+        why: "the ticket that follows is read by later kernels, behind the end of this one, and by blocks ahead of their own shares",
+    },
+    Harmless {
+        kinds: &[Kind::DeviceToBlock],
+        kernel: "low_latency_*combine_*",
+        opcode: "ld.relaxed.gpu.global.b64",
+        source: "it.turns = ",
+        above: 0,
+        why: "dispatches alone add to the turns: an earlier kernel of the stream has written them",
+    },
+    Harmless {
+        kinds: &[Kind::DeviceToBlock],
+        kernel: "low_latency_*dispatch*",
+        opcode: "ld.relaxed.gpu.global.b64",
+        source: "it.answered = ",
+        above: 0,
+        why: "combines alone store the answer: an earlier kernel of the stream has written it",
+    },
+    Harmless {
+        kinds: &[Kind::SystemToDevice],
+        kernel: "",
+        opcode: "st.relaxed.sys.global.b64",
+        source: "st_relaxed_sys_u64(answered_at(args)",
+        above: 0,
+        why: "blocks of the same device alone read the answer, which scope .gpu includes",
+    },
+    Harmless {
+        kinds: &[Kind::AcquireToRelaxed],
+        kernel: "low_latency_dispatch*",
+        opcode: "ld.acquire.sys.global.b64",
+        source: "Wait::LowLatencyEnter).packet::<true>(packet)?",
+        above: 0,
+        why: "the words of a rank's chunks release the same, and no round trip has a rank whose tokens end: `low_latency::pooled` reports it",
+    },
+    Harmless {
+        kinds: &[Kind::EpochOneLess],
+        kernel: "low_latency_*combine_*",
+        opcode: "setp.",
+        source: "let seen = ld_acquire_sys_u64(word);",
+        above: 1,
+        why: "a word of returned rows holds the epoch of a combine, and a dispatch lies between two of them",
+    },
+    Harmless {
+        kinds: &[Kind::EpochOneLess],
+        kernel: "low_latency_dispatch*",
+        opcode: "setp.",
+        source: "if (seen >> 32) as u32 == epoch as u32 {",
+        above: 0,
+        why: "the wait that follows compares again, and the packets of the place have no epoch of a combine",
+    },
+    Harmless {
+        kinds: &[Kind::EpochIgnored],
+        kernel: "low_latency_dispatch_*by_expert*",
+        opcode: "setp.",
+        source: "if (seen >> 32) as u32 == epoch as u32 {",
+        above: 0,
+        why: "the block has waited for the same packets when it counted tokens, in front of a barrier",
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "low_latency_combine_*pooled",
+        opcode: "bar.warp.sync",
+        source: "failed = barrier_any(failed);",
+        above: 0,
+        why: "the lanes have met at a vote, and part behind it only where a trace is taken, which no round trip does",
+    },
+    Harmless {
+        kinds: &[Kind::SystemToDevice],
+        kernel: "low_latency_internode_*",
+        opcode: "st.release.sys.global.b64",
+        source: "st_release_sys_u64(copy, seen);",
+        above: 0,
+        why: "blocks of the same device alone poll the copy, which scope .gpu includes",
+    },
+    Harmless {
+        kinds: &[Kind::SystemToDevice, Kind::EpochIgnored, Kind::EpochOneLess],
+        kernel: "low_latency_internode_*",
+        opcode: "",
+        source: "let ready = ld_relaxed_sys_u64(incoming.words + READY);",
+        above: 2,
+        why: "the word is compared for another call of the rank, which no round trip makes: `low_latency::faults` does",
+    },
 ];
+
+/// Whether a pattern with `*` for any part is that of a whole name.
+fn is_like(name: &str, pattern: &str) -> bool {
+    let Some((first, rest)) = pattern.split_once('*') else { return name == pattern };
+    let Some(name) = name.strip_prefix(first) else { return false };
+    let cuts = name.char_indices().map(|(at, _)| at).chain([name.len()]);
+    cuts.into_iter().any(|at| is_like(&name[at..], rest))
+}
 
 /// Why a fault changes nothing, if it is known not to.
 pub fn why(ws: &Workspace, fault: &Fault) -> Option<&'static str> {
     let source = std::fs::read_to_string(ws.root.join(&fault.own.0)).unwrap_or_default();
     let lines: Vec<&str> = source.lines().take(fault.own.1 as usize).collect();
-    let lines = &lines[lines.len().saturating_sub(3)..];
+    let near = |above: usize| &lines[lines.len().saturating_sub(above + 1)..];
     let known = |harmless: &&Harmless| {
         harmless.kinds.contains(&fault.kind)
-            && (harmless.kernel.is_empty() || harmless.kernel == fault.kernel)
+            && (harmless.kernel.is_empty() || is_like(&fault.kernel, harmless.kernel))
             && fault.opcode.starts_with(harmless.opcode)
-            && lines.iter().any(|line| line.contains(harmless.source))
+            && near(harmless.above).iter().any(|line| line.contains(harmless.source))
     };
     HARMLESS.iter().find(known).map(|harmless| harmless.why)
 }
@@ -142,6 +254,19 @@ pub fn why(ws: &Workspace, fault: &Fault) -> Option<&'static str> {
 mod tests {
     use super::super::{faults, names, text};
     use super::*;
+
+    #[test]
+    fn kernels_are_named_by_patterns() {
+        assert!(
+            is_like("combine_bf16", "combine_bf16") && !is_like("low_latency_combine_bf16", "combine_bf16")
+        );
+        assert!(is_like("low_latency_internode_combine_fp8", "low_latency_*combine_*"));
+        assert!(is_like("low_latency_combine_summed", "low_latency_*combine_*"));
+        assert!(
+            !is_like("low_latency_dispatch", "low_latency_*combine_*")
+                && !is_like("dispatch", "low_latency_*")
+        );
+    }
 
     #[test]
     fn every_reason_is_needed() {
