@@ -8,10 +8,8 @@ use epoxide_vgpu::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::common::{HEAD, device, launch, tier};
-
-/// Bytes of shared memory for pixels.
-const ROOM: usize = 16 << 10;
+use crate::common::{device, launch, tier};
+use crate::tensor::{ROOM, around_box, coordinates};
 
 /// A tensor of f32, a copy of its pixels, and where it begins. Dimensions are C, W, H, D and N.
 #[derive(Clone, Debug)]
@@ -151,35 +149,12 @@ impl Case {
     }
 
     fn coordinates(&self) -> String {
-        let names: Vec<_> = (0..self.at.len()).map(|d| format!("%c{d}")).collect();
-        names.join(", ")
+        coordinates(self.at.len())
     }
 
-    /// A kernel around `body`, which has the map in `%rd1`, the coordinates in `%c0` and up, the
-    /// offsets in `%h0` and up, the pixels at `%r1`, the mbarrier at `%r2`, the buffer in `%rd2` and the
-    /// bytes of the copy in `%r3`.
+    /// [`around_box`] with offsets.
     fn text(body: &str) -> String {
-        let loads: String = (0..5).map(|d| format!("ld.param.u32 %c{d}, [c{d}];\n")).collect();
-        let offsets: String = (0..3).map(|d| format!("ld.param.u16 %h{d}, [o{d}];\n")).collect();
-        format!(
-            "{HEAD}.shared .align 1024 .b8 BOX[{ROOM}];\n.shared .align 8 .b8 BARRIER[8];
-.visible .entry k(.param .u64 buf, .param .align 64 .b8 map[128], .param .u32 bytes, .param .u32 c0,
-    .param .u32 c1, .param .u32 c2, .param .u32 c3, .param .u32 c4, .param .u16 o0, .param .u16 o1,
-    .param .u16 o2)
-{{
-.reg .pred %p<8>; .reg .b16 %h<4>; .reg .b32 %r<16>; .reg .b32 %c<5>; .reg .b64 %rd<16>;
-ld.param.u64 %rd2, [buf];
-ld.param.u32 %r3, [bytes];
-mov.b64 %rd1, map;
-cvta.param.u64 %rd1, %rd1;
-{loads}{offsets}mov.u32 %r1, BOX;
-mov.u32 %r2, BARRIER;
-mov.u32 %r4, %tid.x;
-{body}
-ret;
-}}
-"
-        )
+        around_box(body, 3)
     }
 
     fn load(&self) -> String {

@@ -10,7 +10,42 @@ use rand_chacha::ChaCha8Rng;
 use crate::common::{HEAD, device, launch, tier};
 
 /// Bytes of shared memory for a box.
-const ROOM: usize = 16 << 10;
+pub const ROOM: usize = 16 << 10;
+
+/// A kernel around `body`, which has the map in `%rd1`, five coordinates in `%c0` and up, so many
+/// offsets in `%h0` and up, the box at `%r1`, the mbarrier at `%r2`, the buffer in `%rd2` and the bytes
+/// of the box in `%r3`. The kernel's arguments are the buffer, the map, the bytes, the coordinates and
+/// the offsets.
+pub fn around_box(body: &str, offsets: usize) -> String {
+    let (words, halves) = (0..5, 0..offsets);
+    let of_words: String = words.clone().map(|d| format!(", .param .u32 c{d}")).collect();
+    let of_halves: String = halves.clone().map(|d| format!(", .param .u16 o{d}")).collect();
+    let words: String = words.map(|d| format!("ld.param.u32 %c{d}, [c{d}];\n")).collect();
+    let halves: String = halves.map(|d| format!("ld.param.u16 %h{d}, [o{d}];\n")).collect();
+    format!(
+        "{HEAD}.shared .align 1024 .b8 BOX[{ROOM}];\n.shared .align 8 .b8 BARRIER[8];
+.visible .entry k(.param .u64 buf, .param .align 64 .b8 map[128], .param .u32 bytes{of_words}{of_halves})
+{{
+.reg .pred %p<8>; .reg .b16 %h<4>; .reg .b32 %r<16>; .reg .b32 %c<5>; .reg .b64 %rd<16>;
+ld.param.u64 %rd2, [buf];
+ld.param.u32 %r3, [bytes];
+mov.b64 %rd1, map;
+cvta.param.u64 %rd1, %rd1;
+{words}{halves}mov.u32 %r1, BOX;
+mov.u32 %r2, BARRIER;
+mov.u32 %r4, %tid.x;
+{body}
+ret;
+}}
+"
+    )
+}
+
+/// The registers of so many coordinates in [`around_box`].
+pub fn coordinates(count: usize) -> String {
+    let names: Vec<_> = (0..count).map(|d| format!("%c{d}")).collect();
+    names.join(", ")
+}
 
 /// A tensor, a box of it, and the coordinates of a copy. The innermost dimension comes first.
 #[derive(Clone, Debug)]
@@ -156,32 +191,12 @@ impl Case {
     }
 
     fn coordinates(&self) -> String {
-        let names: Vec<_> = (0..self.at.len()).map(|d| format!("%c{d}")).collect();
-        names.join(", ")
+        coordinates(self.at.len())
     }
 
-    /// A kernel around `body`, which has the map in `%rd1`, the coordinates in `%c0` and up, the box at
-    /// `%r1`, the mbarrier at `%r2`, the buffer in `%rd2`, the bytes of the box in `%r3`.
+    /// [`around_box`] without offsets.
     fn text(body: &str) -> String {
-        let loads: String = (0..5).map(|d| format!("ld.param.u32 %c{d}, [c{d}];\n")).collect();
-        format!(
-            "{HEAD}.shared .align 1024 .b8 BOX[{ROOM}];\n.shared .align 8 .b8 BARRIER[8];
-.visible .entry k(.param .u64 buf, .param .align 64 .b8 map[128], .param .u32 bytes, .param .u32 c0,
-    .param .u32 c1, .param .u32 c2, .param .u32 c3, .param .u32 c4)
-{{
-.reg .pred %p<8>; .reg .b16 %h<4>; .reg .b32 %r<16>; .reg .b32 %c<5>; .reg .b64 %rd<16>;
-ld.param.u64 %rd2, [buf];
-ld.param.u32 %r3, [bytes];
-mov.b64 %rd1, map;
-cvta.param.u64 %rd1, %rd1;
-{loads}mov.u32 %r1, BOX;
-mov.u32 %r2, BARRIER;
-mov.u32 %r4, %tid.x;
-{body}
-ret;
-}}
-"
-        )
+        around_box(body, 0)
     }
 
     fn load(&self) -> String {
