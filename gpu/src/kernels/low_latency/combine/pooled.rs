@@ -73,12 +73,13 @@ unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
         let (ranks, step) = (ranks.of_warp(), pieces.step());
         let (gathers, asks) = (pieces.gathers(), tid() / 32 == last_warp());
         let mut failed = !opened.takes_part() || (asks && !have_all_entered(common, opened));
+        // A look behind the barrier is later than each warp's time, however long a warp stands still.
+        let start = globaltimer();
         // Packets need no call: where all rows come as such, no warp waits for the last one here.
         if gathers {
             failed = barrier_any(failed);
         }
         if !failed {
-            let start = globaltimer();
             failed = gathers && asks && has_one_given_up(comm, opened);
             failed |= !pieces.sum_all::<R>(args, first, step, ranks, opened);
             if gathers && globaltimer() - start > GATHER_NS {
