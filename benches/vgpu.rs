@@ -12,6 +12,7 @@
 //! cargo bench --bench vgpu -- --deepep kernels.ptx     # DeepEP's dispatch as well
 //! ```
 //!
+//! A program's whole name stands for that program alone, other words for all that contain them.
 //! `--fast` leaves out check mode, `--check` leaves out everything else. `--runs N` sets the number
 //! of runs; few of them are enough for a tool that counts instructions. `--deepep` takes the PTX
 //! that `vgpu/peers/check.sh deepep` compiles, of the step `repaired`: the kernel as it is shipped
@@ -114,6 +115,7 @@ const COPY_LOOP: &[&str] = &["copy loop"];
 const EXCHANGE: &[&str] = &["notify", "dispatch", "combine_bf16", "polling in dispatch"];
 const LOW_LATENCY: &[&str] = &["low_latency_dispatch", "low_latency_combine"];
 const DEEPEP: &[&str] = &["dispatch of DeepEP"];
+const PROGRAMS: [&[&str]; 4] = [COPY_LOOP, EXCHANGE, LOW_LATENCY, DEEPEP];
 
 /// Whether kernels run in check mode.
 #[derive(Clone, Copy, PartialEq)]
@@ -501,7 +503,7 @@ impl Options {
     }
 
     fn has(&self, name: &str) -> bool {
-        self.names.is_empty() || self.names.iter().any(|part| name.contains(part))
+        perf::names(&self.names, name)
     }
 
     fn has_any(&self, names: &[&str]) -> bool {

@@ -24,6 +24,14 @@ pub fn measures(names: Vec<String>) {
     NAMES.get_or_init(|| names);
 }
 
+/// Whether a program is among those named: by its whole name, or by a part of it. A part that is the
+/// whole name of a program stands for that one alone.
+pub fn names(names: &[String], program: &str) -> bool {
+    let whole = |part: &str| super::PROGRAMS.iter().any(|all| all.contains(&part));
+    let named = |part: &String| if whole(part) { part == program } else { program.contains(part.as_str()) };
+    names.is_empty() || names.iter().any(named)
+}
+
 fn command(command: &str) -> Result<()> {
     let Some([control, ack]) = PIPES.get() else { return Ok(()) };
     (&*control).write_all(command.as_bytes())?;
@@ -37,8 +45,7 @@ pub struct Sampled(());
 
 /// Begins to sample a program, if it is measured and `perf` listens.
 pub fn sampled(program: &str) -> Result<Option<Sampled>> {
-    let measured = |names: &Vec<String>| names.is_empty() || names.iter().any(|part| program.contains(part));
-    if PIPES.get().is_none() || !NAMES.get().is_some_and(measured) {
+    if PIPES.get().is_none() || !NAMES.get().is_some_and(|all| names(all, program)) {
         return Ok(None);
     }
     command("enable\n")?;
