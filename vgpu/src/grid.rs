@@ -831,14 +831,8 @@ impl Grid {
 
         let warp = &mut block.warps[pick.warp as usize];
         let waits = &mut warp.waits;
-        let mut rests = false;
         match slice.activity {
             Activity::Idle => {
-                rests = self.resting.on;
-                if !rests {
-                    // A warp that only waits gets the lowest priority.
-                    block.priority[pick.warp as usize] = 0;
-                }
                 if matches!(warp.waiting, Some(WaitingFor::Memory { .. })) {
                     block.polled_memory = self.epoch;
                 }
@@ -847,6 +841,15 @@ impl Grid {
                     waits.idle_epoch = self.epoch;
                     self.idle += 1;
                 }
+                if self.resting.on {
+                    // An idle warp is ready. It has changed nothing, so that nothing else follows.
+                    let turns = 1 << (waits.idle_slices - 1).min(MOST_REST_BITS);
+                    let until = self.stats.slices + turns * (self.ready.len() as u64 + 1);
+                    self.resting.add(Rest { warp: pick, epoch: self.epoch, until });
+                    return self.has_lived(pick);
+                }
+                // A warp that only waits gets the lowest priority.
+                block.priority[pick.warp as usize] = 0;
             }
             Activity::Neutral => {}
             Activity::Progress => {
@@ -857,11 +860,6 @@ impl Grid {
             }
         }
         match slice.status {
-            Status::Ready if rests => {
-                let turns = 1 << (waits.idle_slices - 1).min(MOST_REST_BITS);
-                let until = self.stats.slices + turns * (self.ready.len() as u64 + 1);
-                self.resting.add(Rest { warp: pick, epoch: self.epoch, until });
-            }
             Status::Ready => self.ready.push_back(pick),
             Status::Blocked => block.ready -= 1,
             Status::Stuck => {
@@ -889,14 +887,23 @@ impl Grid {
             let pc = warps.iter().flat_map(|w| w.groups.first()).map(|g| g.pc).next().unwrap_or(0);
             return Err(self.deadlock(at, pc));
         }
+        self.has_lived(pick)
+    }
+
+    /// A fault, of the warp that ran last, if the grid has executed too many instructions without
+    /// progress.
+    #[inline(always)]
+    fn has_lived(&self, pick: WarpRef) -> Result<(), Box<Fault>> {
         let instructions = self.stats.warp_instructions - self.progress_at;
-        if instructions > self.livelock_limit {
-            let groups = &self.blocks[pick.block as usize].warps[pick.warp as usize].groups;
-            let pc = groups.first().map_or(0, |g| g.pc);
-            let kind = FaultKind::Livelock { instructions, report: self.stuck_report() };
-            return Err(self.fault_at(pick, pc, None, kind));
-        }
-        Ok(())
+        if instructions > self.livelock_limit { Err(self.livelock(pick, instructions)) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn livelock(&self, pick: WarpRef, instructions: u64) -> Box<Fault> {
+        let groups = &self.blocks[pick.block as usize].warps[pick.warp as usize].groups;
+        let pc = groups.first().map_or(0, |g| g.pc);
+        let kind = FaultKind::Livelock { instructions, report: self.stuck_report() };
+        self.fault_at(pick, pc, None, kind)
     }
 
     /// The ready warp of the highest priority. At a preemption, the one before it loses its own.

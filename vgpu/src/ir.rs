@@ -886,6 +886,15 @@ impl Op {
         }
     }
 
+    /// It is arithmetic, a branch, or a weak access: others learn nothing of what was stored before.
+    pub(crate) fn is_weak(&self) -> bool {
+        match self {
+            Op::Ld(access) | Op::St(access) => access.sem == Sem::Weak,
+            Op::Alu { .. } | Op::Bra { .. } | Op::Nop => true,
+            _ => false,
+        }
+    }
+
     /// It accesses memory that others can see, or meets, waits for or orders other lanes.
     pub(crate) fn concerns_others(&self) -> bool {
         match self {

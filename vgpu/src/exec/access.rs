@@ -284,6 +284,10 @@ pub(super) fn order_of(a: &Access) -> Ordering {
 /// How many rows ahead a warp asks for memory. With one, the copy loop of the bench still waits.
 const ROWS_AHEAD: u64 = 3;
 
+/// A warp that has stored rows with one distance over so many bytes writes memory that is in no cache
+/// near the processor any more when it is read.
+const STREAMED: u64 = 1 << 20;
+
 pub(super) const LOADS: usize = 0;
 const STORES: usize = 1;
 
@@ -390,17 +394,13 @@ impl<W: Hooks> Exec<'_, W> {
     fn footprint(&self, a: &Addr, size: u64) -> Footprint {
         macro_rules! footprint {
             ($t:ty, $row:expr) => {{
-                let (row, shift) = ($row, size.trailing_zeros());
-                let (mut apart, mut scattered) = (0, 0);
-                for (lane, x) in (0..).zip(row) {
-                    apart |= x ^ row[0];
-                    scattered |= x ^ row[0].wrapping_add(lane << shift);
-                }
+                let row = $row;
+                let (one, consecutive) = simd::Address::compare(row, size.trailing_zeros());
                 let base = u64::from(row[0].wrapping_add(a.offset as $t));
                 match () {
-                    () if apart == 0 => Footprint::One(base),
+                    () if one => Footprint::One(base),
                     // Addresses of fewer bits do not wrap around within the row.
-                    () if scattered == 0 && base <= u64::from(<$t>::MAX) - 32 * size => Footprint::Row(base),
+                    () if consecutive && base <= u64::from(<$t>::MAX) - 32 * size => Footprint::Row(base),
                     () => Footprint::Other,
                 }
             }};
@@ -431,15 +431,37 @@ impl<W: Hooks> Exec<'_, W> {
     /// A warp accesses 32 elements of `size` bytes at `p`: asks for those that it accesses soon if
     /// its rows have the same distance as the last two. Processors do not find such rows by
     /// themselves where each is in another page. Elements of 16 bytes move most of the data.
+    ///
+    /// True, without asking, where a store passes the caches by: see [`STREAMED`].
     #[inline(always)]
-    fn ask_ahead(&mut self, cache: usize, p: *mut u8, size: u64) {
-        if size == 16 {
-            let at = p as u64;
-            let distance = at.wrapping_sub(std::mem::replace(&mut self.warp.rows[cache], at));
-            let soon = at.wrapping_add(distance.wrapping_mul(ROWS_AHEAD));
-            if self.warp.regions[cache][0].holds(soon, 32 * size) {
-                simd::prefetch(soon as *const u8, 32 * size as usize);
-            }
+    fn ask_ahead(&mut self, cache: usize, p: *mut u8, size: u64) -> bool {
+        if size != 16 {
+            return false;
+        }
+        let (at, rows) = (p as u64, &mut self.warp.rows[cache]);
+        let distance = at.wrapping_sub(rows.last);
+        rows.last = at;
+        rows.bytes = match distance == rows.distance {
+            true => rows.bytes.saturating_add(distance.cast_signed().unsigned_abs()),
+            false => 0,
+        };
+        rows.distance = distance;
+        if cache == STORES && rows.bytes >= STREAMED && at.is_multiple_of(64) {
+            return true;
+        }
+        let soon = at.wrapping_add(distance.wrapping_mul(ROWS_AHEAD));
+        if self.warp.regions[cache][0].holds(soon, 32 * size) {
+            simd::prefetch(soon as *const u8, 32 * size as usize);
+        }
+        false
+    }
+
+    /// Makes the stores that have passed the caches by visible to other processors, before anything
+    /// behind them.
+    #[inline(always)]
+    pub(super) fn drain(&mut self) {
+        if std::mem::take(&mut self.streamed) {
+            simd::drain();
         }
     }
 
@@ -900,7 +922,14 @@ impl<W: Hooks> Exec<'_, W> {
             && let Footprint::Row(base) = self.footprint(&a.addr, size)
             && let Some(p) = self.row(STORES, a.space, base, size)
         {
-            self.ask_ahead(STORES, p, size);
+            let streams = self.ask_ahead(STORES, p, size);
+            if streams && a.sem == Sem::Weak && (a.bytes, a.wide) == (4, false) {
+                let rows = a.regs.map(|slot| &self.warp.regs.r32[slot as usize]);
+                // SAFETY: `row` checked 512 bytes, and `ask_ahead` that they begin at a cache line.
+                unsafe { simd::stream_fours(p.cast(), rows) };
+                self.streamed = true;
+                return Ok(());
+            }
             // SAFETY: `row` checked 32 * size bytes and the alignment.
             let done = a.sem == Sem::Weak && unsafe { self.store_rows(a, p) };
             if !done {

@@ -55,9 +55,10 @@ unsafe extern "sysv64" fn call<W: Hooks>(
             || matches!(inst.op, Op::Fence(_) | Op::Timer { .. })
     };
     let others_stay = || exec.warp.groups.is_empty() || moves_no_others();
-    if matches!(done, Ok(Flow::Next)) && exec.mask == mask && others_stay() {
-        return false;
+    match done {
+        Ok(Flow::Next) if exec.mask == mask && others_stay() => return false,
+        Ok(flow) => exec.called = Some(flow),
+        Err(fault) => exec.called_fault = Some(fault),
     }
-    exec.called = Some(done);
     true
 }

@@ -66,6 +66,8 @@ impl<'a, W: Hooks> Exec<'a, W> {
             spins: false,
             run_end: 0,
             called: None,
+            called_fault: None,
+            streamed: false,
             watch,
         }
     }
@@ -105,18 +107,23 @@ impl<'a, W: Hooks> Exec<'a, W> {
             }
             let run = if COVER { None } else { self.straight_run(budget) };
             let flow = match run {
-                Some(flow) => flow?,
-                None => self.instruction::<COVER>()?,
+                Some(flow) => flow,
+                None => self.instruction::<COVER>(),
             };
             running = match flow {
-                Flow::Next => true,
-                Flow::GiveWay => self.give_way(),
-                Flow::Gone => {
+                Ok(Flow::Next) => true,
+                Ok(Flow::GiveWay) => self.give_way(),
+                Ok(Flow::Gone) => {
                     self.warp.since_switch = 0;
                     self.next_group()
                 }
+                Err(fault) => {
+                    self.drain();
+                    return Err(fault);
+                }
             };
         }
+        self.drain();
         let mut status = if self.warp.groups.is_empty() { Status::Done } else { Status::Stuck };
         let mut all_spin = true;
         for g in &self.warp.groups {
@@ -222,11 +229,17 @@ impl<'a, W: Hooks> Exec<'a, W> {
             self.warp.since_switch += executed as u32 - 1;
         }
         self.executed = before + executed;
-        // A call has set the next instruction by itself.
-        Some(self.called.take().unwrap_or_else(|| {
-            self.pc = pc;
-            Ok(Flow::Next)
-        }))
+        Some(match self.called.take() {
+            // A call has set the next instruction by itself.
+            Some(flow) => Ok(flow),
+            None => match self.called_fault.take() {
+                Some(fault) => Err(fault),
+                None => {
+                    self.pc = pc;
+                    Ok(Flow::Next)
+                }
+            },
+        })
     }
 
     /// With several groups, just reconverged: instructions until [`Exec::reconverge`] may have
@@ -278,6 +291,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
     /// Executes the present instruction for the lanes `m`.
     #[inline(always)]
     fn execute(&mut self, inst: &Inst, m: u32) -> Run<Flow> {
+        if !W::ON && self.streamed && !inst.op.is_weak() {
+            self.drain();
+        }
         match &inst.op {
             // SAFETY: the constructor of `f` saw that this processor has the instructions that it
             // uses.
@@ -486,30 +502,36 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     /// Takes up the runnable group with the lowest program counter. False if there is none.
     pub(super) fn next_group(&mut self) -> bool {
-        for pass in 0..2 {
-            let best = (0..self.warp.groups.len())
-                .filter(|&i| self.warp.groups[i].state == GroupState::Ready && !self.warp.groups[i].deferred)
-                .min_by_key(|&i| self.warp.groups[i].pc);
-            if let Some(i) = best {
-                let g = self.warp.groups.swap_remove(i);
-                (self.mask, self.pc, self.apart, self.spins) = (g.mask, g.pc, g.apart, g.spins);
-                return true;
-            }
-            if pass == 0 {
-                self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
+        // The lowest one that has not given way, or else that has.
+        let mut lowest = [(0, u32::MAX); 2];
+        for (i, g) in self.warp.groups.iter().enumerate() {
+            let (_, pc) = lowest[usize::from(g.deferred)];
+            if g.state == GroupState::Ready && g.pc < pc {
+                lowest[usize::from(g.deferred)] = (i, g.pc);
             }
         }
-        false
+        let [mut best, deferred] = lowest;
+        if best.1 == u32::MAX {
+            self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
+            best = deferred;
+        }
+        if best.1 == u32::MAX {
+            return false;
+        }
+        let g = self.warp.groups.swap_remove(best.0);
+        (self.mask, self.pc, self.apart, self.spins) = (g.mask, g.pc, g.apart, g.spins);
+        true
     }
 
     /// The running group lets others run: another group of the warp, or, when all have had their
     /// turn, other warps.
     fn give_way(&mut self) -> bool {
-        self.park(GroupState::Ready, true);
         if self.warp.groups.iter().any(|g| g.state == GroupState::Ready && !g.deferred) {
+            self.park(GroupState::Ready, true);
             return self.next_group();
         }
         self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
+        self.park(GroupState::Ready, false);
         false
     }
 
@@ -564,7 +586,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     /// Notes a look at memory that others may change. True when the same look at this place gave
     /// the same value before and nothing was changed since: the warp spins.
-    #[inline]
+    #[inline(always)]
     fn poll(&mut self, addr: u64, value: u64) -> bool {
         let pc = self.pc;
         let now = Poll { pc, addr, value };

@@ -110,6 +110,62 @@ macro_rules! spread {
 spread!(u32, "vpbroadcastd zmm16, {v:e}", "vmovdqu32");
 spread!(u64, "vpbroadcastq zmm16, {v}", "vmovdqu64");
 
+/// A lane's address.
+pub(super) trait Address: Copy {
+    /// Whether all lanes of a row are equal, and whether each is `1 << shift` more than the one before.
+    fn compare(row: &[Self; 32], shift: u32) -> (bool, bool);
+}
+
+macro_rules! address {
+    ($t:ty, $lanes:literal, $compare:ident, $set:ident, $shift:ident, $add:ident) => {
+        impl Address for $t {
+            #[inline(always)]
+            fn compare(row: &[$t; 32], shift: u32) -> (bool, bool) {
+                #[cfg(target_arch = "x86_64")]
+                if is_x86_feature_detected!("avx2") {
+                    // SAFETY: this processor has AVX2.
+                    return unsafe { $compare(row, shift) };
+                }
+                let (mut apart, mut scattered) = (0, 0);
+                for (lane, x) in (0..).zip(row) {
+                    apart |= x ^ row[0];
+                    scattered |= x ^ row[0].wrapping_add(lane << shift);
+                }
+                (apart == 0, scattered == 0)
+            }
+        }
+
+        /// [`Address::compare`] by whole registers: left alone, the compiler compares and packs each lane.
+        #[cfg(target_arch = "x86_64")]
+        #[inline]
+        #[target_feature(enable = "avx2")]
+        fn $compare(row: &[$t; 32], shift: u32) -> (bool, bool) {
+            use std::arch::x86_64::{
+                _mm_cvtsi32_si128, _mm256_loadu_si256, _mm256_or_si256, _mm256_setzero_si256,
+                _mm256_testz_si256, _mm256_xor_si256, $add, $set, $shift,
+            };
+            let lanes: [$t; $lanes] = std::array::from_fn(|lane| lane as $t);
+            // SAFETY: the array has 32 bytes.
+            let lanes = unsafe { _mm256_loadu_si256(lanes.as_ptr().cast()) };
+            let first = $set(row[0] as _);
+            let mut expected = $add(first, $shift(lanes, _mm_cvtsi32_si128(shift as i32)));
+            let step = $set($lanes << shift);
+            let (mut apart, mut scattered) = (_mm256_setzero_si256(), _mm256_setzero_si256());
+            for part in row.as_chunks::<$lanes>().0 {
+                // SAFETY: a chunk has 32 bytes.
+                let part = unsafe { _mm256_loadu_si256(part.as_ptr().cast()) };
+                apart = _mm256_or_si256(apart, _mm256_xor_si256(part, first));
+                scattered = _mm256_or_si256(scattered, _mm256_xor_si256(part, expected));
+                expected = $add(expected, step);
+            }
+            let none = |all| _mm256_testz_si256(all, all) != 0;
+            (none(apart), none(scattered))
+        }
+    };
+}
+address!(u32, 8, compare_narrow, _mm256_set1_epi32, _mm256_sll_epi32, _mm256_add_epi32);
+address!(u64, 4, compare_wide, _mm256_set1_epi64x, _mm256_sll_epi64, _mm256_add_epi64);
+
 /// Asks for `bytes` bytes from `p` on, which are accessed soon. Any address is allowed.
 #[inline(always)]
 pub(super) fn prefetch(p: *const u8, bytes: usize) {
@@ -159,6 +215,32 @@ pub(crate) unsafe fn store_fours(p: *mut [[u32; 4]; 4], rows: [&[u32; 32]; 4]) {
         let four = transpose(rows.map(|row| row.as_chunks::<4>().0[c]));
         // SAFETY: the caller vouches for the 8 blocks of 64 bytes.
         unsafe { p.add(c).write_unaligned(four) };
+    }
+}
+
+/// The same, past the caches. Other processors see these stores in any order before a [`drain`], this
+/// one sees them as it sees others.
+///
+/// # Safety
+/// `p` must be valid for 512 bytes and aligned to 64.
+#[inline(always)]
+pub(crate) unsafe fn stream_fours(p: *mut [[u32; 4]; 4], rows: [&[u32; 32]; 4]) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if is_x86_feature_detected!("avx2") {
+        // SAFETY: the caller vouches for the pointer, and this processor has AVX2.
+        return unsafe { avx2::stream_fours(p.cast(), rows) };
+    }
+    // SAFETY: the caller vouches for the pointer.
+    unsafe { store_fours(p, rows) }
+}
+
+/// Orders the stores of [`stream_fours`] before all stores behind them.
+#[inline(always)]
+pub(crate) fn drain() {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        // SAFETY: the instruction belongs to every x86-64 processor.
+        unsafe { std::arch::asm!("sfence", options(nostack, preserves_flags)) };
     }
 }
 
@@ -216,20 +298,52 @@ mod avx2 {
     #[target_feature(enable = "avx2")]
     pub(super) unsafe fn store_fours(p: *mut __m256i, rows: [&[u32; 32]; 4]) {
         for c in 0..4 {
-            // SAFETY: a row is 4 times 32 bytes.
-            let eight = |e: usize| unsafe { _mm256_loadu_si256(rows[e].as_ptr().cast::<__m256i>().add(c)) };
-            let [v04, v15, v26, v37] = transpose([eight(0), eight(1), eight(2), eight(3)]);
-            let vectors = [
-                _mm256_permute2x128_si256::<0x20>(v04, v15),
-                _mm256_permute2x128_si256::<0x20>(v26, v37),
-                _mm256_permute2x128_si256::<0x31>(v04, v15),
-                _mm256_permute2x128_si256::<0x31>(v26, v37),
-            ];
-            for (k, two) in vectors.into_iter().enumerate() {
+            for (k, two) in eight_vectors(rows, c).into_iter().enumerate() {
                 // SAFETY: the caller vouches for 16 times 32 bytes.
                 unsafe { _mm256_storeu_si256(p.add(4 * c + k), two) };
             }
         }
+    }
+
+    /// See [`super::stream_fours`].
+    ///
+    /// # Safety
+    /// The same.
+    #[cfg(not(miri))]
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) unsafe fn stream_fours(p: *mut __m256i, rows: [&[u32; 32]; 4]) {
+        for c in 0..4 {
+            for (k, two) in eight_vectors(rows, c).into_iter().enumerate() {
+                // SAFETY: the caller vouches for 16 times 32 bytes, aligned to 64. Such a store differs
+                // from others in what other processors see alone.
+                unsafe {
+                    std::arch::asm!(
+                        "vmovntdq [{at}], {two}",
+                        at = in(reg) p.add(4 * c + k),
+                        two = in(ymm_reg) two,
+                        options(nostack, preserves_flags),
+                    );
+                }
+            }
+        }
+    }
+
+    /// The vectors `8 * c` to `8 * c + 7`, two in each register.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn eight_vectors(rows: [&[u32; 32]; 4], c: usize) -> [__m256i; 4] {
+        // SAFETY: a chunk has 32 bytes.
+        let eight = |e: usize| unsafe {
+            _mm256_loadu_si256(rows[e].as_chunks::<8>().0[c].as_ptr().cast::<__m256i>())
+        };
+        let [v04, v15, v26, v37] = transpose([eight(0), eight(1), eight(2), eight(3)]);
+        [
+            _mm256_permute2x128_si256::<0x20>(v04, v15),
+            _mm256_permute2x128_si256::<0x20>(v26, v37),
+            _mm256_permute2x128_si256::<0x31>(v04, v15),
+            _mm256_permute2x128_si256::<0x31>(v26, v37),
+        ]
     }
 }
 
@@ -252,6 +366,13 @@ mod tests {
         }
         assert!((0..32).all(|i| (0..4).all(|e| rows[e][i] == vectors[i][e])));
         assert_eq!(back, vectors);
+        #[repr(align(64))]
+        struct Line([[u32; 4]; 32]);
+        let mut past_caches = Line([[0; 4]; 32]);
+        // SAFETY: the array has 512 bytes and is aligned to 64.
+        unsafe { stream_fours(past_caches.0.as_mut_ptr().cast(), rows.each_ref()) };
+        drain();
+        assert_eq!(past_caches.0, vectors);
         let m: [[u32; 4]; 4] = std::array::from_fn(|i| std::array::from_fn(|k| (10 * i + k) as u32));
         for m in [u32::MAX, 1 << 9, 0x8001_0300, 0] {
             let (mut narrow, mut wide) = (words, words.map(u64::from));
@@ -260,6 +381,31 @@ mod tests {
             for i in 0..32 {
                 let want = if m >> i & 1 != 0 { 7 } else { words[i] };
                 assert_eq!((narrow[i], wide[i]), (want, want.into()));
+            }
+        }
+        for shift in 0..5 {
+            let row: [u64; 32] = std::array::from_fn(|i| (u64::MAX - 40).wrapping_add((i as u64) << shift));
+            let narrow = row.map(|v| v as u32);
+            assert_eq!(
+                (u64::compare(&row, shift), u32::compare(&narrow, shift)),
+                ((false, true), (false, true))
+            );
+            assert_eq!(
+                (u64::compare(&[7; 32], shift), u32::compare(&[7; 32], shift)),
+                ((true, false), (true, false))
+            );
+            for i in 1..32 {
+                let (mut row, mut narrow, mut one, mut narrow_one) = (row, narrow, [7; 32], [7; 32]);
+                (row[i], one[i]) = (row[i] ^ 1 << (2 * i), 7 ^ 1 << (2 * i));
+                (narrow[i], narrow_one[i]) = (narrow[i] ^ 1 << i, 7 ^ 1 << i);
+                assert_eq!(
+                    (u64::compare(&row, shift), u32::compare(&narrow, shift)),
+                    ((false, false), (false, false))
+                );
+                assert_eq!(
+                    (u64::compare(&one, shift), u32::compare(&narrow_one, shift)),
+                    ((false, false), (false, false))
+                );
             }
         }
         let t = transpose(m);

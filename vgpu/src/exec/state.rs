@@ -130,6 +130,16 @@ pub(crate) struct Waits {
     pub(crate) idle_slices: u32,
 }
 
+/// Rows of 512 bytes that a warp has accessed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct LongRows {
+    /// The last one, and its distance from the one before.
+    pub(super) last: u64,
+    pub(super) distance: u64,
+    /// How far rows with this distance have come.
+    pub(super) bytes: u64,
+}
+
 /// State of one warp.
 #[derive(Debug, Default)]
 pub(crate) struct Warp {
@@ -160,8 +170,8 @@ pub(crate) struct Warp {
     pub(super) since_switch: u32,
     /// The regions used last, latest first, for loads and for stores.
     pub(super) regions: [[Found; 4]; 2],
-    /// The last long rows that it has accessed, by loads and by stores.
-    pub(super) rows: [u64; 2],
+    /// The long rows that it has accessed, by loads and by stores.
+    pub(super) rows: [LongRows; 2],
     /// Strong loads that changed nothing. Empty without checks.
     pub(super) again: Vec<Again>,
 }
@@ -429,8 +439,13 @@ pub(crate) struct Exec<'a, W> {
     pub(super) spins: bool,
     /// The value of `executed` at which the budget of compiled code ends.
     pub(super) run_end: u64,
-    /// Outcome of the instruction with which compiled code ended.
-    pub(super) called: Option<Run<Flow>>,
+    /// Outcome of the instruction with which compiled code ended, where there was no fault. Apart from
+    /// the fault, because an outcome that is stored in parts and then copied as a whole arrives late.
+    pub(super) called: Option<Flow>,
+    /// Stores have passed the caches by since the last [`Exec::drain`].
+    pub(super) streamed: bool,
+    /// The fault with which compiled code ended.
+    pub(super) called_fault: Option<Box<Stop>>,
     pub(crate) watch: W,
 }
 

@@ -17,6 +17,16 @@ impl<W: Hooks> Exec<'_, W> {
     #[inline(always)]
     pub(super) fn load_few(&mut self, a: &Access, size: u64, m: u32) -> Run<(Option<(u64, u64)>, u64)> {
         let order = order_of(a);
+        if a.n == 1 && matches!(a.space, Space::Global | Space::Generic) && !a.signed {
+            let found = match (a.bytes, a.wide) {
+                (4, false) => self.load_few_of_one_region::<false>(a, size, m, order),
+                (8, true) => self.load_few_of_one_region::<true>(a, size, m, order),
+                _ => None,
+            };
+            if let Some((first, seen)) = found {
+                return Ok((Some(first), seen));
+            }
+        }
         let (mut first, mut seen, mut alike) = (None, 0u64, a.n == 1);
         for i in lanes(m) {
             let at = self.address(&a.addr, i);
@@ -38,6 +48,42 @@ impl<W: Hooks> Exec<'_, W> {
         }
         // `take_values` reads a place that all lanes share once: its value is the digest.
         Ok((first, if alike { first.map_or(0, |(_, v)| v) } else { seen }))
+    }
+
+    /// The same for elements of 4 bytes, or of 8, as long as the register. `None`, and nothing has
+    /// happened, where a place is bad or not in the region used last.
+    #[inline(always)]
+    fn load_few_of_one_region<const WIDE: bool>(
+        &mut self,
+        a: &Access,
+        size: u64,
+        m: u32,
+        order: Ordering,
+    ) -> Option<((u64, u64), u64)> {
+        let region = self.warp.regions[LOADS][0];
+        // The register with the addresses may be the one with the values.
+        let mut places = [0; *FEW.end() as usize];
+        for (place, i) in places.iter_mut().zip(lanes(m)) {
+            *place = self.address(&a.addr, i);
+            if *place & (size - 1) != 0 || !region.holds(*place, size) {
+                return None;
+            }
+        }
+        let (mut values, mut seen, mut alike) = ([0; *FEW.end() as usize], 0u64, true);
+        for ((&at, value), i) in places.iter().zip(&mut values).zip(lanes(m)) {
+            // SAFETY: the region holds the element, which is aligned.
+            *value = unsafe { read(at as *mut u8, if WIDE { 8 } else { 4 }, order) };
+            alike &= at == places[0];
+            seen = seen.rotate_left(7) ^ *value;
+            let slot = a.regs[0] as usize;
+            if WIDE {
+                self.warp.regs.r64[slot][i] = *value;
+            } else {
+                self.warp.regs.r32[slot][i] = *value as u32;
+            }
+        }
+        // See above.
+        Some(((places[0], values[0]), if alike { values[0] } else { seen }))
     }
 
     /// A weak load of the lanes `m` from scattered places. False, and nothing has happened, where

@@ -84,7 +84,10 @@ impl Clusters {
 
     /// The first of the slots that have the cluster of the block in `slot`.
     pub(super) fn first(&self, slot: u32) -> u32 {
-        slot / self.size() * self.size()
+        match self.size() {
+            1 => slot,
+            size => slot / size * size,
+        }
     }
 
     /// The blocks that are resident at a time, as many as make whole clusters.

@@ -1,6 +1,6 @@
 //! Loads, stores, atomics, address spaces, and the faults they raise.
 
-use epoxide_vgpu::{DeviceConfig, FaultKind, GridConfig};
+use epoxide_vgpu::{DeviceConfig, FaultKind, Grid, GridConfig, Memory, Module, Progress};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -36,6 +36,76 @@ fn scalar_widths_and_extension() {
         f(1.0),
     ];
     assert_eq!(&got[2..14], &want);
+}
+
+/// A warp stores rows over 4 MiB, which pass the caches by, and then a flag. Another processor that has
+/// seen the flag finds the rows.
+#[test]
+fn rows_that_pass_the_caches_by_come_before_a_release() {
+    const PASSES: u32 = 100;
+    const ROWS: u64 = 512;
+    const DISTANCE: u64 = 8192;
+    let first = "mul.wide.u32 %rd1, %r40, 16; add.s64 %rd2, %rd40, %rd1; add.s64 %rd2, %rd2, 64;
+         mov.u32 %r6, 1;";
+    let again = format!(
+        "add.u32 %r6, %r6, 1; setp.le.u32 %p1, %r6, {PASSES};
+         @%p1 bra PASS;"
+    );
+    let writer = format!(
+        "{first}
+         PASS: mov.u32 %r5, {ROWS}; mov.u64 %rd3, %rd2;
+         ROW: st.global.v4.u32 [%rd3], {{%r6, %r6, %r6, %r6}};
+         add.s64 %rd3, %rd3, {DISTANCE}; sub.u32 %r5, %r5, 1; setp.ne.u32 %p2, %r5, 0;
+         @%p2 bra ROW;
+         st.release.sys.global.u32 [%rd40], %r6;
+         WAIT: ld.acquire.sys.global.u32 %r7, [%rd40+4]; setp.ne.u32 %p2, %r7, %r6;
+         @%p2 bra WAIT;
+         {again}"
+    );
+    // The last rows come first.
+    let reader = format!(
+        "{first}
+         PASS: mov.u32 %r5, {ROWS}; add.s64 %rd3, %rd2, {};
+         WAIT: ld.acquire.sys.global.u32 %r7, [%rd40]; setp.ne.u32 %p2, %r7, %r6;
+         @%p2 bra WAIT;
+         ROW: ld.global.v4.u32 {{%r8, %r9, %r10, %r11}}, [%rd3];
+         xor.b32 %r8, %r8, %r6; xor.b32 %r9, %r9, %r6; xor.b32 %r10, %r10, %r6; xor.b32 %r11, %r11, %r6;
+         or.b32 %r8, %r8, %r9; or.b32 %r10, %r10, %r11; or.b32 %r8, %r8, %r10;
+         setp.ne.u32 %p3, %r8, 0;
+         @%p3 atom.global.add.u32 %r12, [%rd40+8], 1;
+         sub.s64 %rd3, %rd3, {DISTANCE}; sub.u32 %r5, %r5, 1; setp.ne.u32 %p2, %r5, 0;
+         @%p2 bra ROW;
+         st.release.sys.global.u32 [%rd40+4], %r6;
+         {again}",
+        (ROWS - 1) * DISTANCE
+    );
+    let memory = Memory::new();
+    let region = memory.alloc(64 + ROWS * DISTANCE, "rows").unwrap();
+    memory.fill(region.addr(), 0, region.bytes()).unwrap();
+    std::thread::scope(|scope| {
+        for body in [writer, reader] {
+            let (memory, params) = (memory.clone(), region.addr().to_ne_bytes());
+            scope.spawn(move || {
+                let module = Module::parse(&kernel("", &body)).unwrap();
+                let (device, shape) = (DeviceConfig::default(), launch(1, 32));
+                let mut grid =
+                    Grid::new(module.kernel("k").unwrap(), memory, &device, shape, &params).unwrap();
+                while grid.step(10_000).unwrap() != Progress::Done {
+                    std::thread::yield_now();
+                }
+            });
+        }
+    });
+    let mut bytes = vec![0; region.bytes() as usize];
+    memory.read(region.addr(), &mut bytes).unwrap();
+    let words: Vec<u32> =
+        bytes.chunks_exact(4).map(|word| u32::from_ne_bytes(word.try_into().unwrap())).collect();
+    assert_eq!(words[..3], [PASSES, PASSES, 0], "the third one counts lanes with other rows");
+    // Nothing beside the rows has changed.
+    for (i, word) in words[16..].iter().enumerate() {
+        let stored = (4 * i as u64) % DISTANCE < 512;
+        assert_eq!(*word, if stored { PASSES } else { 0 }, "word {i}");
+    }
 }
 
 #[test]
