@@ -51,28 +51,33 @@ impl Place {
     }
 }
 
-/// Lanes of a warp that access memory at once: all the same element of `size` bytes, or, as a row
-/// of neighbouring lanes, consecutive elements of 4, 8 or 16 bytes.
+/// Lanes of a warp that access memory at once: all the same element, or, as a row of neighbouring
+/// lanes, elements at distances of 4, 8 or 16 bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
     pub(crate) lanes: u32,
+    /// The length of an element, or, in a row, the distance of the elements.
     pub(crate) size: u64,
+    /// The bytes of an element that are accessed: all of it, or, in a row that is read, less than 4.
+    pub(crate) width: u64,
     pub(crate) row: bool,
 }
 
 impl Part {
     /// One lane.
     pub(crate) fn of(lane: usize, size: u64) -> Self {
-        Self { lanes: 1 << lane, size, row: false }
+        Self { lanes: 1 << lane, size, width: size, row: false }
     }
 
-    fn first(&self) -> usize {
+    /// The lowest lane.
+    pub(crate) fn first(&self) -> usize {
         self.lanes.trailing_zeros() as usize % 32
     }
 
-    /// Bytes that are accessed.
+    /// Bytes from the first that is accessed to the last.
     fn bytes(&self) -> u64 {
-        if self.row { self.size * u64::from(self.lanes.count_ones()) } else { self.size }
+        let others = if self.row { self.lanes.count_ones() - 1 } else { 0 };
+        self.size * u64::from(others) + self.width
     }
 
     /// The lanes before the first that is not among `lanes`, or the lanes among them where all
@@ -335,7 +340,10 @@ impl CheckHooks<'_> {
         let bytes = part.bytes();
         let (shadow, grids, at, view) = self.look(place, part.lanes)?;
         let who = Accessor { record, own, published: None, view };
-        let mut found = shadow.read(grids, at, bytes, &who);
+        let mut found = match part.row && part.width < part.size {
+            true => shadow.read_apart(grids, (at, part.size, part.width), bytes, &who),
+            false => shadow.read(grids, at, bytes, &who),
+        };
         if let Some(start) = start {
             let begin = Accessor { own: 0, view: PastView::all(&start), ..who };
             // A lane is blamed once.
@@ -1052,7 +1060,7 @@ mod tests {
     #[test]
     fn a_part_is_split_into_lanes_that_are_alike_and_the_others() {
         let place = Place::Shared { offset: 64 };
-        let row = Part { lanes: 0xff0, size: 8, row: true };
+        let row = Part { lanes: 0xff0, size: 8, width: 8, row: true };
         let split = |part: Part, alike| {
             let (here, rest) = part.split(alike, place);
             let each = |part: Part, place| part.each(place).collect::<Vec<_>>();
@@ -1071,12 +1079,12 @@ mod tests {
             // All lanes, each at its place.
             assert_eq!(each, row.each(place).collect::<Vec<_>>(), "{alike:#x}");
         }
-        let same = Part { lanes: 0xff0, size: 4, row: false };
+        let same = Part { lanes: 0xff0, size: 4, width: 4, row: false };
         let (part, each) = split(same, 0xf10);
         assert_eq!((part.lanes, part.row), (0xf10, false));
         assert_eq!(each.len(), 8);
         assert!(each.iter().all(|(_, at)| *at == place));
-        let last = Part { lanes: 1 << 31 | 1 << 30, size: 16, row: true };
+        let last = Part { lanes: 1 << 31 | 1 << 30, size: 16, width: 16, row: true };
         assert_eq!(split(last, u32::MAX).0.lanes, 3 << 30);
     }
 }

@@ -213,6 +213,61 @@ impl Later {
     }
 }
 
+/// A read in the act of being noted.
+struct Noting {
+    violations: Violations,
+    fine: Fine,
+    /// Histories before and after the last change.
+    changed: (Id, Id),
+}
+
+impl Default for Noting {
+    fn default() -> Self {
+        Self { violations: Violations::default(), fine: Fine::default(), changed: (SPLIT, SPLIT) }
+    }
+}
+
+impl Noting {
+    /// Notes the read of a run.
+    #[inline(always)]
+    fn note(&mut self, grids: &Grids, who: &Accessor, histories: &mut Histories, mut run: Run<'_>) {
+        // The host may read unwritten memory, as a debugger does. A race may lie behind it.
+        let by_host = clock::is_timeline(who.own);
+        let mut who = *who;
+        who.record.bytes = run.mask;
+        let old = run.id();
+        match histories.get(old).read_all(grids, &who, &mut self.fine) {
+            Some(Noted::Nothing) => {}
+            Some(Noted::Reader) if histories.get(old).has_reader(&who.record) => {}
+            Some(_) if self.changed.0 == old => run.set(histories, self.changed.1),
+            Some(noted) => {
+                if let Some(history) = histories.alone(old, run.len()) {
+                    return history.apply(grids, &who, noted);
+                }
+                let mut history = histories.get(old).clone();
+                history.apply(grids, &who, noted);
+                let new = histories.add(history);
+                run.set(histories, new);
+                self.changed = (old, new);
+            }
+            None => run.each(histories, |history, at| {
+                for (lane, who) in who.at(at, Kind::Read) {
+                    if let Some(violation) = history.read(grids, &who)
+                        && !(by_host && violation == Violation::Unwritten)
+                    {
+                        self.violations.note(lane, (at, violation));
+                    }
+                }
+            }),
+        }
+    }
+
+    fn end(mut self) -> Violations {
+        self.violations.may_observe = self.fine.unordered;
+        self.violations
+    }
+}
+
 /// For writes that nothing shall see the values before of.
 pub(super) const NOT_KEPT: Option<fn(u64) -> u32> = None;
 
@@ -378,46 +433,32 @@ impl Shadow {
         self.note_read(grids, at, bytes, who)
     }
 
+    /// The same for a weak read of parts of words: `width` bytes from `at` on, and so on at the distance `step`, within
+    /// `bytes` bytes.
+    pub(crate) fn read_apart(
+        &mut self,
+        grids: &Grids,
+        (at, step, width): (u64, u64, u64),
+        bytes: u64,
+        who: &Accessor,
+    ) -> Violations {
+        if self.hidden {
+            return Violations::default();
+        }
+        self.settle(grids, at, bytes);
+        let mut noting = Noting::default();
+        for at in (at..at + bytes).step_by(step as usize) {
+            self.runs(at, width, |histories, run| noting.note(grids, who, histories, run));
+        }
+        noting.end()
+    }
+
     /// [`Shadow::read`] at once.
     #[inline(always)]
     fn note_read(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Violations {
-        let mut violations = Violations::default();
-        let mut fine = Fine::default();
-        // The host may read unwritten memory, as a debugger does. A race may lie behind it.
-        let by_host = clock::is_timeline(who.own);
-        // Histories before and after the last change.
-        let mut changed = (SPLIT, SPLIT);
-        self.runs(at, bytes, |histories, mut run| {
-            let mut who = *who;
-            who.record.bytes = run.mask;
-            let old = run.id();
-            match histories.get(old).read_all(grids, &who, &mut fine) {
-                Some(Noted::Nothing) => {}
-                Some(Noted::Reader) if histories.get(old).has_reader(&who.record) => {}
-                Some(_) if changed.0 == old => run.set(histories, changed.1),
-                Some(noted) => {
-                    if let Some(history) = histories.alone(old, run.len()) {
-                        return history.apply(grids, &who, noted);
-                    }
-                    let mut history = histories.get(old).clone();
-                    history.apply(grids, &who, noted);
-                    let new = histories.add(history);
-                    run.set(histories, new);
-                    changed = (old, new);
-                }
-                None => run.each(histories, |history, at| {
-                    for (lane, who) in who.at(at, Kind::Read) {
-                        if let Some(violation) = history.read(grids, &who)
-                            && !(by_host && violation == Violation::Unwritten)
-                        {
-                            violations.note(lane, (at, violation));
-                        }
-                    }
-                }),
-            }
-        });
-        violations.may_observe = fine.unordered;
-        violations
+        let mut noting = Noting::default();
+        self.runs(at, bytes, |histories, run| noting.note(grids, who, histories, run));
+        noting.end()
     }
 
     /// Notes a read by `ld.global.nc`, which [`Shadow::read`] has noted as a read. `begin` is the

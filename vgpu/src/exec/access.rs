@@ -541,7 +541,10 @@ impl<W: Hooks> Exec<'_, W> {
     fn watch_load(&mut self, a: &Access, addr: &[u64; 32], size: u64, how: How, m: u32) -> Run<u32> {
         let (mut todo, mut repeats) = (m, 0);
         while todo != 0 {
-            let (part, place) = self.loaded_part(a, addr, size, todo)?;
+            let (part, place) = match self.parts_apart(a, addr, size, todo) {
+                Some(part) => (part, self.place(LOADS, a.space, addr[part.first()])),
+                None => self.loaded_part(a, addr, size, todo)?,
+            };
             todo &= !part.lanes;
             let found = self.watch.read(place, part, self.pc, how);
             if found.repeats {
@@ -591,7 +594,7 @@ impl<W: Hooks> Exec<'_, W> {
             return Ok(self.loaded(a, first, seen));
         }
         let addr = self.addresses(&a.addr);
-        if !W::ON && a.sem == Sem::Weak && self.load_scattered(a, &addr, size, m)? {
+        if a.sem == Sem::Weak && !self.watch.weak_memory() && self.load_scattered(a, &addr, size, m)? {
             self.pc += 1;
             return Ok(Flow::Next);
         }

@@ -4,7 +4,7 @@
 use super::access::{LOADS, SHARED_TAG, TAG};
 use super::state::Exec;
 use crate::check::hooks::{Hooks, Part};
-use crate::ir::{Access, Regs, Space};
+use crate::ir::{Access, Regs, Sem, Space};
 
 impl<W: Hooks> Exec<'_, W> {
     /// The part of the lanes `todo` that its first lane belongs to. Elements have `size` bytes. A
@@ -26,7 +26,7 @@ impl<W: Hooks> Exec<'_, W> {
             let count = (0..).zip(ahead).take_while(in_row).count();
             if let Some(p) = self.span(cache, space, base, size, count as u64 * size) {
                 let lanes = (u32::MAX >> (32 - count)) << first;
-                return (Part { lanes, size, row: true }, Some(p));
+                return (Part { lanes, size, width: size, row: true }, Some(p));
             }
         }
         let mut lanes = 1 << first;
@@ -37,7 +37,30 @@ impl<W: Hooks> Exec<'_, W> {
                 others &= others - 1;
             }
         }
-        (Part { lanes, size, row: false }, None)
+        (Part { lanes, size, width: size, row: false }, None)
+    }
+
+    /// The part of the lanes `todo` that its first lane belongs to, in a weak load of parts of words
+    /// that lie 4, 8 or 16 bytes apart, such as a column of a matrix of flags. `None` where there is
+    /// no such part.
+    pub(super) fn parts_apart(&mut self, a: &Access, addr: &[u64; 32], size: u64, todo: u32) -> Option<Part> {
+        if size >= 4 || a.sem != Sem::Weak || a.read_only {
+            return None;
+        }
+        if self.watch.weak_memory() || self.watch.is_explored() {
+            return None;
+        }
+        let first = todo.trailing_zeros() as usize % 32;
+        let base = addr[first];
+        let ahead = &addr[first..][..(todo >> first).trailing_ones() as usize];
+        let step = ahead.get(1)?.wrapping_sub(base);
+        if !matches!(step, 4 | 8 | 16) {
+            return None;
+        }
+        let in_row = |(i, at): &(u64, &u64)| **at == base.wrapping_add(i * step);
+        let count = (0..).zip(ahead).take_while(in_row).count();
+        self.span(LOADS, a.space, base, size, (count as u64 - 1) * step + size)?;
+        Some(Part { lanes: (u32::MAX >> (32 - count)) << first, size: step, width: size, row: true })
     }
 
     /// The pointer for `bytes` bytes of consecutive elements from `base` on, if they are aligned

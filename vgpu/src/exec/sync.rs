@@ -495,7 +495,7 @@ impl<W: Hooks> Exec<'_, W> {
             let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
             found.into_iter().map(|violation| (lane, violation)).collect()
         } else {
-            self.watch.read(place, Part { lanes: mask, size: 8, row: false }, self.pc, how).all
+            self.watch.read(place, Part { lanes: mask, size: 8, width: 8, row: false }, self.pc, how).all
         };
         for (lane, violation) in violations {
             self.blame(place, violation, lane, how, write)?;
