@@ -24,8 +24,8 @@ pub fn measures(names: Vec<String>) {
     NAMES.get_or_init(|| names);
 }
 
-/// Whether a program is among those named: by its whole name, or by a part of it. A part that is the
-/// whole name of a program stands for that one alone.
+/// Whether a program is among those named: by its whole name, or by a part of it. A part that is
+/// the whole name of a program stands for that one alone.
 pub fn names(names: &[String], program: &str) -> bool {
     let whole = |part: &str| super::PROGRAMS.iter().any(|all| all.contains(&part));
     let named = |part: &String| if whole(part) { part == program } else { program.contains(part.as_str()) };

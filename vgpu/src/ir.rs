@@ -886,7 +886,8 @@ impl Op {
         }
     }
 
-    /// It is arithmetic, a branch, or a weak access: others learn nothing of what was stored before.
+    /// It is arithmetic, a branch, or a weak access: others learn nothing of what was stored
+    /// before.
     pub(crate) fn is_weak(&self) -> bool {
         match self {
             Op::Ld(access) | Op::St(access) => access.sem == Sem::Weak,

@@ -58,7 +58,8 @@ pub(crate) struct Part {
     pub(crate) lanes: u32,
     /// The length of an element, or, in a row, the distance of the elements.
     pub(crate) size: u64,
-    /// The bytes of an element that are accessed: all of it, or, in a row that is read, less than 4.
+    /// The bytes of an element that are accessed: all of it, or, in a row that is read, less than
+    /// 4.
     pub(crate) width: u64,
     pub(crate) row: bool,
 }

@@ -433,8 +433,8 @@ impl Shadow {
         self.note_read(grids, at, bytes, who)
     }
 
-    /// The same for a weak read of parts of words: `width` bytes from `at` on, and so on at the distance `step`, within
-    /// `bytes` bytes.
+    /// The same for a weak read of parts of words: `width` bytes from `at` on, and so on at the
+    /// distance `step`, within `bytes` bytes.
     pub(crate) fn read_apart(
         &mut self,
         grids: &Grids,

@@ -284,8 +284,8 @@ pub(super) fn order_of(a: &Access) -> Ordering {
 /// How many rows ahead a warp asks for memory. With one, the copy loop of the bench still waits.
 const ROWS_AHEAD: u64 = 3;
 
-/// A warp that has stored rows with one distance over so many bytes writes memory that is in no cache
-/// near the processor any more when it is read.
+/// A warp that has stored rows with one distance over so many bytes writes memory that is in no
+/// cache near the processor any more when it is read.
 const STREAMED: u64 = 1 << 20;
 
 pub(super) const LOADS: usize = 0;

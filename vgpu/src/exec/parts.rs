@@ -40,9 +40,9 @@ impl<W: Hooks> Exec<'_, W> {
         (Part { lanes, size, width: size, row: false }, None)
     }
 
-    /// The part of the lanes `todo` that its first lane belongs to, in a weak load of parts of words
-    /// that lie 4, 8 or 16 bytes apart, such as a column of a matrix of flags. `None` where there is
-    /// no such part.
+    /// The part of the lanes `todo` that its first lane belongs to, in a weak load of parts of
+    /// words that lie 4, 8 or 16 bytes apart, such as a column of a matrix of flags. `None` where
+    /// there is no such part.
     pub(super) fn parts_apart(&mut self, a: &Access, addr: &[u64; 32], size: u64, todo: u32) -> Option<Part> {
         if size >= 4 || a.sem != Sem::Weak || a.read_only {
             return None;

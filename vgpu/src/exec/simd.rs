@@ -112,7 +112,8 @@ spread!(u64, "vpbroadcastq zmm16, {v}", "vmovdqu64");
 
 /// A lane's address.
 pub(super) trait Address: Copy {
-    /// Whether all lanes of a row are equal, and whether each is `1 << shift` more than the one before.
+    /// Whether all lanes of a row are equal, and whether each is `1 << shift` more than the one
+    /// before.
     fn compare(row: &[Self; 32], shift: u32) -> (bool, bool);
 }
 
@@ -135,7 +136,8 @@ macro_rules! address {
             }
         }
 
-        /// [`Address::compare`] by whole registers: left alone, the compiler compares and packs each lane.
+        /// [`Address::compare`] by whole registers: left alone, the compiler compares and packs
+        /// each lane.
         #[cfg(target_arch = "x86_64")]
         #[inline]
         #[target_feature(enable = "avx2")]
@@ -218,8 +220,8 @@ pub(crate) unsafe fn store_fours(p: *mut [[u32; 4]; 4], rows: [&[u32; 32]; 4]) {
     }
 }
 
-/// The same, past the caches. Other processors see these stores in any order before a [`drain`], this
-/// one sees them as it sees others.
+/// The same, past the caches. Other processors see these stores in any order before a [`drain`],
+/// this one sees them as it sees others.
 ///
 /// # Safety
 /// `p` must be valid for 512 bytes and aligned to 64.
@@ -315,8 +317,8 @@ mod avx2 {
     pub(super) unsafe fn stream_fours(p: *mut __m256i, rows: [&[u32; 32]; 4]) {
         for c in 0..4 {
             for (k, two) in eight_vectors(rows, c).into_iter().enumerate() {
-                // SAFETY: the caller vouches for 16 times 32 bytes, aligned to 64. Such a store differs
-                // from others in what other processors see alone.
+                // SAFETY: the caller vouches for 16 times 32 bytes, aligned to 64. Such a store
+                // differs from others in what other processors see alone.
                 unsafe {
                     std::arch::asm!(
                         "vmovntdq [{at}], {two}",

@@ -439,8 +439,9 @@ pub(crate) struct Exec<'a, W> {
     pub(super) spins: bool,
     /// The value of `executed` at which the budget of compiled code ends.
     pub(super) run_end: u64,
-    /// Outcome of the instruction with which compiled code ended, where there was no fault. Apart from
-    /// the fault, because an outcome that is stored in parts and then copied as a whole arrives late.
+    /// Outcome of the instruction with which compiled code ended, where there was no fault. Apart
+    /// from the fault, because an outcome that is stored in parts and then copied as a whole
+    /// arrives late.
     pub(super) called: Option<Flow>,
     /// Stores have passed the caches by since the last [`Exec::drain`].
     pub(super) streamed: bool,

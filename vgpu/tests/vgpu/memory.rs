@@ -38,8 +38,8 @@ fn scalar_widths_and_extension() {
     assert_eq!(&got[2..14], &want);
 }
 
-/// A warp stores rows over 4 MiB, which pass the caches by, and then a flag. Another processor that has
-/// seen the flag finds the rows.
+/// A warp stores rows over 4 MiB, which pass the caches by, and then a flag. Another processor that
+/// has seen the flag finds the rows.
 #[test]
 fn rows_that_pass_the_caches_by_come_before_a_release() {
     const PASSES: u32 = 100;
