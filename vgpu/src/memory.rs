@@ -455,14 +455,37 @@ impl Memory {
                 used.checked_add(rounded).filter(|&total| total <= self.shared.limit)
             })
             .map_err(oom)?;
-        let made = memfd_create("epoxide-vgpu", MemfdFlags::CLOEXEC)
-            .map_err(os("memfd_create"))
-            .and_then(|fd| ftruncate(&fd, rounded).map_err(os("ftruncate")).map(|()| fd))
-            .and_then(|fd| self.map(fd, bytes, label, rounded, filled, None));
+        let made = if cfg!(miri) {
+            self.map_anonymous(bytes, label, rounded, filled)
+        } else {
+            memfd_create("epoxide-vgpu", MemfdFlags::CLOEXEC)
+                .map_err(os("memfd_create"))
+                .and_then(|fd| ftruncate(&fd, rounded).map_err(os("ftruncate")).map(|()| fd))
+                .and_then(|fd| self.map(fd, bytes, label, rounded, filled, None))
+        };
         if made.is_err() {
             self.shared.used.fetch_sub(rounded, Ordering::Relaxed);
         }
         made
+    }
+
+    /// Maps `rounded` bytes that no file holds. Miri maps no files; regions are such memory there,
+    /// and cannot be exported.
+    fn map_anonymous(
+        &self,
+        bytes: u64,
+        label: &str,
+        rounded: u64,
+        filled: bool,
+    ) -> Result<Region, MemoryError> {
+        let (prot, mapped) = (ProtFlags::READ | ProtFlags::WRITE, rounded as usize);
+        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
+        let ptr = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, prot, MapFlags::PRIVATE) };
+        let ptr = NonNull::new(ptr.map_err(os("mmap"))?.cast::<u8>()).expect("no page is at 0");
+        let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by: UnmappedBy::Itself });
+        // No file has this number, and no other memory this address.
+        let backing = self.checker().map(|_| (u64::MAX, ptr.as_ptr() as u64));
+        Ok(self.enter(mapping, None, bytes, label, (rounded, filled, backing), None))
     }
 
     /// Maps memory that [`Region::export`] gave, of this or another process. `bytes` is the length
@@ -966,6 +989,8 @@ mod tests {
         assert!(m.check(addr + 64, 1).unwrap_err().to_string().ends_with("is outside of every region"));
     }
 
+    // Miri takes minutes for its 256 MiB.
+    #[cfg(not(miri))]
     #[test]
     fn freed_addresses_are_handed_out_again_only_without_checks() {
         use crate::check::{CheckConfig, Checker};
@@ -999,6 +1024,8 @@ mod tests {
         assert!(new.addr() == old || m.snapshot().nearest(old).unwrap().freed);
     }
 
+    // Miri maps no files.
+    #[cfg(not(miri))]
     #[test]
     fn exported_memory_is_the_same_memory() {
         let (m, n) = (Memory::new(), Memory::new());
@@ -1025,6 +1052,8 @@ mod tests {
         assert!(m.check(b.addr(), 4).is_err());
     }
 
+    // Miri maps no files, and no memory without access.
+    #[cfg(not(miri))]
     #[test]
     fn mappings_are_placed_in_a_reservation() {
         let m = Memory::new();

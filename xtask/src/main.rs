@@ -11,6 +11,7 @@ mod deny;
 #[cfg(test)]
 mod features;
 mod flaky;
+mod miri;
 mod mutate;
 // Without its feature, the command starts xtask again with it, and only tests call the rest.
 #[cfg_attr(not(feature = "public-api"), allow(dead_code))]
@@ -86,6 +87,8 @@ enum Command {
     PublicApi(public_api::Options),
     /// Run the tests many times beside busy processes, and list the failures with their counts
     Flaky(flaky::Options),
+    /// Run unit tests of the virtual GPU in miri, which finds data races and undefined behaviour
+    Miri(miri::Options),
     /// Keep one processor busy until standard input ends
     #[command(hide = true)]
     Spin,
@@ -140,6 +143,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Mutate(options) => mutate::run(&ws, &options),
         Command::PublicApi(options) => return public_api::run(&ws, &options),
         Command::Flaky(options) => return flaky::run(&ws, &options),
+        Command::Miri(options) => return miri::run(&ws, &options),
         Command::Spin => flaky::spin(),
         Command::Deny => deny::run(&ws),
         Command::Doctor => {
