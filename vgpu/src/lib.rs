@@ -83,6 +83,7 @@ mod memory_error;
 mod module;
 mod multicast;
 pub mod ptx;
+mod racing;
 mod seeds;
 pub mod stream;
 mod symmetric;

@@ -938,6 +938,25 @@ mod tests {
         assert_eq!(format!("{error:?}"), error.to_string());
     }
 
+    /// The test is for miri, which reports a data race of Rust's memory model.
+    #[test]
+    fn accesses_of_kernels_in_several_threads_are_no_data_race_of_rust_s() {
+        let (module, owner) = (module(), Machine::new(1));
+        let words = owner.upload(0, "words", &[0u32, 0]).unwrap();
+        let run = |kernel: &str| {
+            let mut machine = Machine::new(1);
+            let shared = machine.memory(0).unwrap().share(&words.region).unwrap();
+            machine.launch_with(0, &module, kernel, ONE, &[&shared.addr()]).unwrap();
+            machine.run().unwrap();
+        };
+        std::thread::scope(|threads| {
+            threads.spawn(|| run("add"));
+            threads.spawn(|| run("write"));
+        });
+        let [word, flag] = words.download().unwrap()[..] else { unreachable!() };
+        assert!([1, 7, 8].contains(&word) && flag == 1, "{word} {flag}");
+    }
+
     #[test]
     fn a_wait_without_end_is_reported_and_the_machine_continues() {
         let module = module();

@@ -5,8 +5,8 @@
 //! another address. Peers map each other's pools this way.
 //!
 //! Soundness rests on two rules. Nothing here ever makes a Rust reference into a region, because
-//! other threads and processes write the same bytes at any time. All access goes through raw
-//! pointers or `AtomicX::from_ptr`. And a mapping stays in place for as long as a [`Table`]
+//! other threads and processes write the same bytes at any time. All access goes through
+//! `AtomicX::from_ptr`, and that of copies through [`racing`]. And a mapping stays in place for as long as a [`Table`]
 //! snapshot lists it. So a running kernel that races with the drop of a [`Region`] touches stale
 //! memory, never unmapped memory.
 
@@ -24,6 +24,7 @@ use crate::fault::FaultKind;
 use crate::memory_error::{MemoryError, NearRegion, PAGE};
 use crate::module::Module;
 use crate::multicast::{MulticastObject, Target, Targets, Window};
+use crate::racing;
 use crate::seeds::mix;
 
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
@@ -771,26 +772,28 @@ impl Memory {
     /// Copies `bytes` bytes from host memory to device address `dst`.
     ///
     /// # Safety
-    /// `src` must be readable for `bytes` bytes and must not overlap the destination.
+    /// `src` must be readable for `bytes` bytes and must not overlap the destination. No other
+    /// thread writes it meanwhile.
     pub unsafe fn copy_from_host(&self, dst: u64, src: *const u8, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, dst, bytes, true)?;
-        // SAFETY: the destination is mapped for as long as `table` lives; the caller vouches for
-        // the source.
-        unsafe { std::ptr::copy_nonoverlapping(src, dst as *mut u8, bytes as usize) };
+        // SAFETY: the destination is mapped for as long as `table` lives, and only accessed as the
+        // module page says; the caller vouches for the source.
+        unsafe { racing::store(src, dst as *mut u8, bytes as usize) };
         Ok(())
     }
 
     /// Copies `bytes` bytes from device address `src` to host memory.
     ///
     /// # Safety
-    /// `dst` must be writable for `bytes` bytes and must not overlap the source.
+    /// `dst` must be writable for `bytes` bytes and must not overlap the source. No other thread
+    /// accesses it meanwhile.
     pub unsafe fn copy_to_host(&self, dst: *mut u8, src: u64, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, src, bytes, false)?;
-        // SAFETY: the source is mapped for as long as `table` lives; the caller vouches for the
-        // destination.
-        unsafe { std::ptr::copy_nonoverlapping(src as *const u8, dst, bytes as usize) };
+        // SAFETY: the source is mapped for as long as `table` lives, and only accessed as the module
+        // page says; the caller vouches for the destination.
+        unsafe { racing::load(src as *const u8, dst, bytes as usize) };
         Ok(())
     }
 
@@ -799,8 +802,9 @@ impl Memory {
         let table = self.snapshot();
         self.access(&table, dst, bytes, true)?;
         self.access(&table, src, bytes, false)?;
-        // SAFETY: both ranges are mapped for as long as `table` lives.
-        unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, bytes as usize) };
+        // SAFETY: both ranges are mapped for as long as `table` lives, and only accessed as the
+        // module page says.
+        unsafe { racing::copy(src as *const u8, dst as *mut u8, bytes as usize) };
         Ok(())
     }
 
@@ -808,8 +812,9 @@ impl Memory {
     pub fn fill(&self, dst: u64, byte: u8, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, dst, bytes, true)?;
-        // SAFETY: the range is mapped for as long as `table` lives.
-        unsafe { std::ptr::write_bytes(dst as *mut u8, byte, bytes as usize) };
+        // SAFETY: the range is mapped for as long as `table` lives, and only accessed as the module
+        // page says.
+        unsafe { racing::fill(dst as *mut u8, byte, bytes as usize) };
         Ok(())
     }
 
@@ -1039,6 +1044,25 @@ mod tests {
         assert_eq!(out, [9; 4]);
         let e = n.import(b.export().unwrap(), 5000, "c").unwrap_err();
         assert_eq!(e, MemoryError::ImportTooSmall { wanted: 5000, actual: 4096 });
+    }
+
+    /// The test is for miri, which reports a data race of Rust's memory model.
+    #[test]
+    fn copies_of_several_threads_are_no_data_race_of_rust_s() {
+        let m = Memory::new();
+        let bytes = m.alloc_zeroed(64, "bytes").unwrap();
+        let at = bytes.addr();
+        std::thread::scope(|threads| {
+            threads.spawn(|| m.write(at, &[1; 64]).unwrap());
+            threads.spawn(|| m.fill(at, 2, 64).unwrap());
+            threads.spawn(|| m.copy_device(at + 8, at, 56).unwrap());
+            threads.spawn(|| m.load_acquire(at + 32).unwrap());
+            let mut out = [0; 64];
+            m.read(at, &mut out).unwrap();
+        });
+        let mut out = [0; 64];
+        m.read(at, &mut out).unwrap();
+        assert!(out.iter().all(|byte| [0, 1, 2].contains(byte)), "{out:?}");
     }
 
     #[test]

@@ -20,6 +20,7 @@ use crate::check::record::How;
 use crate::fault::FaultKind;
 use crate::ir::{BulkOp, Combine, Multicast, Reduction, RemoteStore, SINK, Scope, TensorCopy, Way};
 use crate::memory::Table;
+use crate::racing;
 use crate::seeds::Rng;
 use crate::tensor_map::{
     MOST_AXES, MOST_DIMENSIONS, Reads, Tensor, Unit, WORDS, WORDS_OF_PIXELS, is_of_pixels,
@@ -50,7 +51,7 @@ impl Pending {
                     if let Some((p, part)) = self.unit_pointer(block, table, at, self.src)? {
                         let inside = &mut bytes[part];
                         // SAFETY: `unit_pointer` checked the part's bytes.
-                        unsafe { std::ptr::copy_nonoverlapping(p, inside.as_mut_ptr(), inside.len()) };
+                        unsafe { racing::load(p, inside.as_mut_ptr(), inside.len()) };
                         self.reads.convert(inside);
                     }
                     self.data.of_length(self.bytes)[at..at + 16].copy_from_slice(&bytes);
@@ -63,7 +64,7 @@ impl Pending {
                         let from = &self.data.0[at..][part];
                         match self.reduces {
                             // SAFETY: as above.
-                            None => unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), p, from.len()) },
+                            None => unsafe { racing::store(from.as_ptr(), p, from.len()) },
                             // SAFETY: as above. Units begin at multiples of 16 bytes of the tensor.
                             Some(combine) => unsafe { change(p, combine, from) },
                         }
@@ -76,7 +77,7 @@ impl Pending {
                 let into = &mut self.data.of_length(self.bytes)[range.clone()];
                 // SAFETY: `end_pointer` checked the source for the copy's length, in which the
                 // range lies; the buffer is ours.
-                unsafe { std::ptr::copy_nonoverlapping(src.add(range.start), into.as_mut_ptr(), into.len()) };
+                unsafe { racing::load(src.add(range.start), into.as_mut_ptr(), into.len()) };
                 for &(at, value) in self.stale.iter().filter(|(at, _)| range.contains(&(*at as usize))) {
                     self.data.0[at as usize..][..4].copy_from_slice(&value.to_ne_bytes());
                 }
@@ -88,7 +89,7 @@ impl Pending {
                 match self.reduces {
                     // SAFETY: as above, for the destination.
                     None => unsafe {
-                        std::ptr::copy_nonoverlapping(from.as_ptr(), dst.add(range.start), from.len());
+                        racing::store(from.as_ptr(), dst.add(range.start), from.len());
                     },
                     // SAFETY: as above. Destination and range are aligned to the elements,
                     // which was checked at the issue.
@@ -130,7 +131,7 @@ impl Pending {
         let dst = end_pointer(block, table, self.dst, self.bytes)?;
         // SAFETY: `end_pointer` checked both for the copy's length, in which the range lies. They may
         // overlap.
-        unsafe { std::ptr::copy(src.add(range.start), dst.add(range.start), range.len()) };
+        unsafe { racing::copy(src.add(range.start), dst.add(range.start), range.len()) };
         self.stages.set(pieces, Stage::Landed);
         Ok(())
     }

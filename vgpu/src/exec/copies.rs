@@ -17,6 +17,7 @@ use crate::check::record::How;
 use crate::fault::FaultKind;
 use crate::ir::{Addr, CopyOp, SINK};
 use crate::memory::{Found, Table};
+use crate::racing;
 use crate::seeds::Rng;
 
 /// One in so many instructions copies as late as possible, so that a missing wait shows.
@@ -104,7 +105,7 @@ impl Started {
                 }
                 // SAFETY: the table, which keeps its regions mapped, has the source's bytes; `read`
                 // is at most 16, the length of the buffer.
-                unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, data.as_mut_ptr(), read) };
+                unsafe { racing::load(addr as *const u8, data.as_mut_ptr(), read) };
             }
             for (_, at, old) in self.stale.iter().filter(|(of, ..)| *of == lane) {
                 data[*at..read].iter_mut().zip(old).for_each(|(to, from)| *to = *from);
