@@ -878,7 +878,8 @@ mod tests {
     const HEAD: &str = ".version 8.4\n.target sm_90\n.address_size 64\n";
 
     /// Kernels with one address as parameter: `add` adds 1 to its word, `write` stores 7 and sets a
-    /// flag beside it, and `wait` polls that flag and adds 1 to the word.
+    /// flag beside it, and `wait` polls that flag and adds 1 to the word. Each thread of `row` adds 1
+    /// to a word of its own.
     fn module() -> Module {
         let kernel = |name: &str, body: &str| {
             format!(
@@ -891,7 +892,9 @@ mod tests {
         let wait = format!(
             "L:\nld.acquire.sys.global.u32 %r2, [%rd1+4];\nsetp.eq.u32 %p, %r2, 0;\n@%p bra L;\n{add}"
         );
-        let kernels = [kernel("add", add), kernel("write", write), kernel("wait", &wait)];
+        let row = "mov.u32 %r1, %tid.x;\nmad.wide.u32 %rd1, %r1, 4, %rd1;\nld.global.u32 %r1, [%rd1];\n\
+                   add.u32 %r1, %r1, 1;\nst.global.u32 [%rd1], %r1;";
+        let kernels = [kernel("add", add), kernel("write", write), kernel("wait", &wait), kernel("row", row)];
         Module::parse(&format!("{HEAD}{}", kernels.concat())).unwrap()
     }
 
@@ -942,19 +945,22 @@ mod tests {
     #[test]
     fn accesses_of_kernels_in_several_threads_are_no_data_race_of_rust_s() {
         let (module, owner) = (module(), Machine::new(1));
-        let words = owner.upload(0, "words", &[0u32, 0]).unwrap();
-        let run = |kernel: &str| {
+        let words = owner.upload(0, "words", &[0u32; 32]).unwrap();
+        let run = |kernel: &str, grid| {
             let mut machine = Machine::new(1);
             let shared = machine.memory(0).unwrap().share(&words.region).unwrap();
-            machine.launch_with(0, &module, kernel, ONE, &[&shared.addr()]).unwrap();
+            machine.launch_with(0, &module, kernel, grid, &[&shared.addr()]).unwrap();
             machine.run().unwrap();
         };
+        let row = GridConfig::new(1, 32, 0);
         std::thread::scope(|threads| {
-            threads.spawn(|| run("add"));
-            threads.spawn(|| run("write"));
+            threads.spawn(|| run("row", row));
+            threads.spawn(|| run("row", row));
+            threads.spawn(|| run("write", ONE));
         });
-        let [word, flag] = words.download().unwrap()[..] else { unreachable!() };
-        assert!([1, 7, 8].contains(&word) && flag == 1, "{word} {flag}");
+        let words = words.download().unwrap();
+        assert!((1..=9).contains(&words[0]) && (1..=3).contains(&words[1]), "{words:?}");
+        assert!(words[2..].iter().all(|word| [1, 2].contains(word)), "{words:?}");
     }
 
     #[test]

@@ -817,10 +817,9 @@ impl<W: Hooks> Exec<'_, W> {
     unsafe fn load_rows(&mut self, a: &Access, p: *const u8) -> bool {
         macro_rules! rows {
             ($t:ty, $file:ident, $n:literal) => {{
-                // SAFETY: the caller checked the 32 * n elements. Other threads may write them.
-                // Each element is read once, by a plain copy of at least its own width, and any bit
-                // pattern is a valid integer.
-                let v: [[$t; $n]; 32] = unsafe { p.cast::<[[$t; $n]; 32]>().read() };
+                // SAFETY: the caller checked the 32 * n elements, which are multiples of 16 bytes.
+                // Other threads may write them. Each element is read once.
+                let v: [[$t; $n]; 32] = unsafe { simd::read_pieces(p.cast()) };
                 for e in 0..$n {
                     let row = &mut self.warp.regs.$file[a.regs[e] as usize];
                     for i in 0..32 {
@@ -838,6 +837,7 @@ impl<W: Hooks> Exec<'_, W> {
                 unsafe { simd::load_fours(p.cast(), rows) };
                 true
             }
+            (8, ..) if !simd::WHOLE_ELEMENTS => false,
             (8, 2, true) => rows!(u64, r64, 2),
             (4, 1, false) => rows!(u32, r32, 1),
             (8, 1, true) => rows!(u64, r64, 1),
@@ -984,8 +984,8 @@ impl<W: Hooks> Exec<'_, W> {
                 let rows: [&[$t; 32]; $n] =
                     std::array::from_fn(|e| &self.warp.regs.$file[a.regs[e] as usize]);
                 let v: [[$t; $n]; 32] = std::array::from_fn(|i| std::array::from_fn(|e| rows[e][i]));
-                // SAFETY: the caller checked the 32 * n elements.
-                unsafe { p.cast::<[[$t; $n]; 32]>().write(v) };
+                // SAFETY: the caller checked the 32 * n elements, which are multiples of 16 bytes.
+                unsafe { simd::write_pieces(p.cast(), v) };
                 true
             }};
         }
@@ -996,6 +996,7 @@ impl<W: Hooks> Exec<'_, W> {
                 unsafe { simd::store_fours(p.cast(), rows) };
                 true
             }
+            (8, ..) if !simd::WHOLE_ELEMENTS => false,
             (8, 2, true) => rows!(u64, r64, 2),
             (4, 1, false) => rows!(u32, r32, 1),
             (8, 1, true) => rows!(u64, r64, 1),

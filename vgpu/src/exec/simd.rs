@@ -5,6 +5,9 @@
 //! aligned pieces. The store buffer cannot forward that, and a loop that also streams through
 //! memory then runs at half its speed.
 
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
 /// The top bit of each of 32 words.
 #[inline(always)]
 pub(crate) fn top_bits(words: &[u32; 32]) -> u32 {
@@ -181,10 +184,95 @@ pub(super) fn prefetch(p: *const u8, bytes: usize) {
     let _ = (p, bytes);
 }
 
+/// Sixteen bytes that other threads may access meanwhile. Inline assembly leaves such a race to the
+/// processor, which reads each word at once; a plain access of Rust would be undefined behaviour.
+///
+/// # Safety
+/// `p` must be valid for 16 bytes and aligned to words.
+#[inline(always)]
+unsafe fn read_four(p: *const [u32; 4]) -> [u32; 4] {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    {
+        let four: std::arch::x86_64::__m128i;
+        // SAFETY: the caller vouches for 16 bytes at `p`; every x86-64 processor has SSE2, and the
+        // types are as long.
+        unsafe {
+            std::arch::asm!("movdqu {four}, [{p}]", four = out(xmm_reg) four, p = in(reg) p,
+                options(nostack, preserves_flags, readonly));
+            std::mem::transmute(four)
+        }
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    // SAFETY: the caller vouches for 16 bytes at `p`, aligned to words.
+    [0, 1, 2, 3].map(|e| unsafe { AtomicU32::from_ptr(p.cast_mut().cast::<u32>().add(e)) }.load(Relaxed))
+}
+
+/// The same for a store.
+///
+/// # Safety
+/// As for [`read_four`].
+#[inline(always)]
+unsafe fn write_four(p: *mut [u32; 4], four: [u32; 4]) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: as in `read_four`.
+    unsafe {
+        let four: std::arch::x86_64::__m128i = std::mem::transmute(four);
+        std::arch::asm!("movdqu [{p}], {four}", four = in(xmm_reg) four, p = in(reg) p,
+            options(nostack, preserves_flags));
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+    for (e, word) in four.into_iter().enumerate() {
+        // SAFETY: as in `read_four`.
+        unsafe { AtomicU32::from_ptr(p.cast::<u32>().add(e)) }.store(word, Relaxed);
+    }
+}
+
+/// Whether [`read_pieces`] and [`write_pieces`] access elements of 8 bytes at once.
+pub(super) const WHOLE_ELEMENTS: bool = cfg!(all(target_arch = "x86_64", not(miri)));
+
+/// A value that other threads may access meanwhile, 16 bytes at a time.
+///
+/// # Safety
+/// `p` must be valid for a `T`, and aligned to words. A `T` is multiples of 16 plain bytes.
+#[inline(always)]
+pub(super) unsafe fn read_pieces<T>(p: *const T) -> T {
+    let mut value = std::mem::MaybeUninit::<T>::uninit();
+    for piece in 0..size_of::<T>() / 16 {
+        // SAFETY: the piece lies in the value.
+        unsafe {
+            value
+                .as_mut_ptr()
+                .cast::<[u32; 4]>()
+                .add(piece)
+                .write_unaligned(read_four(p.cast::<[u32; 4]>().add(piece)))
+        };
+    }
+    // SAFETY: all pieces have been written, and any bits are a `T`.
+    unsafe { value.assume_init() }
+}
+
+/// The same for a store.
+///
+/// # Safety
+/// As for [`read_pieces`].
+#[inline(always)]
+pub(super) unsafe fn write_pieces<T>(p: *mut T, value: T) {
+    for piece in 0..size_of::<T>() / 16 {
+        // SAFETY: the piece lies in the value.
+        unsafe {
+            write_four(
+                p.cast::<[u32; 4]>().add(piece),
+                (&raw const value).cast::<[u32; 4]>().add(piece).read_unaligned(),
+            )
+        };
+    }
+}
+
 /// Loads 32 vectors of four words; word `e` of each goes to row `e`.
 ///
 /// # Safety
-/// `p` must be valid for 512 bytes, and so must each of the rows, which may be the same.
+/// `p` must be valid for 512 bytes and aligned to words, and each of the rows valid; they may be the
+/// same.
 #[inline(always)]
 pub(crate) unsafe fn load_fours(p: *const [[u32; 4]; 4], rows: [*mut [u32; 32]; 4]) {
     #[cfg(target_arch = "x86_64")]
@@ -194,7 +282,7 @@ pub(crate) unsafe fn load_fours(p: *const [[u32; 4]; 4], rows: [*mut [u32; 32]; 
     }
     for c in 0..8 {
         // SAFETY: the caller vouches for the 8 blocks of 64 bytes.
-        let four = transpose(unsafe { p.add(c).read_unaligned() });
+        let four = transpose(unsafe { read_pieces(p.add(c)) });
         for (row, values) in rows.into_iter().zip(four) {
             // SAFETY: the caller vouches for the rows, each 8 times 16 bytes.
             unsafe { row.cast::<[u32; 4]>().add(c).write(values) };
@@ -205,7 +293,7 @@ pub(crate) unsafe fn load_fours(p: *const [[u32; 4]; 4], rows: [*mut [u32; 32]; 
 /// Stores 32 vectors of four words, of which word `e` comes from row `e`.
 ///
 /// # Safety
-/// `p` must be valid for 512 bytes.
+/// `p` must be valid for 512 bytes and aligned to words.
 #[inline(always)]
 pub(crate) unsafe fn store_fours(p: *mut [[u32; 4]; 4], rows: [&[u32; 32]; 4]) {
     #[cfg(target_arch = "x86_64")]
@@ -216,7 +304,7 @@ pub(crate) unsafe fn store_fours(p: *mut [[u32; 4]; 4], rows: [&[u32; 32]; 4]) {
     for c in 0..8 {
         let four = transpose(rows.map(|row| row.as_chunks::<4>().0[c]));
         // SAFETY: the caller vouches for the 8 blocks of 64 bytes.
-        unsafe { p.add(c).write_unaligned(four) };
+        unsafe { write_pieces(p.add(c), four) };
     }
 }
 
@@ -268,6 +356,36 @@ mod avx2 {
         ]
     }
 
+    /// 32 bytes that other threads may access meanwhile; see [`super::read_four`].
+    ///
+    /// # Safety
+    /// `p` must be valid for them.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn read(p: *const __m256i) -> __m256i {
+        let v;
+        // SAFETY: the caller vouches for the pointer, and the processor has AVX2.
+        unsafe {
+            std::arch::asm!("vmovdqu {v}, [{p}]", v = out(ymm_reg) v, p = in(reg) p,
+                options(nostack, preserves_flags, readonly));
+        }
+        v
+    }
+
+    /// The same for a store.
+    ///
+    /// # Safety
+    /// `p` must be valid for 32 bytes.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn write(p: *mut __m256i, v: __m256i) {
+        // SAFETY: as in `read`.
+        unsafe {
+            std::arch::asm!("vmovdqu [{p}], {v}", v = in(ymm_reg) v, p = in(reg) p,
+                options(nostack, preserves_flags));
+        }
+    }
+
     /// See [`super::load_fours`].
     ///
     /// # Safety
@@ -277,7 +395,7 @@ mod avx2 {
     pub(super) unsafe fn load_fours(p: *const __m256i, rows: [*mut [u32; 32]; 4]) {
         for c in 0..4 {
             // SAFETY: the caller vouches for 16 times 32 bytes.
-            let two = |k: usize| unsafe { _mm256_loadu_si256(p.add(4 * c + k)) };
+            let two = |k: usize| unsafe { read(p.add(4 * c + k)) };
             let [v01, v23, v45, v67] = [two(0), two(1), two(2), two(3)];
             let words = transpose([
                 _mm256_permute2x128_si256::<0x20>(v01, v45),
@@ -302,7 +420,7 @@ mod avx2 {
         for c in 0..4 {
             for (k, two) in eight_vectors(rows, c).into_iter().enumerate() {
                 // SAFETY: the caller vouches for 16 times 32 bytes.
-                unsafe { _mm256_storeu_si256(p.add(4 * c + k), two) };
+                unsafe { write(p.add(4 * c + k), two) };
             }
         }
     }
