@@ -477,11 +477,11 @@ mod tests {
         let words: [u32; 32] = std::array::from_fn(|_| r.next() as u32);
         let want = words.iter().enumerate().fold(0, |mask, (i, w)| mask | (w >> 31) << i);
         assert_eq!(top_bits(&words), want);
-        let vectors: [[u32; 4]; 32] = std::array::from_fn(|_| std::array::from_fn(|_| r.next() as u32));
+        let mut vectors: [[u32; 4]; 32] = std::array::from_fn(|_| std::array::from_fn(|_| r.next() as u32));
         let (mut rows, mut back) = ([[0; 32]; 4], [[0; 4]; 32]);
         // SAFETY: all are arrays of 512 bytes in all, or 128 a row.
         unsafe {
-            load_fours(vectors.as_ptr().cast(), rows.each_mut().map(|row| &raw mut *row));
+            load_fours(vectors.as_mut_ptr().cast_const().cast(), rows.each_mut().map(|row| &raw mut *row));
             store_fours(back.as_mut_ptr().cast(), rows.each_ref());
         }
         assert!((0..32).all(|i| (0..4).all(|e| rows[e][i] == vectors[i][e])));
