@@ -995,7 +995,7 @@ mod tests {
         let error = machine.alloc::<u32>(1, "x", 1).unwrap_err().to_string();
         assert_eq!(error, "device 1 of a machine with 1: they are numbered from 0");
         let error = machine.launch(0, &module(), "sub", ONE, &[0; 8]).unwrap_err().to_string();
-        assert_eq!(error, "the module has no kernel 'sub'; it has add, wait, write");
+        assert_eq!(error, "the module has no kernel 'sub'; it has add, row, wait, write");
         let several = module().find("a").unwrap_err().to_string();
         assert_eq!(several, "2 kernels of the module have [\"a\"] in their name: add, wait");
         assert_eq!(module().find("w*ait").unwrap().name(), "wait");
