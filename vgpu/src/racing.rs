@@ -72,7 +72,8 @@ pub(crate) unsafe fn store(from: *const u8, to: *mut u8, bytes: usize) {
 /// not aligned alike.
 ///
 /// # Safety
-/// `from` must be readable and `to` writable for `bytes` bytes. Others access both by atomics alone.
+/// `from` must be readable and `to` writable for `bytes` bytes. Others access both by atomics
+/// alone.
 pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
     let apart = (to as usize).wrapping_sub(from as usize);
     let words = if apart.is_multiple_of(WORD) { words(from, bytes) } else { 0..0 };

@@ -271,8 +271,8 @@ pub(super) unsafe fn write_pieces<T>(p: *mut T, value: T) {
 /// Loads 32 vectors of four words; word `e` of each goes to row `e`.
 ///
 /// # Safety
-/// `p` must be valid for 512 bytes and aligned to words, and each of the rows valid; they may be the
-/// same.
+/// `p` must be valid for 512 bytes and aligned to words, and each of the rows valid; they may be
+/// the same.
 #[inline(always)]
 pub(crate) unsafe fn load_fours(p: *const [[u32; 4]; 4], rows: [*mut [u32; 32]; 4]) {
     #[cfg(target_arch = "x86_64")]
