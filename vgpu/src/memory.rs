@@ -132,7 +132,7 @@ struct Entry {
     label: Arc<str>,
     shadow: u32,
     mapping: Arc<Mapping>,
-    /// Of multicast addresses: the memory behind them. Nothing is mapped at the addresses.
+    /// The memory behind multicast addresses. Nothing is mapped at the addresses.
     multicast: Option<Window>,
 }
 
@@ -852,7 +852,7 @@ pub struct Region {
     /// Device and inode of the file, where a checker watches it.
     backing: Option<(u64, u64)>,
     shadow: u32,
-    /// Of multicast addresses: keeps the memory behind them allocated.
+    /// Keeps the memory behind multicast addresses allocated.
     multicast: Option<MulticastObject>,
 }
 

@@ -68,7 +68,7 @@ pub(crate) unsafe fn store(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Copies `bytes` bytes between two places, which may overlap. It goes byte by byte where they are
+/// Copies `bytes` bytes between two places, which may overlap: byte by byte where they are
 /// not aligned alike.
 ///
 /// # Safety

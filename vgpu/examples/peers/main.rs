@@ -73,7 +73,7 @@ fn named(fault: &Fault) -> String {
                 format!("{} at {}", race.other.access, at(&race.other.source, &race.other.kernel)),
             ];
             ends.sort();
-            // Which device's memory of a multicast address comes first does so too.
+            // So does the device whose memory comes first at a multicast address.
             let label = race.label.split(" of device ").next().unwrap_or_default();
             format!("race on {}: {}, {}", memory(label), ends[0], ends[1])
         }

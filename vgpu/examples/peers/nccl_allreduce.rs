@@ -34,7 +34,7 @@ fn sum(round: usize, at: usize) -> f32 {
     (0..RANKS).map(|rank| value(round, rank, at)).sum()
 }
 
-/// What a rank's kernels take.
+/// The arguments of a rank's kernels.
 struct Rank {
     /// `ncclDevComm`, and the addresses of the windows.
     comm: Vec<u8>,
@@ -92,8 +92,8 @@ pub fn run(case: &Case) -> Result<Found, Box<dyn Error>> {
     let ranks = communicators(case, &mut machine, &buffer, &all)?;
     let mut results: Vec<(&str, usize, usize, Array<f32>)> = vec![];
     for round in 0..ROUNDS {
-        // Before any launch of the round, so that all of them are behind it. Of a result, one
-        // number in four is awaited.
+        // Before any launch of the round, so that all of them are behind it. One number in
+        // four of a result is awaited.
         for rank in 0..RANKS {
             let window = |number: &dyn Fn(usize) -> u32| (0..words).map(number).collect::<Vec<u32>>();
             let given = window(&|at| value(round, rank, at).to_bits());

@@ -34,7 +34,7 @@ impl Number {
     }
 }
 
-/// A number in another format, rounded to nearest. Those of 8 bits saturate, as all conversions to
+/// A number in another format, rounded to nearest. Numbers of 8 bits saturate, as all conversions to
 /// them in PTX do.
 fn in_format(bits: u64, from: Format, to: Format) -> u64 {
     let overflow = if to.mantissa < BF16.mantissa { Overflow::Finite } else { Overflow::Ieee };
@@ -51,7 +51,7 @@ fn apply(op: Reduce, number: Number, bytes: u8, a: u64, b: u64) -> u64 {
         (Number::Bf16, Reduce::Add) => Rmw::AddBf16,
         (Number::Bf16, Reduce::Min) => Rmw::MinBf16,
         (Number::Bf16, _) => Rmw::MaxBf16,
-        // These have sums alone.
+        // Both types have sums alone.
         (Number::F32, _) => Rmw::AddF32,
         (Number::F64, _) => Rmw::AddF64,
         (Number::E4m3 | Number::E5m2, _) => {

@@ -1,6 +1,6 @@
 //! Decoding of `multimem.ld_reduce`, `multimem.st` and `multimem.red`.
 //!
-//! The forms are those of the PTX manual as ptxas 13.0.88 takes them. It takes `min` and `max` of
+//! The forms are those of the PTX manual as ptxas 13.0.88 takes them. ptxas has `min` and `max` of
 //! vectors of 16-bit floats in `multimem.red` too, which the manual's grammar leaves out.
 
 use super::decode::Emit;

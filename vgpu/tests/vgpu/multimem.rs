@@ -375,7 +375,7 @@ fn a_number_wins_over_a_nan() {
         let out = machine.alloc::<u16>(0, "out", 64).unwrap();
         machine.launch_with(0, &module, "k", GridConfig::new(1, 32, 0), &[&all[0], &out]).unwrap();
         machine.run().unwrap();
-        // Of two NaNs the result is the canonical one.
+        // Two NaNs give the canonical one.
         assert_eq!(out.download().unwrap()[..4], [number, number, 0x7fff, 0x7fff]);
     }
 }

@@ -153,7 +153,7 @@ fn kernels_of_both_devices_access_memory_of_both() {
         (2 * UNIT, 0, UNIT, INVALID_VALUE),
         (0, 0, 0, INVALID_VALUE),
         (0, UNIT, UNIT, 0),
-        // There is memory of the device.
+        // The device has memory.
         (0, 0, UNIT, INVALID_VALUE),
     ] {
         assert_eq!(bind_mem(team, at, memory[0], from, bytes), code, "{at} {from} {bytes}");
