@@ -76,36 +76,35 @@ fn of_bytes(bytes: u8) -> u64 {
 }
 
 impl Reduces {
-    /// Each element of a register of `bytes` bytes, as `f` makes it of the elements at its place.
-    fn each<const N: usize>(&self, bytes: u8, values: [u64; N], f: impl Fn([u64; N]) -> u64) -> u64 {
+    /// Each element of a register of `bytes` bytes, as `f` makes it of the elements of other values
+    /// at its place, which `f` gets by a function.
+    fn each(&self, bytes: u8, f: impl Fn(&dyn Fn(u64) -> u64) -> u64) -> u64 {
         let element = self.bytes.min(bytes);
         (0..bytes).step_by(element.into()).fold(0, |all, at| {
             let shift = 8 * u32::from(at);
-            all | (f(values.map(|value| value >> shift & of_bytes(element))) & of_bytes(element)) << shift
+            all | (f(&|value| value >> shift & of_bytes(element)) & of_bytes(element)) << shift
         })
     }
 
     /// Two values of a register reduced.
     fn two(&self, bytes: u8, a: u64, b: u64) -> u64 {
-        self.each(bytes, [a, b], |[a, b]| apply(self.op, self.number, self.bytes, a, b))
+        self.each(bytes, |of| apply(self.op, self.number, self.bytes, of(a), of(b)))
     }
 
     /// A register's values on all devices reduced, in their order.
     fn all(&self, bytes: u8, values: &[u64]) -> u64 {
-        let (Some(own), Some(sums)) = (self.number.format(), self.sums.format()) else {
-            return values.iter().copied().reduce(|a, b| self.two(bytes, a, b)).unwrap_or_default();
-        };
-        if self.sums == self.number || self.op != Reduce::Add {
-            return values.iter().copied().reduce(|a, b| self.two(bytes, a, b)).unwrap_or_default();
+        if self.sums != self.number
+            && self.op == Reduce::Add
+            && let (Some(own), Some(sums)) = (self.number.format(), self.sums.format())
+        {
+            let sum_bytes = if self.sums == Number::F32 { 4 } else { 2 };
+            return self.each(bytes, |of| {
+                let wide = values.iter().map(|&value| in_format(of(value), own, sums));
+                let sum = wide.reduce(|a, b| apply(self.op, self.sums, sum_bytes, a, b));
+                in_format(sum.unwrap_or_default(), sums, own)
+            });
         }
-        let sum_bytes = if self.sums == Number::F32 { 4 } else { 2 };
-        let element = self.bytes;
-        (0..bytes).step_by(element.into()).fold(0, |all, at| {
-            let shift = 8 * u32::from(at);
-            let wide = values.iter().map(|value| in_format(value >> shift & of_bytes(element), own, sums));
-            let sum = wide.reduce(|a, b| apply(self.op, self.sums, sum_bytes, a, b)).unwrap_or_default();
-            all | in_format(sum, sums, own) << shift
-        })
+        values.iter().copied().reduce(|a, b| self.two(bytes, a, b)).unwrap_or_default()
     }
 }
 
@@ -228,14 +227,8 @@ impl<W: Hooks> Exec<'_, W> {
         let how = How::generic(a.sem, a.scope, a.bytes, false);
         let mut strong_before = false;
         if W::ON {
-            let (mut now, mut new) = ([0u8; MOST_BYTES], [0u8; MOST_BYTES]);
-            for at in (0..size).step_by(n) {
-                let value = self.multimem_operand(a, at / n, i);
-                // SAFETY: the target is valid for the access and aligned to it, and kept mapped.
-                let old = unsafe { read((target.addr as usize + at) as *mut u8, a.bytes, Ordering::Relaxed) };
-                now[at..at + n].copy_from_slice(&old.to_ne_bytes()[..n]);
-                new[at..at + n].copy_from_slice(&value.to_ne_bytes()[..n]);
-            }
+            let now = present(a, target);
+            let new = bytes_of(a, |e| self.multimem_operand(a, e, i));
             let (strong, found) =
                 self.watch.write(place(target, 0), i, self.pc, how, &now[..size], &new[..size]);
             strong_before = strong;
@@ -246,7 +239,7 @@ impl<W: Hooks> Exec<'_, W> {
         let order = if a.sem == Sem::Release { Ordering::Release } else { Ordering::Relaxed };
         for at in (0..size).step_by(n) {
             let value = self.multimem_operand(a, at / n, i);
-            // SAFETY: as above.
+            // SAFETY: the target is valid for the access and aligned to it, and kept mapped.
             unsafe { write((target.addr as usize + at) as *mut u8, a.bytes, value, order) };
             if W::ON && (a.sem != Sem::Weak || strong_before) {
                 self.watch.wrote(place(target, at as u64), i, self.pc, a.sem, a.scope, false);
@@ -261,12 +254,7 @@ impl<W: Hooks> Exec<'_, W> {
         let size = n * usize::from(a.n);
         let how = How::generic(a.sem, a.scope, a.bytes, true);
         if W::ON {
-            let mut now = [0u8; MOST_BYTES];
-            for at in (0..size).step_by(n) {
-                // SAFETY: the target is valid for the access and aligned to it, and kept mapped.
-                let old = unsafe { read((target.addr as usize + at) as *mut u8, a.bytes, Ordering::Relaxed) };
-                now[at..at + n].copy_from_slice(&old.to_ne_bytes()[..n]);
-            }
+            let now = present(a, target);
             let (_, found) = self.watch.write(place(target, 0), i, self.pc, how, &now[..size], &[]);
             if let Some(violation) = found {
                 self.blame_on(to, violation, i, how, true)?;
@@ -275,7 +263,7 @@ impl<W: Hooks> Exec<'_, W> {
         for at in (0..size).step_by(n) {
             let operand = self.multimem_operand(a, at / n, i);
             let p = (target.addr as usize + at) as *mut u8;
-            // SAFETY: as above.
+            // SAFETY: as in `store_at`.
             unsafe { update(p, a.bytes, |old| reduces.two(a.bytes, old, operand)) };
             if W::ON {
                 self.watch.wrote(place(target, at as u64), i, self.pc, a.sem, a.scope, true);
@@ -283,6 +271,24 @@ impl<W: Hooks> Exec<'_, W> {
         }
         Ok(())
     }
+}
+
+/// The bytes of an access, of the value for each register.
+fn bytes_of(a: &Multimem, value: impl Fn(usize) -> u64) -> [u8; MOST_BYTES] {
+    let (mut bytes, n) = ([0; MOST_BYTES], usize::from(a.bytes));
+    for e in 0..usize::from(a.n) {
+        bytes[e * n..][..n].copy_from_slice(&value(e).to_ne_bytes()[..n]);
+    }
+    bytes
+}
+
+/// The bytes that are there now.
+fn present(a: &Multimem, target: &Target) -> [u8; MOST_BYTES] {
+    bytes_of(a, |e| {
+        let at = target.addr + e as u64 * u64::from(a.bytes);
+        // SAFETY: the target is valid for the access and aligned to it, and kept mapped.
+        unsafe { read(at as *mut u8, a.bytes, Ordering::Relaxed) }
+    })
 }
 
 /// Where an access to a device is watched, so many bytes behind its first.
