@@ -6,9 +6,9 @@
 //!
 //! Soundness rests on two rules. Nothing here ever makes a Rust reference into a region, because
 //! other threads and processes write the same bytes at any time. All access goes through
-//! `AtomicX::from_ptr`, and that of copies through [`racing`]. And a mapping stays in place for as long as a [`Table`]
-//! snapshot lists it. So a running kernel that races with the drop of a [`Region`] touches stale
-//! memory, never unmapped memory.
+//! `AtomicX::from_ptr`, and that of copies through [`racing`]. And a mapping stays in place for as
+//! long as a [`Table`] snapshot lists it. So a running kernel that races with the drop of a
+//! [`Region`] touches stale memory, never unmapped memory.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -189,7 +189,7 @@ impl Table {
         (addr - e.addr <= e.bytes).then_some((e, addr - e.addr))
     }
 
-    /// The label of the multicast addresses that hold `addr`, and the offset in them.
+    /// The multicast addresses that hold `addr`: their entry, the memory behind them, and the offset.
     fn multicast_at(&self, addr: u64) -> Option<(&Entry, &Window, u64)> {
         let (e, offset) = self.entry_at(addr).filter(|(e, offset)| *offset < e.bytes)?;
         e.multicast.as_ref().map(|window| (e, window, offset))

@@ -50,11 +50,13 @@ ret;
 }
 ";
 
-fn value(launch: usize, rank: usize, at: usize) -> f32 {
+/// A rank's number at a place.
+pub(crate) fn value(launch: usize, rank: usize, at: usize) -> f32 {
     (launch * 1000 + rank * 100 + at % 97) as f32
 }
 
-fn sum(launch: usize, at: usize) -> f32 {
+/// The numbers of all ranks there.
+pub(crate) fn sum(launch: usize, at: usize) -> f32 {
     (0..RANKS).map(|rank| value(launch, rank, at)).sum()
 }
 

@@ -9,10 +9,10 @@ use std::error::Error;
 
 use epoxide_vgpu::{Array, GridConfig, Machine, MachineError, Module, Symmetric};
 
-use crate::mscclpp_nvls::COPY;
+use crate::mscclpp::RANKS;
+use crate::mscclpp_nvls::{COPY, sum, value};
 use crate::{Case, Found, outcome};
 
-const RANKS: usize = 3;
 const ROUNDS: usize = 2;
 const BLOCKS: u32 = 2;
 const THREADS: u32 = 64;
@@ -25,14 +25,6 @@ const PAGES: usize = (4 * LEN).div_ceil(4096);
 const STRIDE: u64 = 1 << 32;
 /// The number that stands for one that has not arrived.
 const POISON: u32 = 0xfffa_fffa;
-
-fn value(round: usize, rank: usize, at: usize) -> f32 {
-    (round * 1000 + rank * 100 + at % 97) as f32
-}
-
-fn sum(round: usize, at: usize) -> f32 {
-    (0..RANKS).map(|rank| value(round, rank, at)).sum()
-}
 
 /// The arguments of a rank's kernels.
 struct Rank {
