@@ -148,7 +148,12 @@ pub fn block_of_bf16(rng: &mut impl Rng, kind: u32) -> Vec<bf16> {
 
 /// FP32 numbers of mixed magnitude, whose sum shows in which order it was made.
 pub fn rough_f32(rng: &mut impl Rng, columns: usize) -> Vec<f32> {
-    (0..columns).map(|_| rng.random_range(-1.0f32..1.0) * 2.0f32.powi(rng.random_range(-8..8))).collect()
+    (0..columns).map(|_| rng.random_range(-1.0f32..1.0) * power_of_two(rng.random_range(-8..8))).collect()
+}
+
+/// 2 to the power of `exponent`, from -126 to 127.
+pub fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
 /// A generator for one thing out of many.

@@ -1,7 +1,7 @@
 //! Results of a dispatch and a combine, compared with the oracle.
 
 use epoxide::low_latency::Received;
-use epoxide::{Result, Tensor, TypedTensor};
+use epoxide::{Result, TypedTensor};
 
 use super::LowLatencyRank;
 use super::case::LowLatencyCase;
@@ -47,15 +47,18 @@ impl LowLatencyCase {
             rank.equal(&format!("src_info[{expert}]"), &info[part], &want);
         }
         // Rows that were not sent have unspecified contents, and a checker would report a read of
-        // them: rows are read one by one.
-        let got_scales = (received.scales.as_ref(), &received.columns[..]);
-        for (source, token) in recv_order(routing, rank.rank) {
-            let (row, of) = (source * max_tokens + token, format!("token {token} of rank {source}"));
+        // them.
+        let sent = recv_order(routing, rank.rank);
+        let rows: Vec<usize> =
+            sent.iter().map(|&(source, token)| (source * max_tokens + token) as usize).collect();
+        let got = rank.rows_of(&received.x, &rows)?;
+        let got_scales = GotScales::read(rank, received.scales.as_ref(), &received.columns, &rows)?;
+        for (index, (source, token)) in sent.into_iter().enumerate() {
+            let of = format!("token {token} of rank {source}");
             let x = &data.x[source as usize][token as usize];
             let (bytes, scales) = self.as_it_travels(x);
-            let got = rank.row_of(&received.x, row as usize)?;
-            rank.check(got == bytes, format!("row of {of} differs"));
-            check_scales(rank, &scales, got_scales, row.into(), &of)?;
+            rank.check(got[index] == bytes, format!("row of {of} differs"));
+            got_scales.check(rank, index, &scales, &of);
             let Scales::F32(scales) = scales else { continue };
             let values = bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]);
             let worst = worst_error(&numbers(x), &values.collect::<Vec<f32>>(), &scales);
@@ -87,41 +90,51 @@ impl LowLatencyCase {
     }
 }
 
-/// Compares the scales of a row, and whether they are f32 or a column.
-pub(super) fn check_scales(
-    rank: &mut LowLatencyRank,
-    want: &Scales,
-    (scales, columns): (Option<&TypedTensor<'_, f32>>, &[TypedTensor<'_, i32>]),
-    row: u64,
-    of: &str,
-) -> Result<()> {
-    let stream = rank.stream.clone();
-    let word = |tensor: &Tensor<'_>, word: usize| -> Result<[u8; 4]> {
-        let mut got = [0u8; 4];
-        let at = word as u64 * tensor.row_bytes() + row * 4;
-        // SAFETY: it is one of the tensor's elements.
-        unsafe { stream.read(&mut got, tensor.ptr().add(at))? };
-        Ok(got)
-    };
-    let kinds = match want {
-        Scales::None => (false, 0),
-        Scales::F32(_) => (true, 0),
-        Scales::Ue8m0(_) => (false, 1),
-    };
-    if (scales.is_some(), columns.len()) != kinds {
-        rank.note(Some(format!("{of} has f32 scales and columns: {}, {}", scales.is_some(), columns.len())));
-        return Ok(());
+/// The scales of some rows, as they have come.
+pub(super) struct GotScales {
+    /// Whether they are f32, and how many tensors of columns there are.
+    kinds: (bool, usize),
+    /// By word of a row, those of all rows.
+    words: Vec<Vec<[u8; 4]>>,
+}
+
+impl GotScales {
+    /// Those of the rows `rows`.
+    pub(super) fn read(
+        rank: &LowLatencyRank,
+        scales: Option<&TypedTensor<'_, f32>>,
+        columns: &[TypedTensor<'_, i32>],
+        rows: &[usize],
+    ) -> Result<GotScales> {
+        let words = match (scales, columns.first()) {
+            (Some(scales), _) => rank.columns_of(scales, rows)?,
+            (None, Some(column)) => rank.columns_of(column, rows)?,
+            (None, None) => Vec::new(),
+        };
+        Ok(GotScales { kinds: (scales.is_some(), columns.len()), words })
     }
-    for (block, &want) in want.of_f32().iter().enumerate() {
-        let got = f32::from_le_bytes(word(scales.expect("looked at above"), block)?);
-        let is_near = (got - want).abs() <= SCALE_ERROR * want;
-        rank.note((!is_near).then(|| format!("scale {block} of {of} is {got}, expected {want}")));
-    }
-    if let Scales::Ue8m0(want) = want {
-        rank.check(columns[0].rows() as usize * 4 == want.len(), format!("words of scales of {of}"));
-        for (block, want) in want.chunks(4).enumerate() {
-            rank.equal(&format!("scales {block} of {of}"), &word(&columns[0], block)?, want);
+
+    /// Compares those of row `index` of these, and whether they are f32 or a column.
+    pub(super) fn check(&self, rank: &mut LowLatencyRank, index: usize, want: &Scales, of: &str) {
+        let kinds = match want {
+            Scales::None => (false, 0),
+            Scales::F32(_) => (true, 0),
+            Scales::Ue8m0(_) => (false, 1),
+        };
+        if self.kinds != kinds {
+            rank.note(Some(format!("{of} has f32 scales and columns: {:?}", self.kinds)));
+            return;
+        }
+        for (block, &want) in want.of_f32().iter().enumerate() {
+            let got = f32::from_le_bytes(self.words[block][index]);
+            let is_near = (got - want).abs() <= SCALE_ERROR * want;
+            rank.note((!is_near).then(|| format!("scale {block} of {of} is {got}, expected {want}")));
+        }
+        if let Scales::Ue8m0(want) = want {
+            rank.check(self.words.len() * 4 == want.len(), format!("words of scales of {of}"));
+            for (block, (got, want)) in self.words.iter().zip(want.chunks(4)).enumerate() {
+                rank.equal(&format!("scales {block} of {of}"), &got[index], want);
+            }
         }
     }
-    Ok(())
 }

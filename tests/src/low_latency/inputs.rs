@@ -100,35 +100,32 @@ impl LowLatencyInputs {
         } else {
             Tensor::alloc(device, dtype, &[of_rows, hidden])?
         };
-        let write = |tensor: &Tensor<'_>, row: u64, values: &[f32]| {
-            let at = tensor.ptr().add(row * tensor.row_bytes());
-            // SAFETY: the row is one of the tensor's, and no other code has the tensor yet.
-            unsafe { stream.write(at, &rounded_bytes(dtype, values)) }
-        };
+        let mut made = Vec::new();
         if case.gathers {
             // The copy is what fills them.
         } else if let Some(segments) = case.segments.filter(|_| is_by_expert) {
             let rows = by_expert_plan(routing, rank, segments.alignment).rows;
             for (row, (source, token, k)) in (0..).zip(rows).filter_map(|(row, of)| Some((row, of?))) {
                 let id = routing.topk_idx[source as usize][token as usize][k as usize];
-                write(&by_expert, row, &data.output(case, id, source, token))?;
+                made.push((row, data.output(case, id, source, token)));
             }
         } else if is_by_expert {
             for (expert, list) in (0..).zip(&plan.expert_rows) {
                 let id = i64::from(rank * routing.local_experts()) + expert as i64;
                 for (at, &(source, token)) in (0..).zip(list) {
-                    write(&by_expert, expert * rows + at, &data.output(case, id, source, token))?;
+                    made.push((expert * rows + at, data.output(case, id, source, token)));
                 }
             }
         } else {
             for source in 0..routing.num_ranks() {
                 for token in 0..routing.num_tokens(source) {
                     if let Some(share) = data.share(case, source, token, rank) {
-                        write(&by_row, u64::from(source * max_tokens + token), &share)?;
+                        made.push((u64::from(source * max_tokens + token), share));
                     }
                 }
             }
         }
+        write_rows(stream, if is_by_expert { &by_expert } else { &by_row }, &made)?;
         let narrow = |ids: &[Vec<i64>]| upload_narrow(stream, routing.num_topk, ids);
         let (narrow_idx, map) = match &case.ids {
             Ids::Wide => (None, None),
@@ -225,4 +222,18 @@ impl LowLatencyInputs {
             None => request,
         }
     }
+}
+
+/// Writes rows by their numbers, which ascend: at once those that lie next to each other. `tensor` is
+/// contiguous, and its rows may have room behind the numbers.
+fn write_rows(stream: &Stream, tensor: &Tensor<'_>, rows: &[(u64, Vec<f32>)]) -> Result<()> {
+    let is_whole = |numbers: &[f32]| numbers.len() as u64 * tensor.dtype().size() == tensor.row_bytes();
+    for run in rows.chunk_by(|(row, numbers), (next, _)| row + 1 == *next && is_whole(numbers)) {
+        let bytes: Vec<u8> =
+            run.iter().flat_map(|(_, numbers)| rounded_bytes(tensor.dtype(), numbers)).collect();
+        let at = tensor.ptr().add(run[0].0 * tensor.row_bytes());
+        // SAFETY: the rows are the tensor's, and no other code has the tensor yet.
+        unsafe { stream.write(at, &bytes)? };
+    }
+    Ok(())
 }

@@ -110,7 +110,7 @@ pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
         let mut scale = amax / 448.0;
         let mut inverse = 448.0 / amax;
         if power_of_two && scale.is_finite() {
-            let powers = (-126..=127).map(|exponent| 2f32.powi(exponent));
+            let powers = (-126..=127).map(payload::power_of_two);
             scale = powers.into_iter().find(|power| *power >= scale).expect("the largest is 2^127 / 448");
             inverse = 1.0 / scale;
         }
@@ -124,9 +124,9 @@ pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
 pub fn from_e4m3(byte: u8) -> f32 {
     let (sign, exponent, mantissa) = (byte >> 7, (byte >> 3 & 15) as i32, (byte & 7) as f32);
     let magnitude = match exponent {
-        0 => mantissa * 2f32.powi(-9),
+        0 => mantissa * payload::power_of_two(-9),
         15 if mantissa == 7.0 => f32::NAN,
-        _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+        _ => (1.0 + mantissa / 8.0) * payload::power_of_two(exponent - 7),
     };
     if sign == 1 { -magnitude } else { magnitude }
 }
