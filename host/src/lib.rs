@@ -102,7 +102,7 @@
 //! | you want | look at |
 //! |---|---|
 //! | ranks that are processes, started by `epoxide launch`, torchrun, mpirun or srun | [`group::rendezvous`] |
-//! | to know which experts a received row is for | [`Received`](throughput::Received): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it has: add what they make of it, weighted, before combine, which sums the ranks' rows and weighs nothing |
+//! | to know which experts a received row is for | [`Received`](throughput::Received): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it selects: add their weighted results before the combine, which sums the ranks' rows without weights |
 //! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
 //! | a tensor in memory of another owner | [`Tensor::from_raw`](Tensor::from_raw) |
 //! | outputs in memory of your own, its size before there is a buffer | [`throughput`](throughput#whose-memory), [`low_latency`](low_latency#whose-memory) |
@@ -128,9 +128,9 @@
 //! | its experts here | `recv_topk_idx` i64 `[received, num_topk]`: local ids, -1 for those of other ranks | `expert_rows` i32 `[local_experts, rows]`: the rows of each expert |
 //! | its weights | `recv_topk_weights` f32 `[received, num_topk]`, 0 beside -1 | stay on the device, for the combine |
 //! | rows by expert | `recv_x` itself; `handle.by_expert()` has the segments | `by_expert`: rows, their tables and the segments |
-//! | counts of experts | `num_recv_tokens_per_expert`: *selections*, so that a token which names an expert twice counts twice; each count is rounded up to `expert_alignment`, and no row is added for that | `expert_counts` i32 `[local_experts]`: *rows*, so that such a token counts once |
+//! | counts of experts | `num_recv_tokens_per_expert`: *selections*, so that a token which names an expert twice counts twice; each count is rounded up to `expert_alignment`, without additional rows | `expert_counts` i32 `[local_experts]`: *rows*, so that such a token counts once |
 //! | tokens of rows | `recv_src_idx` i32 `[received]` | `src_info` i32 `[local_experts, rows]` |
-//! | what combine weighs | nothing: give it rows that are weighted and summed over this rank's experts | `by_expert`: each expert's row times the weight of each entry that names it, or `unweighted`; `by_row` and `in_pool`: nothing, as in the other mode |
+//! | weights in combine | none: give it rows that are weighted and summed over this rank's experts | `by_expert`: each expert's row times the weight of each entry that names it, or `unweighted`; `by_row` and `in_pool`: none, as in the other mode |
 //! | sums | `combined_x` `[tokens, hidden]`, bf16, f16 or f32, in FP32 in rank order, 0 for a token that went nowhere | `x` `[tokens, hidden]`, of [`Options::combine_dtype`](low_latency::Options::combine_dtype), the same way |
 //! | valid until | rows: the next dispatch to their [`Place`](throughput::Place); handle and sums: dropped | rows: their combine; sums: the next dispatch to their [`Place`](low_latency::Place) |
 //!
@@ -150,8 +150,8 @@
 //! | `rdma` | the transport over ibverbs ([`TransportKind::Verbs`](transport::TransportKind)). Starts where `libibverbs.so.1` is |
 //!
 //! Without a CUDA toolkit the feature `cuda` builds with these lines, in the folder of your crate.
-//! The lines give the linker a file that sends it to the C library; the driver is found when the
-//! program runs.
+//! They make a `libcuda.so` for the linker that only names the C library; the driver is found when
+//! the program runs.
 //!
 //! ```sh
 //! mkdir -p cuda/lib64 && echo 'INPUT(-lc)' > cuda/lib64/libcuda.so

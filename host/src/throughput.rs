@@ -22,9 +22,9 @@
 //! | [`Buffer::dispatch`] | exchanges counts, sends each token's row once to every rank with one of its experts | for the counts, unless [`Counts::OnDevice`] |
 //! | [`Buffer::dispatch_cached`] | the same along the routing of an earlier dispatch, without counts | no |
 //! | [`Received::combine_rows`] | gives rows in the pool, so that experts write where combine reads | no |
-//! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order; it weighs nothing | no |
-//! | [`Buffer::combine_backward`], [`Buffer::dispatch_backward`], [`Buffer::weights_backward`] | [gradients](#training) | no |
+//! | [`Buffer::combine`] | sums a token's rows from all ranks in FP32 and rank order, without weights | no |
 //! | [`Buffer::combine_into`] | the same with the sums in tensors of the caller's | no |
+//! | [`Buffer::combine_backward`], [`Buffer::dispatch_backward`], [`Buffer::weights_backward`] | [gradients](#training) | no |
 //! | [`Buffer::dispatch_send`], [`Buffer::dispatch_cached_send`], [`Buffer::combine_send`], [`Buffer::combine_send_into`] | the first [half](#two-batches-at-once) of a call; [`Pending::receive`] is the second | as the call |
 //! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
 //! | [`Buffer::transpose_column`] | copies a received column with the rows side by side, as grouped GEMMs read scales; local | no |
@@ -34,12 +34,12 @@
 //!
 //! # Two batches at once
 //! One batch's experts can run while another batch is under way. Make a buffer for each of the two,
-//! with a stream of its own, and interleave their halves: `dispatch_send` of A, `combine_send` of B,
-//! `receive` of A, and so on. The first half of a dispatch ends when the own rows have left, that
-//! of a combine when its rows are where peers gather them; the second one waits for the peers. No
-//! multiprocessor is held in between. A [`Pending`] borrows its buffer, so the compiler rejects a
-//! second operation in flight there. Kernels of both batches must fit on the device together: give
-//! each buffer half of the multiprocessors ([`Config`]).
+//! with a stream of its own, and interleave their halves: `dispatch_send` of A, `combine_send` of
+//! B, `receive` of A, and so on. The first half of a dispatch ends when this rank's rows have left,
+//! that of a combine when its rows are where peers gather them. The second half waits for the
+//! peers. No multiprocessor is held in between. A [`Pending`] borrows its buffer, so the compiler
+//! rejects a second operation in flight there. Kernels of both batches must fit on the device
+//! together: give each buffer half of the multiprocessors ([`Config`]).
 //!
 //! # Training
 //! Each operation has its backward, along the [`DispatchHandle`] of the forward pass: dispatch and

@@ -34,8 +34,8 @@ pub enum MemoryKind {
     /// [`Stream::adopt`](super::Stream::adopt)). Work in other streams must have ended before the
     /// free.
     Device,
-    /// Device memory that can be exported as a file descriptor and mapped by peers. Giving it back
-    /// unmaps it at once, and a kernel that still uses it makes a fault: its owner waits first.
+    /// Device memory that can be exported as a file descriptor and mapped by peers. Freeing unmaps
+    /// it at once, and a kernel that still uses it faults; its owner must wait for kernels first.
     Shareable,
     /// Page-locked host memory, mapped into the device's address space. Its free waits for the
     /// device's running kernels and blocks every other call of the device meanwhile, as

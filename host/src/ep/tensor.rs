@@ -163,11 +163,11 @@ pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a
 /// let x = Tensor::from_host(&stream, DType::Bf16, &[2, 8], &[bf16::ONE; 16])?.named("x of layer 3");
 /// assert_eq!((x.rows(), x.columns(), x.row_bytes()), (2, 8, 16));
 /// assert_eq!(x.to_host::<bf16>(&stream)?, [bf16::ONE; 16]);
-/// // Read as something else, it says its name.
+/// // Reading it as another type is an error, which has the tensor's name.
 /// let error = x.to_host::<f32>(&stream).unwrap_err().to_string();
 /// assert!(error.starts_with("x of layer 3 has dtype bf16"));
 ///
-/// // Where the dtype is fixed, the type says it.
+/// // A `TypedTensor` has its dtype in its type.
 /// let topk_idx = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 3])?;
 /// assert_eq!(topk_idx.dtype(), DType::I64);
 /// # Ok::<(), epoxide::Error>(())
@@ -539,7 +539,8 @@ impl<'a> Tensor<'a> {
     }
 }
 
-/// A [`Tensor`] whose dtype its type says; [`TypedTensor::values`] brings its elements to the host.
+/// A [`Tensor`] with its dtype in its type; [`TypedTensor::values`] copies its elements to the
+/// host.
 pub struct TypedTensor<'a, T>(Tensor<'a>, PhantomData<T>);
 
 impl<'a, T> Clone for TypedTensor<'a, T> {

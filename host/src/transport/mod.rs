@@ -10,8 +10,8 @@
 //! at a barrier, and then close. A rank that closes earlier fails its peers' later puts.
 //!
 //! Kernels wait for the threads here, so none of these makes a driver call between connecting and
-//! closing (`NoDriverCalls`). The queues of shm and tcp move bytes between page-locked host
-//! memories, verbs has the card do it.
+//! closing (`NoDriverCalls`). The queues of tcp move bytes between page-locked host memories, and
+//! so do those of shm where proxies write. The queues of verbs post writes to the card.
 
 mod greeting;
 pub(crate) mod links;

@@ -18,8 +18,8 @@ pub enum TransportKind {
     /// Kernels write into the peers' wire memory, which is mapped. The ranks are on one host, or in
     /// one NVLink domain whose driver has fabric handles.
     Direct,
-    /// Shared host memory: the ranks are on one host and play several nodes. Kernels of high
-    /// throughput write into the peers' memory; those of low latency post to queues.
+    /// Shared host memory: the ranks are on one host and play several nodes. Kernels write into the
+    /// peers' memory.
     Shm,
     /// TCP connections between page-locked host memories, over any network.
     Tcp,

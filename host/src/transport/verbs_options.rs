@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use crate::error::{Error, Result};
 
-/// How ranks are connected over verbs. [`VerbsOptions::from_env`] reads what the variables say.
+/// How ranks are connected over verbs. [`VerbsOptions::from_env`] reads the variables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerbsOptions {
     /// `EPOXIDE_RDMA_DEVICE`: the devices' names, such as `mlx5_0` or, with commas,
@@ -23,11 +23,10 @@ pub struct VerbsOptions {
     /// `EPOXIDE_RDMA_SERVICE_LEVEL`: 0 to 15; on RoCE the lower three bits are the priority.
     pub service_level: u8,
     /// `EPOXIDE_RDMA_RETRY_COUNT`: retransmissions of a packet that is not acknowledged, 0 to 7. On
-    /// Soft-RoCE 7 means without end: then the timeout ends the wait.
-    /// 7. On Soft-RoCE 7 means without end: then the timeout ends the wait.
+    /// Soft-RoCE 7 means without end; the kernels' deadline then ends the wait.
     pub retry_count: u8,
     /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n
-    /// from 1 to 31. It has no back-off. If the last packets of a burst are lost, or the link comes
+    /// from 1 to 31, without back-off. If the last packets of a burst are lost, or the link comes
     /// back, one such wait passes before they are sent again. A link that is gone for more than
     /// `retry_count + 1` of them is given up.
     pub ack_timeout: u8,

@@ -29,7 +29,7 @@ pub struct Step<T> {
 impl<T> Step<T> {
     /// Runs it on `stream`, behind the buffer's last operation and behind all readers of rows that
     /// other dispatches left in its places. `stream` waits for readers of the previous run's
-    /// results on other streams. Collective; does not wait for the host.
+    /// results on other streams. Collective; the host does not wait.
     ///
     /// # Errors
     /// The error of an operation that has failed by now, a run before this one included:
@@ -129,8 +129,8 @@ pub struct Recordings {
     step: Option<Captured>,
     /// Inputs and outputs of recordings made otherwise, whose end is unknown.
     kept: Vec<Owner>,
-    /// Inputs and outputs of the run before a recording. The recording keeps as many, which are free
-    /// by then.
+    /// Inputs and outputs of the run before a recording. The recording keeps as many, which are
+    /// free by then.
     rehearsed: Option<Vec<Owner>>,
 }
 

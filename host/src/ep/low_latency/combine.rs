@@ -16,8 +16,9 @@ use crate::ep::{DType, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Arguments of [`Buffer::combine`]: the experts' results for the rows of a dispatch. `rows` stands
-/// for `num_ranks * max_tokens`. Everything but the values is the same on every rank, but that one
-/// may give rows `by_expert` and another one `by_row`. All give them `in_pool`, or none does.
+/// for `num_ranks * max_tokens`. Everything except the values is the same on every rank, with one
+/// exception: one rank may give rows `by_expert` and another one `by_row`. All give them `in_pool`,
+/// or none does.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineRequest<'a> {
     rows: Rows<'a>,
@@ -68,15 +69,15 @@ impl<'a> CombineRequest<'a> {
         CombineRequest::of(Rows::ByExpert(x))
     }
 
-    /// `[rows, hidden]` of [`Options::combine_dtype`](super::Options::combine_dtype), bf16 unless it
-    /// is set, in the order of [`Received::x`]: weighted and summed over this rank's experts
+    /// `[rows, hidden]` of [`Options::combine_dtype`](super::Options::combine_dtype), bf16 unless
+    /// it is set, in the order of [`Received::x`]: weighted and summed over this rank's experts
     /// already. Weights of the dispatch are not applied.
     pub fn by_row(x: &'a Tensor<'a>) -> Self {
         CombineRequest::of(Rows::ByRow(x))
     }
 
-    /// The same rows, which experts have left in [`Received::combine_rows`]: the tokens' owners read
-    /// them there, and nothing is copied. On every rank or on none; within a node, of bf16.
+    /// The same rows, which experts have left in [`Received::combine_rows`]: the tokens' owners
+    /// read them there, and nothing is copied. On every rank or on none; within a node, of bf16.
     pub fn in_pool() -> Self {
         CombineRequest::of(Rows::InPool)
     }
@@ -113,8 +114,8 @@ impl<'a> CombineRequest<'a> {
 }
 
 impl Buffer {
-    /// Returns the experts' results for the rows of `received`, and sums them. Collective; does not
-    /// wait for the host.
+    /// Returns the experts' results for the rows of `received`, and sums them. Collective; the host
+    /// does not wait.
     ///
     /// The received rows become invalid: peers may overwrite them from here on.
     ///

@@ -76,15 +76,15 @@ impl<'a> DispatchRequest<'a> {
         }
     }
 
-    /// Brings rows by expert as well: one for each selection, grouped by local expert, each expert's
-    /// segment at a multiple of `alignment` rows, a power of two. [`Received::by_expert`] has them,
-    /// and says where the segments are. A token that selects an expert twice has two rows there.
-    /// The kernel that receives a row copies it to its segments as soon as it has come, so the time
-    /// follows the rows that came, and not the room for them.
+    /// Brings rows by expert as well: one for each selection, grouped by local expert, each
+    /// expert's segment at a multiple of `alignment` rows, a power of two. [`Received::by_expert`]
+    /// has them and the places of the segments. A token that selects an expert twice has two rows
+    /// there. The kernel that receives a row copies it to its segments as soon as it has come, so
+    /// the time depends on the rows that came, not on the room for them.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert). Each rank
-    /// decides for itself. [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes the
-    /// experts' results in the same order.
+    /// decides for itself. [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes
+    /// the experts' results in the same order.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -139,23 +139,23 @@ impl<'a> DispatchRequest<'a> {
     setters! {
         /// Checks that rows and columns are what this describes.
         payload: &'a Payload;
-        /// Puts rows by expert here, `[rows_by_expert, hidden]` of the dtype that they travel in. It
-        /// may be any memory of this rank's device.
+        /// Puts rows by expert here, `[rows_by_expert, hidden]` of the dtype that they travel in.
+        /// It may be any memory of this rank's device.
         recv_x: &'a Tensor<'a>;
         /// Puts the f32 scales of fp8 rows by expert here, `[hidden / 128 rounded up,
         /// rows_by_expert]`.
         recv_x_scales: &'a TypedTensor<'a, f32>;
         /// Puts the columns of rows by expert here, or the scales of [`Quantise::Mxfp8`], as words
-        /// `[words, rows_by_expert]`. Each column has bytes / 4 lines of the tensor, rounded up. The
-        /// lines of the first column come first. One column has all `words` lines, which are
+        /// `[words, rows_by_expert]`. Each column has bytes / 4 lines of the tensor, rounded up.
+        /// The lines of the first column come first. One column has all `words` lines, which are
         /// hidden / 128 with [`Quantise::Mxfp8`]. With several columns `words` is the sum of their
         /// lines, rounded up to a multiple of 4, and the last lines hold anything.
         /// [`Payload::max_scales`] is that number.
         ///
-        /// With [`DispatchRequest::recv_x`] as well, rows by expert take no memory of the library's,
-        /// so that a graph of the caller's can record the call. Columns that a kernel first copies
-        /// together ([`DispatchRequest::column`]) still take a block for the copy. An allocation
-        /// fails while a stream is captured, and [`Buffer::capture`] makes it before.
+        /// With [`DispatchRequest::recv_x`] as well, rows by expert take no memory of the
+        /// library's, so that a graph of the caller's can record the call. Columns that a kernel
+        /// first copies together ([`DispatchRequest::column`]) still take a block for the copy. An
+        /// allocation fails while a stream is captured, and [`Buffer::capture`] makes it before.
         recv_columns: &'a TypedTensor<'a, i32>;
         /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
         topk_weights: &'a TypedTensor<'a, f32>;
@@ -196,7 +196,7 @@ impl<'a> DispatchRequest<'a> {
 
 impl Buffer {
     /// Sends every token's row to each rank that has one of its experts, into `place`, the one of
-    /// the same index on every rank. Collective; does not wait for the host.
+    /// the same index on every rank. Collective; the host does not wait.
     ///
     /// # Errors
     /// Arguments that break a rule, on this rank alone; its peers then wait for it until their
@@ -415,9 +415,9 @@ impl Buffer {
         Ok((operation, received))
     }
 
-    /// Blocks of the first half. The links of more than two ranks are full with fewer blocks, each of
-    /// which then waits for its stores once for two tokens: 128 tokens between four ranks leave 4 to
-    /// 6 us earlier.
+    /// Blocks of the first half. The links of more than two ranks are full with fewer blocks, each
+    /// of which then waits for its stores once for two tokens: 128 tokens between four ranks leave
+    /// 4 to 6 us earlier.
     fn dispatch_blocks(&self, num_tokens: u32) -> u32 {
         const TOKENS_OF_BLOCKS_WITH_ONE: u32 = 64;
         let links_are_full = self.core.topology().nodes == 1 && self.num_ranks() > 2;
@@ -595,8 +595,8 @@ fn words_of<'p>(
     record.columns.iter().map(of).collect()
 }
 
-/// The result of a dispatch by expert: rows of this dtype and length, with scales or without. `owner`
-/// keeps the place's tables; `block` has what is not in the caller's memory.
+/// The result of a dispatch by expert: rows of this dtype and length, with scales or without.
+/// `owner` keeps the place's tables; `block` has what is not in the caller's memory.
 fn received_by_expert<'p>(
     to: &LowLatencyExpertRows,
     block: Option<&Arc<Block>>,

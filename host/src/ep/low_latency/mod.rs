@@ -69,7 +69,7 @@ use results::Room;
 /// collective where their documentation has that word.
 ///
 /// Operations keep the memory that they need: inputs may be dropped as soon as a call has returned.
-/// Their results lie in a [`Place`], and is there until the next dispatch to that place.
+/// Results lie in a [`Place`], until the next dispatch to that place.
 ///
 /// Operations follow each other on the device whatever streams they run on: one on another stream
 /// than the last waits for it.

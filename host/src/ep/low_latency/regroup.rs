@@ -35,9 +35,9 @@ impl Buffer {
         (0..self.num_ranks()).filter(|rank| self.left_out >> rank & 1 == 0).collect()
     }
 
-    /// Goes on with the ranks that make this call, and without all others. Collective over `group`,
-    /// which these ranks have made for this call. The group may number them in any order: they
-    /// exchange their ranks in the buffer.
+    /// Continues with the ranks that make this call, and without all others. Collective over
+    /// `group`, which these ranks have made for this call. The group may number them in any order:
+    /// they exchange their ranks in the buffer.
     ///
     /// No rank waits for a rank that is left out, or sends it anything. Such a rank has no tokens
     /// ([`Received::num_tokens`](super::Received::num_tokens) holds 0). The share of its experts is
@@ -86,10 +86,10 @@ impl Buffer {
     /// ```
     ///
     /// Waits for all work enqueued on streams of the device, and for the ranks. Results of earlier
-    /// dispatches can no longer be combined; graphs that were captured before are good, each of
-    /// them as a whole.
+    /// dispatches can no longer be combined. Graphs that were captured before can still be
+    /// launched, each of them as a whole.
     ///
-    /// Reading what failed operations left keeps giving their error. The output of a step is the
+    /// Reading results of failed operations still returns their error. The output of a step is the
     /// exception until its next launch: [`Step::check`](crate::low_latency::Step::check) and
     /// [`Buffer::missing_tokens`] begin anew as well.
     ///

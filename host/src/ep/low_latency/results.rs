@@ -25,7 +25,7 @@ impl Place {
     }
 
     /// Address of the first received row, the first one of [`Received::x`]. It is the same for each
-    /// dispatch to this place, so that kernels can be told it once.
+    /// dispatch to this place, so a kernel may keep it.
     pub fn recv_x_ptr(&self) -> DevicePtr {
         self.0.place().room().recv_x
     }
@@ -36,8 +36,8 @@ impl Place {
         self.0.place().room().combine_rows
     }
 
-    /// Addresses of the tables of rows by expert, the same for each dispatch to this place, so that
-    /// kernels can be told them once. `None` where the buffer was made without
+    /// Addresses of the tables of rows by expert, the same for each dispatch to this place, so a
+    /// kernel may keep them. `None` where the buffer was made without
     /// [`Options::rows_by_expert`](super::Options::rows_by_expert).
     pub fn by_expert_ptrs(&self) -> Option<ByExpertPtrs> {
         self.0.place().room().own.by_expert.map(|tables| ByExpertPtrs {
@@ -96,17 +96,18 @@ pub struct Received<'p> {
     /// rows that were [quantised as MXFP8](crate::low_latency::Quantise::Mxfp8).
     pub scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows in the order of the request, each as words `[bytes / 4 rounded up,
-    /// rows]`: word w of a row's column is at `[w][row]`. UE8M0 scales come thereby as grouped
-    /// GEMMs read them: four to an i32, the rows side by side. The scales of rows that the dispatch
-    /// [quantised as MXFP8](crate::low_latency::Quantise::Mxfp8) are such a column, `[hidden / 128,
-    /// rows]`.
+    /// rows]`: word w of a row's column is at `[w][row]`. UE8M0 scales so have the layout that
+    /// grouped GEMMs read: four to an i32, the rows side by side. The scales of rows that the
+    /// dispatch [quantised as MXFP8](crate::low_latency::Quantise::Mxfp8) are such a column,
+    /// `[hidden / 128, rows]`.
     pub columns: Vec<TypedTensor<'p, i32>>,
-    /// `[8]`, of more than 8 ranks of one node `[64]`, across nodes `[32]`: tokens of each rank.
+    /// Tokens of each rank: `[8]`, `[64]` where one node has more than 8 ranks, `[32]` across
+    /// nodes.
     pub num_tokens: TypedTensor<'p, i32>,
     /// `[local_experts]`: rows of each local expert.
     pub expert_counts: TypedTensor<'p, i32>,
-    /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token;
-    /// behind as many as it has, anything.
+    /// `[local_experts, rows]`: the rows of each local expert, by source rank, then by token.
+    /// Entries behind the last row of an expert hold anything.
     /// [`Buffer::gather_by_expert`](super::Buffer::gather_by_expert) copies them together, with
     /// columns [`Buffer::gather_columns_by_expert`](super::Buffer::gather_columns_by_expert).
     pub expert_rows: TypedTensor<'p, i32>,

@@ -77,18 +77,18 @@ impl Buffer {
         self.combine(CombineRequest::new(grad_rows, handle), order)
     }
 
-    /// The gradient of the weights that experts' results are summed with: of entry k of token t the
-    /// inner product of the gradient of the token's sum and of what the entry's expert made of the
-    /// token, `<grad[t], y[t][k]>`. Collective; the host does not wait.
+    /// Gradient of the top-k weights. For entry k of token t it is the inner product `<grad[t],
+    /// y[t][k]>` of the gradient of the token's sum and the result of the entry's expert for the
+    /// token. Collective; the host does not wait.
     ///
-    /// The products are made where the experts are, in FP32. They return to their tokens in a
-    /// combine of their own, of 4 bytes for each weight.
+    /// The ranks of the experts compute the products in FP32. A combine of its own, with 4 bytes
+    /// for each weight, returns them to the tokens' owners.
     ///
     /// * `received`: of the forward pass. By token it needs the ids, which travel with
     ///   [`topk_weights`](super::DispatchRequest::topk_weights).
     /// * `grad_rows`: `[num_recv_tokens, hidden]`, bf16 or f32, the rows of
     ///   [`Buffer::combine_backward`], not weighted.
-    /// * `expert_rows`: what the experts made of the rows, not weighted, of the same dtype. Where
+    /// * `expert_rows`: the experts' results for the rows, not weighted, of the same dtype. Where
     ///   rows are by expert: `[num_recv_tokens, hidden]`, in their order. Else `[num_recv_tokens *
     ///   num_topk, hidden]`: row `r * num_topk + k` is that of the expert `recv_topk_idx[r][k]`.
     ///   Rows of -1 and of padding are not read.

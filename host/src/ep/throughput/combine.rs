@@ -36,8 +36,9 @@ const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
     /// Any tensor `[num_recv_tokens, hidden]`, bf16, f16 or f32, `recv_x` itself included: copied
-    /// into the pool, on multiprocessors that the configuration leaves. Within one node peers gather
-    /// meanwhile what has been copied; across nodes, and of f16, they do when all has.
+    /// into the pool, on multiprocessors that the configuration leaves. Within one node peers
+    /// gather rows that have been copied while others are being copied. Across nodes, and if rows
+    /// are f16, they gather after the last copy.
     ///
     /// Where the host does not know the number of received rows, the tensor may have fewer rows
     /// than the room. It must have all received rows. Otherwise the buffer fails
@@ -94,12 +95,12 @@ impl<'a> CombineRequest<'a> {
         /// ([`DispatchRequest::topk_weights`](super::DispatchRequest::topk_weights)), as they were
         /// then: other nodes sum, and have them from there. Give the same tensor.
         weights: &'a TypedTensor<'a, f32>;
-        /// Adds the nanoseconds that this rank waited for each rank to these, i64 `[num_ranks]`, as a
-        /// dispatch does
-        /// ([`DispatchRequest::cumulative_wait_ns`](super::DispatchRequest::cumulative_wait_ns)): until
-        /// the rank has entered the combine and, once this rank has its sums, until that rank has
-        /// gathered what it needs from here. While a tensor is copied into the pool, waits for rows
-        /// of the peers' tensors are not in it.
+        /// Adds the nanoseconds that this rank waited for each rank to these, i64 `[num_ranks]`, as
+        /// a dispatch does
+        /// ([`DispatchRequest::cumulative_wait_ns`](super::DispatchRequest::cumulative_wait_ns)):
+        /// until the rank has entered the combine and, once this rank has its sums, until that rank
+        /// has gathered what it needs from here. While a tensor is copied into the pool, waits for
+        /// rows of the peers' tensors are not in it.
         cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors of the call, those that copy rows into the pool included: even, at
         /// least 2. Within a node each rank decides for itself, and a handle of any dispatch will
@@ -172,8 +173,8 @@ impl Sums {
 }
 
 impl Buffer {
-    /// Brings the rows back to the owners of their tokens and sums them. Collective; does not wait
-    /// for the host.
+    /// Returns the rows to the owners of their tokens and sums them. Collective; the host does not
+    /// wait.
     ///
     /// # Errors
     /// Arguments that break a rule; [`Error::StaleHandle`] where the handle is of another buffer;
@@ -499,8 +500,8 @@ impl Buffer {
         })
     }
 
-    /// Launches halves of a combine. `capturing`: what [`Core::begin`](crate::ep::core::Core::begin)
-    /// returned.
+    /// Launches halves of a combine. `capturing`: what
+    /// [`Core::begin`](crate::ep::core::Core::begin) returned.
     pub(super) fn launch_combine(
         &mut self,
         launch: &CombineLaunch,
@@ -538,8 +539,8 @@ impl Buffer {
         })
     }
 
-    /// Enqueues the copy of a tensor's rows into the pool, and the check of their number, unless the
-    /// kernel that sums does it.
+    /// Enqueues the copy of a tensor's rows into the pool, and the check of their number, unless
+    /// the kernel that sums does it.
     ///
     /// # Safety
     /// The addresses of the launch are live until the stream has passed the kernel, and no peer

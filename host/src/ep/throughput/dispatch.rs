@@ -137,8 +137,9 @@ impl<'a> DispatchRequest<'a> {
 
     /// Brings rows by expert: one for each selection, grouped by local expert, each expert's
     /// segment at a multiple of `alignment` rows, a power of two. [`DispatchHandle::by_expert`]
-    /// says where the segments are. A token that selects an expert twice has two rows there. The
-    /// sender writes each row to its place; there is no second copy.
+    /// has the places of the segments. A token that selects an expert twice has two rows there. The
+    /// sender writes a token's row once to each rank, and that rank copies it to the places of the
+    /// token's other selections.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
     /// The same on every rank, but for the alignment.
@@ -163,8 +164,8 @@ impl<'a> DispatchRequest<'a> {
         /// The count exchange in between is not in it. The time is added in the call, in the run in
         /// front of a recording, and in each replay.
         ///
-        /// Each rank decides for itself. A small kernel waits in front of those of the dispatch, and
-        /// another one behind them; a call without has neither. Within one node alone: across
+        /// Each rank decides for itself. A small kernel waits in front of those of the dispatch,
+        /// and another one behind them; a call without has neither. Within one node alone: across
         /// nodes rows are relayed.
         cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors that move rows, instead of [`Config::num_sms`](super::Config):
@@ -981,8 +982,8 @@ impl Buffer {
         Ok(())
     }
 
-    /// Enqueues the movement of rows. Where the dispatch ends by a kernel of its own, `end` gets the
-    /// copies of rows by expert that are made behind it.
+    /// Enqueues the movement of rows. Where the dispatch ends by a kernel of its own, `end` gets
+    /// the copies of rows by expert that are made behind it.
     ///
     /// # Safety
     /// The addresses in `args` and the handle's block are live until the stream has passed the

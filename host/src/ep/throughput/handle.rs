@@ -17,8 +17,8 @@ use crate::error::Result;
 /// The routing of one dispatch. It can feed any number of combines and cached dispatches of the
 /// same buffer, forward and backward; nothing rewrites it. Cheap to clone.
 ///
-/// Matrices say which side they belong to: the *sender* owns tokens before dispatch and gets the
-/// sums in combine, the *receiver* runs the experts.
+/// The documentation of each matrix names its side: the *sender* owns tokens before dispatch and
+/// gets the sums in combine, the *receiver* runs the experts.
 #[derive(Debug, Clone)]
 pub struct DispatchHandle(pub(super) Arc<HandleState>);
 

@@ -145,7 +145,7 @@ impl Buffer {
     /// `[num_tokens, num_topk]`, i64 or i32, with entries -1 or below `num_experts`. Experts are
     /// spread in order: expert e is on rank `e / (num_experts / num_ranks)`, and `num_experts` must
     /// be a multiple of the number of ranks; [`Buffer::get_placed_dispatch_layout`] takes any other
-    /// placement. Local to this rank; does not wait for the host.
+    /// placement. Local to this rank; the host does not wait.
     ///
     /// # Errors
     /// [`Error::Argument`] or [`Error::Shape`] on arguments that break a rule, [`Error::Capacity`]
@@ -161,11 +161,11 @@ impl Buffer {
         self.lay_out(topk_idx, num_experts, None, order)
     }
 
-    /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` gives physical ones
-    /// for: those are what counts, results and the dispatch are of. Ranks may have different maps,
-    /// of placements with as many local experts. The device looks ids up when it runs this call, in
-    /// each replay of a graph anew. A dispatch and the calls behind it therefore always use one
-    /// state of the map.
+    /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` translates to ids
+    /// of physical ones. Counts, results and the dispatch have physical ids. Ranks may have
+    /// different maps, of placements with as many local experts. The device looks ids up when it
+    /// runs this call, in each replay of a graph anew. A dispatch and the calls behind it therefore
+    /// always use one state of the map.
     ///
     /// # Errors
     /// As [`Buffer::get_dispatch_layout`], and [`Error::Argument`] where the map is for another

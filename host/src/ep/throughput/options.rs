@@ -18,7 +18,7 @@ use crate::transport::{TransportKind, TransportOptions};
 /// The sizes that a pool must have room for. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Most tokens that any rank sends: a layout of more is refused. A pool has room for this many
+    /// Most tokens that any rank sends; a layout of more is an error. A pool has room for this many
     /// from every rank.
     pub max_tokens: u32,
     /// Elements of a row.
@@ -44,8 +44,9 @@ impl Shape {
     ///
     /// ```
     /// # use epoxide::{DType, throughput::Shape};
-    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8,
-    /// max_scales: 0 }; assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
+    /// let (max_tokens, hidden, max_topk) = (4096, 7168, 8);
+    /// let shape = Shape { max_tokens, hidden, dtype: DType::Bf16, max_topk, max_scales: 0 };
+    /// assert_eq!(shape.most_rows_by_expert(2, 128, 64), 2 * 4096 * 8 + 128 * 63);
     /// ```
     pub fn most_rows_by_expert(&self, num_ranks: u32, local_experts: u32, alignment: u32) -> u64 {
         most_rows_by_expert(num_ranks, self.max_tokens, self.max_topk, local_experts, alignment)
@@ -74,8 +75,8 @@ pub struct Fields {
     pub keep_nodes: bool,
     pub transport: TransportOptions,
     pub num_rdma_bytes: Option<u64>,
-    /// A file with the kernels' PTX in place of the embedded one: what `EPOXIDE_PTX` is to a
-    /// process, to one buffer.
+    /// A file with the kernels' PTX in place of the embedded one, for this buffer; `EPOXIDE_PTX`
+    /// names one for the whole process.
     pub ptx: Option<PathBuf>,
 }
 
@@ -117,8 +118,9 @@ impl Options {
     ///
     /// ```
     /// # use epoxide::{DType, throughput::{Options, Shape}};
-    /// let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8,
-    /// max_scales: 0 }; let sizes = Options::new(shape).sizes(8)?;
+    /// let (max_tokens, hidden, max_topk) = (4096, 7168, 8);
+    /// let shape = Shape { max_tokens, hidden, dtype: DType::Bf16, max_topk, max_scales: 0 };
+    /// let sizes = Options::new(shape).sizes(8)?;
     /// assert_eq!(sizes.rows, 8 * 4096);
     /// assert!(sizes.pool_bytes > 2 * sizes.rows * 2 * 7168);
     /// # Ok::<(), epoxide::Error>(())
@@ -194,8 +196,8 @@ pub struct Tuning {
     /// Further warps per block in a dispatch within one node that exchanges counts, which send the
     /// rows' metadata, 1 to 4.
     pub dispatch_metadata_warps: u32,
-    /// Further warps per block in a dispatch of rows by expert, 1 to 6: they copy received rows that
-    /// several experts of this rank want. Across nodes a block has up to 12 warps.
+    /// Further warps per block in a dispatch of rows by expert, 1 to 6: they copy received rows
+    /// that are for several experts of this rank. Across nodes a block has up to 12 warps.
     pub dispatch_copy_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,

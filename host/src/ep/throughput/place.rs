@@ -26,10 +26,9 @@ impl Place {
         self.0.place().index()
     }
 
-    /// Address of the first received row. It is the same for each dispatch to this place, so that
-    /// kernels can be told it once; rows are `row_stride()` bytes of
-    /// [`recv_x`](super::Received::recv_x) apart. Reading there is right from the end of a dispatch
-    /// to the start of the next one here.
+    /// Address of the first received row. It is the same for each dispatch to this place, so a
+    /// kernel may keep it. Rows are `row_stride()` bytes of [`recv_x`](super::Received::recv_x)
+    /// apart. Read them between the end of a dispatch and the start of the next one here.
     pub fn recv_x_ptr(&self) -> DevicePtr {
         self.0.place().at(self.0.place().room().layout.recv_x)
     }
@@ -119,7 +118,7 @@ impl PlaceState<Room> {
 /// spare combine a copy ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are
 /// `row_stride()` bytes apart.
 ///
-/// They are the caller's from the end of one combine to the start of the next.
+/// The caller may write them from the end of one combine to the start of the next.
 #[derive(Debug)]
 pub struct PoolRows<'p> {
     rows: Tensor<'p>,
