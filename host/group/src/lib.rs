@@ -1,16 +1,16 @@
 //! Process groups: how ranks find each other and agree before they share memory.
 //!
-//! A [`Store`] is a small key-value board that all ranks see. [`HashStore`] is for threads of one
-//! process, [`FileStore`] for processes that share a directory, and [`TcpStore`] for all others,
-//! those of PyTorch included. [`PrefixStore`] is a part of another store. A [`ProcessGroup`] is
-//! built over a store and offers the collectives that the setup of a buffer needs. This is the
-//! control plane: tokens never go through it.
+//! A [`Store`] is a small table of keys and values that all ranks read and write. [`HashStore`] is
+//! for threads of one process, [`FileStore`] for processes that share a directory, and [`TcpStore`]
+//! for all others, those of PyTorch included. [`PrefixStore`] is a part of another store. A
+//! [`ProcessGroup`] is built over a store and offers the collectives that the setup of a buffer
+//! needs. This is the control plane: tokens never go through it.
 //!
-//! Where the job has a [`JobSecret`], stores and groups let in only processes that know it.
+//! Where the job has a [`JobSecret`], stores and groups accept only processes that have it.
 //!
-//! [`rendezvous`] joins the group that the environment names, a [`UniqueId`] one that a rank has
-//! made, as with NCCL. [`run_threads`] starts ranks as threads
-//! of this process, the crate `epoxide-launch` as processes.
+//! [`rendezvous`] joins the group that the environment names. [`UniqueId::group`] joins the group
+//! of an id that one rank has made, as with NCCL. [`run_threads`] starts ranks as threads of this
+//! process, the crate `epoxide-launch` as processes.
 
 mod board;
 mod call;

@@ -40,7 +40,8 @@ pub struct ExpertRows<'p> {
 }
 
 impl<'p> ExpertRows<'p> {
-    /// Makes them of tables of counts, starts and sums; `tensor` makes one by name, address and shape.
+    /// Makes them of tables of counts, starts and sums; `tensor` makes one by name, address and
+    /// shape.
     pub(super) fn new(
         [counts, starts, psum]: [DevicePtr; 3],
         local_experts: u32,
@@ -116,8 +117,8 @@ struct Replica {
     weight: f32,
 }
 
-/// Which rank has which experts, on the host: any number on each rank, none too, and an expert on
-/// several ranks. An [`ExpertMap`] takes it to the device.
+/// The experts of each rank, on the host. A rank may have any number of experts, also none, and an
+/// expert may be on several ranks. An [`ExpertMap`] is its form on the device.
 ///
 /// *Logical* experts are those of the model, which ids name. *Physical* experts are their replicas:
 /// local expert `l` of rank `r` is the physical expert `r * local_experts + l`. `local_experts` is

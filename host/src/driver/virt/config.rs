@@ -31,8 +31,7 @@ pub enum Time {
     Real,
 }
 
-/// Has a virtual GPU execute no instruction any more, as that of a process which is stopped. Copies
-/// go on.
+/// Stops the instructions of a virtual GPU, as if its process were stopped. Copies continue.
 #[derive(Debug)]
 pub struct Stop {
     ordinal: u32,
@@ -41,7 +40,7 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// For the device of this number, which goes on until [`Stop::after`].
+    /// For the device of this number, which runs until [`Stop::after`].
     pub fn of(ordinal: u32) -> Arc<Stop> {
         Arc::new(Stop { ordinal, left: AtomicU64::new(u64::MAX) })
     }
@@ -51,7 +50,7 @@ impl Stop {
         self.left.store(warp_instructions, Ordering::Relaxed);
     }
 
-    /// Has the device go on.
+    /// Lets the device continue.
     pub fn go_on(&self) {
         self.after(u64::MAX);
     }
@@ -107,8 +106,8 @@ pub struct Hooks {
     pub executor: Executor,
     /// Stops the device of its number in the middle of a kernel.
     pub stop: Option<Arc<Stop>>,
-    /// Blocks of a kernel that run at a time, where kernels of others hold all other multiprocessors
-    /// for good; `None`: as many as fit on the device.
+    /// Blocks of a kernel that run at a time, where kernels of others hold all other
+    /// multiprocessors for good; `None`: as many as fit on the device.
     pub max_blocks_resident: Option<u32>,
     /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them;
     /// the memory is the host's either way.

@@ -55,7 +55,8 @@ macro_rules! buffer_methods {
             self.core.network().map_or(0, |network| network.bytes())
         }
 
-        /// Hands out the place of index `index`. Others can have it once the [`Place`] is dropped.
+        /// Hands out the place of index `index`. It can be handed out again once the [`Place`] is
+        /// dropped.
         ///
         /// # Errors
         /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
@@ -87,8 +88,8 @@ macro_rules! buffer_methods {
 
         /// Begins the run of calls that another library records next, such as a framework that
         /// captures a whole step. Until [`Buffer::end_rehearsal`] operations keep their memory, as
-        /// recorded ones do; the recording finds it then, since nothing can be allocated within
-        /// one. [`Buffer::capture`] does without.
+        /// recorded ones do. The recording then reuses this memory, because nothing can be
+        /// allocated within one. [`Buffer::capture`] needs no rehearsal.
         pub fn begin_rehearsal(&mut self) {
             self.core.begin_rehearsal();
         }
@@ -146,8 +147,9 @@ macro_rules! buffer_methods {
         $(#[$first_tokens])*
         ///
         /// Local to this rank; a kernel of its own in front of the operation, which for the host
-        /// and its checks has `max_tokens` tokens. Does not wait for the host; can be captured. An
-        /// asynchronous call gives no event: the buffer's next operation follows it in any case.
+        /// and its checks has `max_tokens` tokens. The host does not wait, and the call can be
+        /// captured. An asynchronous call gives no event: the buffer's next operation follows it in
+        /// any case.
         ///
         /// # Errors
         /// [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) and
@@ -189,16 +191,16 @@ macro_rules! option_methods {
             self
         }
 
-        /// A combine that fails leaves the memory as it was where it has no sum. By default it
-        /// writes NaN there, for kernels that read sums and see no error.
+        /// A combine that fails leaves the old contents where it has no sum. By default it writes
+        /// NaN there, for kernels that read sums and see no error.
         pub fn keep_sums_on_failure(mut self) -> Self {
             self$(.$fields)?.nan_on_failure = false;
             self
         }
 
         /// Ranks of a node, 1 to 8, that map each other's memory: ranks 0 to `ranks_per_node - 1`
-        /// are node 0, and so on. Nodes talk through [`Self::transport`]. Without: all ranks are
-        /// one node.
+        /// are node 0, and so on. [`Self::transport`] connects nodes. Without this option all
+        /// ranks are one node.
         ///
         $(#[$ranks_per_node])*
         pub fn ranks_per_node(mut self, ranks: u32) -> Self {

@@ -189,12 +189,12 @@ pub struct Combined<'p> {
 }
 
 impl<'p> Received<'p> {
-    /// bf16 `[rows, hidden]` of the pool, in the order of [`Received::x`], for experts to leave
-    /// their results in: [`CombineRequest::in_pool`](super::CombineRequest::in_pool) answers with
-    /// them. They hold anything before. Rows are `row_stride()` bytes apart, a multiple of 128.
+    /// bf16 `[rows, hidden]` of the pool, in the order of [`Received::x`], for the experts' results
+    /// of a combine [`in_pool`](super::CombineRequest::in_pool). They hold anything before. Rows
+    /// are `row_stride()` bytes apart, a multiple of 128.
     ///
-    /// They may be written from the end of the dispatch to the start of the combine: peers read
-    /// them within it.
+    /// They may be written from the end of the dispatch to the start of the combine. Peers read
+    /// them during the combine.
     ///
     /// # Errors
     /// [`Error::Unavailable`] across nodes, where peers cannot read them, and where the buffer sums
@@ -254,8 +254,8 @@ impl Combined<'_> {
     }
 }
 
-/// Results of an operation, without a borrow of its place. A later dispatch there overwrites it; it
-/// runs behind all work enqueued by then.
+/// Results of an operation, without a borrow of its place. A later dispatch there overwrites them,
+/// behind all work enqueued by then.
 #[derive(Debug)]
 pub struct Detached<T> {
     results: T,
@@ -281,7 +281,7 @@ impl Detached<Received<'static>> {
 
 impl Detached<Received<'static>> {
     /// The rows with a borrow of `place` again, for the combine. A dispatch and its combine can so
-    /// be two calls of the caller's, between which only this and the [`Place`] are kept, without a
+    /// be two calls of the caller's, which keep only this and the [`Place`] between them, without a
     /// lifetime.
     ///
     /// ```
@@ -299,14 +299,17 @@ impl Detached<Received<'static>> {
     ///     sent: Option<Detached<Received<'static>>>,
     /// }
     ///
+    /// type Order<'a> = StreamOrder<'a>;
+    ///
     /// impl Layer {
-    ///     fn dispatch(&mut self, request: DispatchRequest<'_>, order: StreamOrder<'_>) ->
-    /// Result<()> { self.sent = Some(self.buffer.dispatch(&mut self.place, request,
-    /// order)?.detach()); Ok(())
+    ///     fn dispatch(&mut self, request: DispatchRequest<'_>, order: Order<'_>) -> Result<()> {
+    ///         let received = self.buffer.dispatch(&mut self.place, request, order)?;
+    ///         self.sent = Some(received.detach());
+    ///         Ok(())
     ///     }
     ///
-    ///     fn combine(&mut self, rows: &Tensor<'_>, out: &Tensor<'_>, order: StreamOrder<'_>) ->
-    /// Result<()> { let sent = self.sent.take().expect("a dispatch comes first");
+    ///     fn combine(&mut self, rows: &Tensor<'_>, out: &Tensor<'_>, order: Order<'_>) -> Result<()> {
+    ///         let sent = self.sent.take().expect("a dispatch comes first");
     ///         let received = sent.attach(&mut self.place)?;
     ///         self.buffer.combine_into(received, CombineRequest::by_row(rows), out, order)?;
     ///         Ok(())

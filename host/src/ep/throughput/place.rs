@@ -114,8 +114,8 @@ impl PlaceState<Room> {
     }
 }
 
-/// Rows `[rows, hidden]` of a place that peers gather from: experts that write their output here
-/// spare combine a copy ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are
+/// Rows `[rows, hidden]` of a place that peers gather from. If experts write their output here,
+/// combine need not copy it ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are
 /// `row_stride()` bytes apart.
 ///
 /// The caller may write them from the end of one combine to the start of the next.

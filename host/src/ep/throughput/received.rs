@@ -65,12 +65,12 @@ pub struct Received<'p> {
 }
 
 impl<'p> Received<'p> {
-    /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from: experts that write
-    /// their output here spare combine a copy.
+    /// Rows `[num_recv_tokens, hidden]` of the place that peers gather from. If experts write their
+    /// output here, combine need not copy it.
     ///
     /// # Errors
     /// [`Error::Capacity`](crate::Error::Capacity) where a row is larger than the pool was made
-    /// for, [`Error::Argument`](crate::Error::Argument) where they are given out already.
+    /// for, [`Error::Argument`](crate::Error::Argument) where they are in use already.
     pub fn combine_rows(&self, dtype: DType, hidden: u64) -> Result<PoolRows<'p>> {
         self.lease.place().combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
     }
@@ -102,7 +102,7 @@ impl<'p> Received<'p> {
 }
 
 /// The result of a dispatch, without a borrow of its place. A later dispatch there overwrites the
-/// rows; it runs behind all work enqueued by then.
+/// rows, behind all work enqueued by then.
 #[derive(Debug)]
 pub struct Detached(Received<'static>);
 
