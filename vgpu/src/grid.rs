@@ -157,7 +157,13 @@ impl Resting {
 
     /// Moves the warps back to the ready queue for which `f` holds.
     fn recall(&mut self, ready: &mut VecDeque<WarpRef>, f: impl Fn(&Rest) -> bool) {
-        ready.extend(self.warps.extract_if(.., |rest| f(rest)).map(|rest| rest.warp));
+        self.warps.retain(|rest| {
+            let recalled = f(rest);
+            if recalled {
+                ready.push_back(rest.warp);
+            }
+            !recalled
+        });
     }
 
     /// Moves the warps back that are to poll again at slice `now`.
@@ -820,6 +826,7 @@ impl Grid {
 
     /// Draws the consequences of a slice of a warp, which goes back to the ready queue if it can go
     /// on.
+    #[inline(always)]
     fn account(&mut self, pick: WarpRef, slice: Slice, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
         self.env.executed += slice.executed;
@@ -859,7 +866,13 @@ impl Grid {
                 self.resting.epoch_ended();
             }
         }
-        match slice.status {
+        self.move_on(pick, slice.status, locked)
+    }
+
+    /// Draws the consequences of the changes in a slice.
+    fn move_on(&mut self, pick: WarpRef, status: Status, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
+        let block = &mut self.blocks[pick.block as usize];
+        match status {
             Status::Ready => self.ready.push_back(pick),
             Status::Blocked => block.ready -= 1,
             Status::Stuck => {
@@ -1006,10 +1019,15 @@ impl Grid {
     }
 
     /// Moves copies on, or half of the time does not; see [`BlockState::progress`].
+    #[inline(always)]
     fn progress_copies(&mut self, all: bool) -> Result<bool, Box<Fault>> {
         if self.copying.is_empty() || (!all && self.rng.below(2) == 0) {
             return Ok(false);
         }
+        self.move_copies(all)
+    }
+
+    fn move_copies(&mut self, all: bool) -> Result<bool, Box<Fault>> {
         let mut moved = false;
         let blocks = &mut self.blocks;
         self.copying.retain(|&slot| blocks[slot as usize].state.is_copying());

@@ -321,6 +321,15 @@ impl Access {
         if self.whole { self.bytes * self.n } else { self.bytes }
     }
 
+    /// Whether it reads words of global memory that others may write, each as long as its register:
+    /// most loops that poll do.
+    #[inline(always)]
+    pub(crate) fn is_word_of_others(&self) -> bool {
+        let global = self.addr.wide && matches!(self.space, Space::Global | Space::Generic);
+        let word = matches!((self.bytes, self.wide), (4, false) | (8, true));
+        self.sem != Sem::Weak && self.n == 1 && global && word && !self.signed
+    }
+
     /// A loaded element as its register holds it.
     #[inline(always)]
     pub(crate) fn extend(&self, element: u64) -> u64 {

@@ -42,6 +42,8 @@ pub(crate) struct Calls {
     /// number of the instruction, and how much of the budget is left behind it. It returns whether
     /// compiled code ends. Null where code stops in front of such instructions.
     pub(crate) call: *const (),
+    /// The same for loads of words that others may write.
+    pub(crate) poll: *const (),
     /// The warp in the act of running.
     pub(crate) execution: *mut (),
     /// The parameter block of the grid.
@@ -257,12 +259,12 @@ mod machine {
                 let regs = &mut *regs;
                 (regs.r32.as_mut_ptr().cast(), regs.r64.as_mut_ptr().cast(), regs.pred.as_mut_ptr())
             };
-            let Calls { call, execution, parameters } = calls;
+            let Calls { call, poll, execution, parameters } = calls;
             let Window { behind, ahead } = window;
-            let around = Surroundings { regs, call, execution, parameters, behind, ahead };
+            let around = Surroundings { regs, call, poll, execution, parameters, behind, ahead };
             // SAFETY: the code accesses slots of the kernel in these three files alone, parameters
-            // within their block, and its own frame. It calls functions of the kernel, and `call`
-            // as the caller allows. The processor has the instructions: `when` has looked.
+            // within their block, and its own frame. It calls functions of the kernel, `call` and
+            // `poll` as the caller allows. The processor has the instructions: `when` has looked.
             let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, &around) };
             Some((pc as u32, budget - left as u64))
         }

@@ -12,8 +12,12 @@ use crate::seeds::Rng;
 use crate::{DeviceConfig, Grid, GridConfig, Memory, Progress};
 
 /// Other instructions than arithmetic and branches end the code.
-const NONE: Calls =
-    Calls { call: std::ptr::null(), execution: std::ptr::null_mut(), parameters: std::ptr::null() };
+const NONE: Calls = Calls {
+    call: std::ptr::null(),
+    poll: std::ptr::null(),
+    execution: std::ptr::null_mut(),
+    parameters: std::ptr::null(),
+};
 
 /// Numbers at the edges of formats, as bits of 32.
 const SPECIAL: [u32; 24] = [

@@ -39,6 +39,7 @@ const PREDICATES: i32 = 64;
 const REGISTERS: i32 = std::mem::offset_of!(Surroundings, regs) as i32;
 const EXECUTION: i32 = std::mem::offset_of!(Surroundings, execution) as i32;
 const CALL: i32 = std::mem::offset_of!(Surroundings, call) as i32;
+const POLL: i32 = std::mem::offset_of!(Surroundings, poll) as i32;
 const PARAMETERS: i32 = std::mem::offset_of!(Surroundings, parameters) as i32;
 const BEHIND: i32 = std::mem::offset_of!(Surroundings, behind) as i32;
 const AHEAD: i32 = std::mem::offset_of!(Surroundings, ahead) as i32;
@@ -49,6 +50,7 @@ pub(super) struct Surroundings {
     pub(super) regs: *mut Regs,
     /// See [`Calls`](super::Calls).
     pub(super) call: *const (),
+    pub(super) poll: *const (),
     pub(super) execution: *mut (),
     pub(super) parameters: *const u8,
     /// Compiled code runs blocks behind the one instruction, and in front of the other one: other
@@ -550,9 +552,13 @@ impl Translator<'_> {
     /// An instruction by the interpreter; goes to `stop` where compiled code ends with it. All
     /// registers are in memory. R8 has what is left of the budget.
     fn interpreted(&mut self, i: usize, stop: Label) {
+        let function = match &self.program.code[i].op {
+            Op::Ld(access) if access.is_word_of_others() => POLL,
+            _ => CALL,
+        };
         self.call(i, EXECUTION, Some(stop), |asm| {
             asm.set(RCX, i as u32);
-            asm.load_wide(RAX, Mem { base: R9, offset: CALL });
+            asm.load_wide(RAX, Mem { base: R9, offset: function });
         });
     }
 

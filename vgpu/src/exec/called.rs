@@ -16,6 +16,7 @@ impl<W: Hooks> Exec<'_, W> {
     pub(super) fn calls(&mut self) -> Calls {
         Calls {
             call: call::<W> as *const (),
+            poll: poll::<W> as *const (),
             execution: std::ptr::from_mut(self).cast(),
             parameters: self.env.params.as_ptr().cast(),
         }
@@ -24,8 +25,47 @@ impl<W: Hooks> Exec<'_, W> {
     /// Without a compiler no code asks for one.
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     pub(super) fn calls(&mut self) -> Calls {
-        Calls { call: std::ptr::null(), execution: std::ptr::null_mut(), parameters: std::ptr::null() }
+        let null = std::ptr::null();
+        Calls { call: null, poll: null, execution: std::ptr::null_mut(), parameters: null.cast() }
     }
+}
+
+/// A load of compiled code for which [`Access::is_word_of_others`] holds: as [`call`], which it
+/// shortens where few lanes read one region.
+///
+/// [`Access::is_word_of_others`]: crate::ir::Access::is_word_of_others
+///
+/// # Safety
+/// The same conditions as for [`call`].
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[target_feature(enable = "avx2")]
+unsafe extern "sysv64" fn poll<W: Hooks>(
+    execution: *mut (),
+    inst: *const Inst,
+    m: u32,
+    pc: u32,
+    left: i64,
+) -> bool {
+    {
+        // SAFETY: see `call`. Both references end with this block.
+        let (exec, inst) = unsafe { (&mut *execution.cast::<Exec<'_, W>>(), &*inst) };
+        if let Op::Ld(access) = &inst.op
+            && !W::ON
+        {
+            exec.drain();
+            if let Some((first, seen)) = exec.load_words(access, m) {
+                exec.pc = pc;
+                let flow = exec.loaded(access, Some(first), seen);
+                // Neither the running lanes nor others have moved.
+                if flow != Flow::Next {
+                    exec.called = Some(flow);
+                }
+                return flow != Flow::Next;
+            }
+        }
+    }
+    // SAFETY: the caller keeps the conditions.
+    unsafe { call::<W>(execution, inst, m, pc, left) }
 }
 
 /// An instruction of compiled code, by the lanes `m`: see [`Calls::call`]. Compiled code goes on

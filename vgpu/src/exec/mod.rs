@@ -73,7 +73,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// Runs up to `budget` instructions.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
         // Two loops, so that coverage costs nothing when it is off.
         if self.kernel.executed.get().is_some() {
@@ -503,14 +503,14 @@ impl<'a, W: Hooks> Exec<'a, W> {
     /// Takes up the runnable group with the lowest program counter. False if there is none.
     pub(super) fn next_group(&mut self) -> bool {
         // The lowest one that has not given way, or else that has.
-        let mut lowest = [(0, u32::MAX); 2];
+        let (mut best, mut deferred) = ((0, u32::MAX), (0, u32::MAX));
         for (i, g) in self.warp.groups.iter().enumerate() {
-            let (_, pc) = lowest[usize::from(g.deferred)];
-            if g.state == GroupState::Ready && g.pc < pc {
-                lowest[usize::from(g.deferred)] = (i, g.pc);
+            match g.state {
+                GroupState::Ready if !g.deferred && g.pc < best.1 => best = (i, g.pc),
+                GroupState::Ready if g.deferred && g.pc < deferred.1 => deferred = (i, g.pc),
+                _ => {}
             }
         }
-        let [mut best, deferred] = lowest;
         if best.1 == u32::MAX {
             self.warp.groups.iter_mut().for_each(|g| g.deferred = false);
             best = deferred;
@@ -537,6 +537,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     /// With several groups: merges those that stand where the running one stands, and prefers the
     /// lowest one.
+    #[inline(always)]
     fn reconverge(&mut self) {
         let pc = self.pc;
         let mut lower = false;

@@ -34,12 +34,15 @@ pub(crate) enum GroupState {
     },
 }
 
-/// Lanes that run together.
+/// Lanes that run together. Its length is a power of two, so that finding one takes no product. The
+/// mask and the program counter are apart: otherwise both are loaded from an [`Exec`] as a whole,
+/// right after the counter was stored.
 #[derive(Clone, Copy, Debug)]
+#[repr(C, align(32))]
 pub(crate) struct Group {
     pub(crate) mask: u32,
-    pub(crate) pc: u32,
     pub(crate) state: GroupState,
+    pub(crate) pc: u32,
     /// Has given way; runs again when the others have had their turn.
     pub(super) deferred: bool,
     /// Joins no other group before a warp-wide instruction or a block barrier makes it.
@@ -140,36 +143,38 @@ pub(super) struct LongRows {
     pub(super) bytes: u64,
 }
 
-/// State of one warp.
+/// State of one warp. The fields that a turn of a polling warp needs are together, so that they take
+/// few cache lines.
 #[derive(Debug, Default)]
+#[repr(C, align(64))]
 pub(crate) struct Warp {
+    pub(crate) regs: Regs,
+    pub(crate) groups: Vec<Group>,
+    pub(super) polls: Vec<Poll>,
+    pub(super) since_switch: u32,
+    /// The last read of memory returned the same value as before, and nothing was changed since.
+    pub(super) spinning: bool,
+    pub(crate) waits: Waits,
+    /// The place that it polls, for reports.
+    pub(crate) waiting: Option<WaitingFor>,
+    /// The regions used last, latest first, for loads and for stores.
+    pub(super) regions: [[Found; 4]; 2],
     pub(crate) index: u32,
     /// Lanes that have not exited.
     pub(crate) live: u32,
     pub(super) converged: Converged,
-    pub(crate) regs: Regs,
     /// Local memory, lane after lane.
     pub(crate) local: Vec<u64>,
-    pub(crate) groups: Vec<Group>,
-    pub(super) polls: Vec<Poll>,
-    /// The last read of memory returned the same value as before, and nothing was changed since.
-    pub(super) spinning: bool,
     /// Lanes that have read a clock that stands, and are taken to do so again in their wait.
     pub(crate) clock_readers: u32,
     /// The last reading of that clock, and the lanes that have seen it.
     pub(crate) clock_seen: (u64, u32),
-    /// The place that it polls, for reports.
-    pub(crate) waiting: Option<WaitingFor>,
-    pub(crate) waits: Waits,
     pub(crate) trace: RecentSteps,
     /// Empty but under weak memory.
     pub(super) late: Vec<LateLoad>,
     pub(super) products: Products,
     /// How often it has arrived at the barrier of the cluster.
     pub(super) cluster_arrivals: u32,
-    pub(super) since_switch: u32,
-    /// The regions used last, latest first, for loads and for stores.
-    pub(super) regions: [[Found; 4]; 2],
     /// The long rows that it has accessed, by loads and by stores.
     pub(super) rows: [LongRows; 2],
     /// Strong loads that changed nothing. Empty without checks.

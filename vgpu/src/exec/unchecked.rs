@@ -7,7 +7,7 @@ use super::access::{LOADS, LOCAL_TAG, TAG, order_of, read, whole};
 use super::lanes::lanes;
 use super::state::{Exec, Run};
 use crate::check::hooks::Hooks;
-use crate::ir::{Access, Space};
+use crate::ir::{Access, Regs, Space};
 
 /// Numbers of lanes whose strong loads are done one by one.
 pub(super) const FEW: RangeInclusive<u32> = 2..=4;
@@ -16,17 +16,12 @@ impl<W: Hooks> Exec<'_, W> {
     /// A strong load of few lanes. Returns what [`Exec::take_values`] returns.
     #[inline(always)]
     pub(super) fn load_few(&mut self, a: &Access, size: u64, m: u32) -> Run<(Option<(u64, u64)>, u64)> {
-        let order = order_of(a);
-        if a.n == 1 && matches!(a.space, Space::Global | Space::Generic) && !a.signed {
-            let found = match (a.bytes, a.wide) {
-                (4, false) => self.load_few_of_one_region::<false>(a, size, m, order),
-                (8, true) => self.load_few_of_one_region::<true>(a, size, m, order),
-                _ => None,
-            };
-            if let Some((first, seen)) = found {
-                return Ok((Some(first), seen));
-            }
+        if a.is_word_of_others()
+            && let Some((first, seen)) = self.load_words(a, m)
+        {
+            return Ok((Some(first), seen));
         }
+        let order = order_of(a);
         let (mut first, mut seen, mut alike) = (None, 0u64, a.n == 1);
         for i in lanes(m) {
             let at = self.address(&a.addr, i);
@@ -50,40 +45,39 @@ impl<W: Hooks> Exec<'_, W> {
         Ok((first, if alike { first.map_or(0, |(_, v)| v) } else { seen }))
     }
 
-    /// The same for elements of 4 bytes, or of 8, as long as the register. `None`, and nothing has
-    /// happened, where a place is bad or not in the region used last.
+    /// The same for words ([`Access::is_word_of_others`]), or for one lane. `None`, and nothing has
+    /// happened, where there are more lanes, or a place is bad or not in the region used last.
     #[inline(always)]
-    fn load_few_of_one_region<const WIDE: bool>(
-        &mut self,
-        a: &Access,
-        size: u64,
-        m: u32,
-        order: Ordering,
-    ) -> Option<((u64, u64), u64)> {
+    pub(super) fn load_words(&mut self, a: &Access, m: u32) -> Option<((u64, u64), u64)> {
+        if a.wide { self.load_words_of::<8>(a, m) } else { self.load_words_of::<4>(a, m) }
+    }
+
+    #[inline(always)]
+    fn load_words_of<const BYTES: u8>(&mut self, a: &Access, m: u32) -> Option<((u64, u64), u64)> {
+        let (slot, places, bytes) = (a.regs[0] as usize, a.addr.slot as usize, u64::from(BYTES));
         let region = self.warp.regions[LOADS][0];
-        // The register with the addresses may be the one with the values.
-        let mut places = [0; *FEW.end() as usize];
-        for (place, i) in places.iter_mut().zip(lanes(m)) {
-            *place = self.address(&a.addr, i);
-            if *place & (size - 1) != 0 || !region.holds(*place, size) {
+        let at = |regs: &Regs, i: usize| regs.r64[places][i].wrapping_add(a.addr.offset as u64);
+        for (n, i) in lanes(m).enumerate() {
+            let at = at(&self.warp.regs, i);
+            if n == *FEW.end() as usize || at & (bytes - 1) != 0 || !region.holds(at, bytes) {
                 return None;
             }
         }
-        let (mut values, mut seen, mut alike) = ([0; *FEW.end() as usize], 0u64, true);
-        for ((&at, value), i) in places.iter().zip(&mut values).zip(lanes(m)) {
+        let (mut first, mut seen, mut alike) = (None, 0u64, true);
+        for i in lanes(m) {
+            let at = at(&self.warp.regs, i);
             // SAFETY: the region holds the element, which is aligned.
-            *value = unsafe { read(at as *mut u8, if WIDE { 8 } else { 4 }, order) };
-            alike &= at == places[0];
-            seen = seen.rotate_left(7) ^ *value;
-            let slot = a.regs[0] as usize;
-            if WIDE {
-                self.warp.regs.r64[slot][i] = *value;
+            let value = unsafe { read(at as *mut u8, BYTES, Ordering::Acquire) };
+            alike &= first.get_or_insert((at, value)).0 == at;
+            seen = seen.rotate_left(7) ^ value;
+            if BYTES == 8 {
+                self.warp.regs.r64[slot][i] = value;
             } else {
-                self.warp.regs.r32[slot][i] = *value as u32;
+                self.warp.regs.r32[slot][i] = value as u32;
             }
         }
         // See above.
-        Some(((places[0], values[0]), if alike { values[0] } else { seen }))
+        first.map(|(at, value)| ((at, value), if alike { value } else { seen }))
     }
 
     /// A weak load of the lanes `m` from scattered places. False, and nothing has happened, where
