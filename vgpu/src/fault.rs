@@ -617,6 +617,8 @@ pub enum FaultKind {
         /// In shared memory: the last barrier that the lane has passed, of the block or the warp, or its
         /// last test of an mbarrier.
         behind: Option<Box<Party>>,
+        /// In global memory: the kernels' last writes of the nearest words before and after it.
+        near: Vec<Party>,
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
@@ -765,12 +767,13 @@ impl fmt::Display for FaultKind {
             FaultKind::Multicast { message } => write!(f, "{message}"),
             FaultKind::Wgmma { message } => write!(f, "wgmma: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
-            FaultKind::Unwritten { space, label, offset, part, bytes, behind } => {
+            FaultKind::Unwritten { space, label, offset, part, bytes, behind, near } => {
                 let place = Spot { label, offset: *offset, part };
                 write!(f, "read of {bytes} bytes of unwritten {space} memory, at {place}")?;
-                behind
-                    .iter()
-                    .try_for_each(|barrier| write!(f, "\n  behind the last barrier of its lane, a {barrier}"))
+                behind.iter().try_for_each(|barrier| {
+                    write!(f, "\n  behind the last barrier of its lane, a {barrier}")
+                })?;
+                near.iter().try_for_each(|write| write!(f, "\n  near: {write}"))
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(

@@ -769,6 +769,16 @@ impl Memory {
         self.access(&self.snapshot(), addr, bytes, false)
     }
 
+    /// The instruction that has last written the byte at `addr`, and the memory that its block has
+    /// read, with the last writes there: lines for the report of a wrong value. `None` without a
+    /// checker, or where no kernel has written the byte last.
+    #[must_use]
+    pub fn origin(&self, addr: u64) -> Option<String> {
+        let found = self.snapshot().find(addr, 1)?;
+        let world = self.checker()?.world();
+        crate::check::report::origin(&world, found.shadow, addr - found.start)
+    }
+
     /// Copies `bytes` bytes from host memory to device address `dst`.
     ///
     /// # Safety

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::past::{Past, Timeline};
+use super::report;
 use super::reports::Report;
 use super::stores::{Loaded, Stored};
 use super::world::{ACTING, Host, World};
@@ -168,6 +169,13 @@ impl Checker {
     #[must_use]
     pub fn reports(&self) -> Vec<Report> {
         self.world().reports.all().to_vec()
+    }
+
+    /// The strong reads that have found the same value most often in a row, up to `most` instructions,
+    /// and the last writes there: lines for the report of a wait that has expired.
+    #[must_use]
+    pub fn longest_waits(&self, most: usize) -> String {
+        report::longest_waits(&self.world(), most)
     }
 
     /// Has stores counted from here on, for [`Checker::stores`].

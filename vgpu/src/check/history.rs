@@ -101,6 +101,8 @@ pub(crate) struct Sight {
     pub(crate) place: Place,
     /// The tick of its warp.
     pub(crate) tick: u32,
+    /// How many reads in a row have changed nothing, up to this one.
+    pub(crate) repeats: u32,
     at: u64,
 }
 
@@ -157,7 +159,8 @@ impl Sights {
         let kept = &mut self.all[usize::from(at)].sight;
         // A loop that polls reads the same again and again.
         if found.is_some() && kept.by == sight.by {
-            (kept.tick, kept.at) = (sight.tick, sight.at);
+            let repeats = if sight.repeats == 0 { 0 } else { kept.repeats.saturating_add(1) };
+            (kept.tick, kept.at, kept.repeats) = (sight.tick, sight.at, repeats);
         } else {
             *kept = sight;
         }
@@ -296,9 +299,16 @@ impl History {
         current.map(|(_, sights)| sights).or_else(|| self.sights.get(&block))
     }
 
-    /// A lane has read a place at this tick of its warp.
-    pub(crate) fn read(&mut self, (by, pc): (Key, u32), (sem, scope): (Sem, Scope), place: Place, tick: u32) {
-        let new = Sight { by, pc, sem, scope, place, tick, at: self.now };
+    /// A lane has read a place at this tick of its warp. `again`: the same as before, which has changed
+    /// nothing.
+    pub(crate) fn read(
+        &mut self,
+        (by, pc): (Key, u32),
+        (sem, scope): (Sem, Scope),
+        place: Place,
+        (tick, again): (u32, bool),
+    ) {
+        let new = Sight { by, pc, sem, scope, place, tick, repeats: again.into(), at: self.now };
         self.sights_of_reader(clock::block_of(by)).add(new);
     }
 
@@ -393,6 +403,15 @@ impl History {
         current.chain(self.sights.keys().rev().copied())
     }
 
+    /// Reads that have found the same more than once in a row, those of the most repeats first.
+    pub(crate) fn repeated(&self) -> Vec<Sight> {
+        let current = self.current.iter().map(|(_, sights)| sights);
+        let all = current.chain(self.sights.values()).flat_map(Sights::latest_first);
+        let mut repeated: Vec<Sight> = all.filter(|sight| sight.repeats > 0).copied().collect();
+        repeated.sort_by_key(|sight| std::cmp::Reverse(sight.repeats));
+        repeated
+    }
+
     /// The reads by `block` of writes by block `of`, latest first.
     pub(crate) fn steps_to<'a>(
         &'a self,
@@ -476,12 +495,12 @@ mod tests {
         let mut history = History::default();
         let mut flag = Writes::default();
         let strong = (Sem::Acquire, Scope::Gpu);
-        history.read((lane(0), 1), strong, Place::Shared { offset: 8 }, 1);
-        history.read((lane(0), 2), (Sem::Relaxed, Scope::Gpu), global(8), 1);
-        history.read((lane(0), 3), strong, global(16), 1);
+        history.read((lane(0), 1), strong, Place::Shared { offset: 8 }, (1, false));
+        history.read((lane(0), 2), (Sem::Relaxed, Scope::Gpu), global(8), (1, false));
+        history.read((lane(0), 3), strong, global(16), (1, false));
         history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, (true, None));
         for pc in [4, 4, 5] {
-            history.read((lane(0), pc), strong, global(0), 1);
+            history.read((lane(0), pc), strong, global(0), (1, false));
         }
         let writes = |_, place| (place == global(0)).then_some(&flag);
         let block = |b| clock::block_of(lane(b));
@@ -523,7 +542,16 @@ mod tests {
             let most = if at / 200 % 2 == 0 { 8 } else { 48 };
             let (pc, place) = (r.below(3) as u32, global(8 * r.below(most)));
             let by = clock::lane(clock::warp(1, 0, 0), r.below(32) as usize);
-            sights.add(Sight { by, pc, sem: Sem::Acquire, scope: Scope::Gpu, place, tick: 1, at });
+            sights.add(Sight {
+                by,
+                pc,
+                sem: Sem::Acquire,
+                scope: Scope::Gpu,
+                place,
+                tick: 1,
+                repeats: 0,
+                at,
+            });
             list.retain(|(of, there, _)| (*of, *there) != (pc, place));
             list.push_back((pc, place, at));
             if list.len() > MOST_SIGHTS {
@@ -540,7 +568,7 @@ mod tests {
         let strong = (Sem::Acquire, Scope::Gpu);
         history.wrote(&mut flag, (lane(5), 9), (Sem::Release, Scope::Gpu), false, (true, None));
         for (block, pc) in [(0, 1), (1, 2), (0, 3), (2, 4), (0, 5)] {
-            history.read((lane(block), pc), strong, global(0), 1);
+            history.read((lane(block), pc), strong, global(0), (1, false));
         }
         let writes = |_, place| (place == global(0)).then_some(&flag);
         let pcs = |block| -> Vec<u32> {
@@ -557,11 +585,11 @@ mod tests {
         let (mut first, mut second) = (Writes::default(), Writes::default());
         let (release, acquire) = ((Sem::Release, Scope::Gpu), (Sem::Acquire, Scope::Gpu));
         history.wrote(&mut first, (lane(1), 10), release, false, (true, None));
-        history.read((lane(2), 20), acquire, global(0), 1);
+        history.read((lane(2), 20), acquire, global(0), (1, false));
         history.wrote(&mut second, (lane(2), 21), release, false, (true, None));
-        history.read((lane(3), 30), acquire, global(8), 1);
+        history.read((lane(3), 30), acquire, global(8), (1, false));
         // Too late to be part of it.
-        history.read((lane(2), 22), acquire, global(8), 1);
+        history.read((lane(2), 22), acquire, global(8), (1, false));
         let writes = |_, place| match place {
             Place::Global { offset: 0, .. } => Some(&first),
             Place::Global { offset: 8, .. } => Some(&second),

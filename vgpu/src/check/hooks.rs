@@ -691,14 +691,16 @@ impl Hooks for CheckHooks<'_> {
     fn observe_again(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope) {
         let lane = mask.trailing_zeros() as usize % 32;
         let tick = self.block.tick(self.warp);
-        self.world.history.read((self.own(lane), pc), (sem, scope), place, tick);
+        self.world.history.read((self.own(lane), pc), (sem, scope), place, (tick, true));
     }
 
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
         if sem == Sem::Weak || place == Place::Private {
             return;
         }
-        self.observe_again(place, mask, pc, sem, scope);
+        let by = self.own(mask.trailing_zeros() as usize % 32);
+        let tick = self.block.tick(self.warp);
+        self.world.history.read((by, pc), (sem, scope), place, (tick, false));
         let acquire = sem.acquires();
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {

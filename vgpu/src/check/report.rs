@@ -5,7 +5,7 @@ use super::clock::{self, Key};
 use super::cluster::Peers;
 use super::gaps;
 use super::grids::Grids;
-use super::history::{Sight, Step, Strong};
+use super::history::{Sight, Step, Strong, Wait};
 use super::hooks::Place;
 use super::past::CausalPast;
 use super::record::{How, Record, Violation};
@@ -16,6 +16,7 @@ use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
 use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Launch, Party, Race, Side, Trace, TraceStep};
 use crate::ir::{MbarOp, Op, Scope, Sem, WarpOp};
+use crate::memory_error::Spot;
 
 /// The access that was stopped, and the causal past of its lane.
 pub(crate) struct Me<'a> {
@@ -284,8 +285,20 @@ fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -
         of: None,
         verdict,
     };
-    let closed = world.history.closed_by(thread, group).map(|pc| {
+    let closed_by = world.history.closed_by(thread, group);
+    let closed = closed_by.map(|pc| {
         at(format!("commit_group of group {group} of its thread"), pc, "closes the group of this copy".into())
+    });
+    let next = closed_by.map(|pc| next_orders(world, thread, pc)).unwrap_or_default();
+    // Ahead of the last of them a wait would order the copy.
+    let is_enough = |wait: &Wait| {
+        let ahead = next.iter().any(|(_, pc)| wait.pc < *pc) && closed_by.is_some_and(|pc| pc < wait.pc);
+        ahead && wait.group >= group && (wait.landed || !wrote)
+    };
+    let is_waited = world.history.waits_of(thread).any(is_enough);
+    let next = next.into_iter().filter(|_| !is_waited).map(|(what, pc)| {
+        let verdict = "stands behind the copy in the code: no wait for the copy was seen between the two";
+        at(format!("next {what} of its thread"), pc, verdict.into())
     });
     let waits = world.history.waits_of(thread).map(|wait| {
         let read = if wait.landed { "" } else { ".read" };
@@ -296,7 +309,23 @@ fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -
         };
         at(format!("wait_group{read} for the first {} groups of its thread", wait.group), wait.pc, verdict)
     });
-    closed.into_iter().chain(waits).collect()
+    closed.into_iter().chain(waits).chain(next).collect()
+}
+
+/// The next barrier and the next release behind an instruction of an actor, in the order of the code.
+fn next_orders(world: &World, actor: Key, pc: u32) -> Vec<(&'static str, u32)> {
+    let Some(facts) = world.grids.facts(actor) else { return vec![] };
+    let releases = |op: &Op| match op {
+        Op::St(access) => access.sem.releases(),
+        Op::Atom(atomic) => atomic.sem.releases(),
+        _ => false,
+    };
+    let behind = || (0..).zip(&facts.kernel.code).skip(pc as usize + 1);
+    let next_barrier = behind().find(|(_, inst)| barrier(&inst.op).is_some());
+    let next_release = behind().find(|(_, inst)| releases(&inst.op));
+    let [barrier, release] =
+        [("barrier", next_barrier), ("release", next_release)].map(|(what, at)| Some((what, at?.0)));
+    barrier.into_iter().chain(release).collect()
 }
 
 /// The same for a store whose block has ended, as lines behind a message.
@@ -331,6 +360,16 @@ fn barrier(op: &Op) -> Option<(&'static str, &'static str)> {
         Op::Barrier { .. } => Some(("barrier", "orders what came before it in the threads that met")),
         _ => None,
     }
+}
+
+/// An acquire.
+fn acquire(op: &Op) -> Option<(&'static str, &'static str)> {
+    match op {
+        Op::Ld(access) if access.sem.acquires() => (),
+        Op::Atom(atomic) if atomic.sem.acquires() => (),
+        _ => return None,
+    }
+    Some(("last acquire of its lane", "orders the generic proxy alone, unless a fence.proxy.async follows"))
 }
 
 /// A test of an mbarrier.
@@ -407,7 +446,13 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         () if is_proxy || within && !other.how.late => last_step(world, me, barrier),
         () => None,
     };
-    found.extend(last.map(|(what, orders)| Attempt { what, of: None, verdict: orders.into() }));
+    let acquired = is_proxy.then(|| last_step(world, me, acquire)).flatten();
+    let is_new = |what: &Party| found.iter().all(|seen: &Attempt| seen.what.ptx_line != what.ptx_line);
+    let acquired = acquired.filter(|(what, _)| is_new(what));
+    let last = last.into_iter().chain(acquired);
+    found.extend(
+        last.map(|(what, orders)| Attempt { what, of: None, verdict: orders.into() }).collect::<Vec<_>>(),
+    );
     let scopes = gaps::of_scopes(grids, me, other, other_wrote);
     let gaps = match () {
         () if is_proxy => gaps::of_proxy(world, me, other, place),
@@ -453,7 +498,8 @@ pub(crate) fn fault(
         Violation::Unwritten => {
             let last = last_step(world, me, |op| barrier(op).or_else(|| mbarrier_test(op)));
             let behind = last.filter(|_| space == "shared").map(|(at, _)| Box::new(at));
-            FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind }
+            let near = near_writes(world, place, at, me.own);
+            FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind, near }
         }
         Violation::Race { other, wrote: other_wrote } => {
             let grids = &world.grids;
@@ -478,6 +524,110 @@ pub(crate) fn fault(
             }))
         }
     }
+}
+
+/// The kernels' writes of the nearest words before and after an unwritten one of global memory.
+fn near_writes(world: &World, place: Place, at: u64, me: Key) -> Vec<Party> {
+    let Place::Global { shadow, .. } = place else { return vec![] };
+    let Some(memory) = world.shadows.get(shadow as usize) else { return vec![] };
+    let near = memory.written_near(at).into_iter().flatten();
+    near.map(|(there, write)| {
+        let side = if there < at { "before" } else { "after" };
+        let part = world.part(shadow, there);
+        let part = if part.is_empty() { part } else { format!(", {part},") };
+        let access = format!("{} {} bytes {side} it{part}", manner(write.how, true), there.abs_diff(at));
+        party(&world.grids, access, actor_of(&write), write.pc, me)
+    })
+    .collect()
+}
+
+/// A place in memory as reports name it, by the label that its first device has given.
+fn spot(world: &World, shadow: u32, offset: u64) -> String {
+    let origin = world.shadows.get(shadow as usize).and_then(|shadow| shadow.origin.as_ref());
+    let label = origin.map_or("memory", |(_, label)| label);
+    Spot { label, offset, part: &world.part(shadow, offset) }.to_string()
+}
+
+/// The kernel and line of an access.
+fn line_of(world: &World, actor: Key, pc: u32) -> String {
+    let Some(facts) = world.grids.facts(actor) else { return "no kernel".into() };
+    let (ptx_line, _, source) = facts.kernel.origin(pc);
+    let source =
+        source.map_or_else(|| format!("PTX line {ptx_line}"), |(file, line)| format!("{file}:{line}"));
+    format!("kernel '{}' at {source}", facts.kernel.name)
+}
+
+/// Reads that a report of a wrong value lists at the most.
+const MOST_SOURCES: usize = 8;
+
+/// The last write of a byte by a kernel, and the global memory that its block has read, with the last
+/// writes there. The reads of the writer's warp come first, the latest first of all. `None` where no
+/// kernel has written the byte last.
+pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> {
+    let write = world.shadows.get(shadow as usize)?.last_write(offset)?;
+    let by = actor_of(&write);
+    let (block, warp) = (clock::block_of(by), by & !clock::WITHIN_WARP);
+    let mut reads: Vec<(u32, u64, Record, Option<Record>)> = vec![];
+    for (number, memory) in (0..).zip(&world.shadows) {
+        let of_block = memory.last_reads(|actor| clock::block_of(actor) == block);
+        reads.extend(of_block.into_iter().map(|(at, read, write)| (number, at, read, write)));
+    }
+    let is_of_warp = |read: &Record| read.actor & !clock::WITHIN_WARP == warp;
+    reads.sort_by_key(|(_, _, read, _)| (!is_of_warp(read), std::cmp::Reverse(read.tick)));
+    let mut text =
+        format!("written last by a {}", party(&world.grids, manner(write.how, true), by, write.pc, by));
+    let instruction = |record: &Record| {
+        let facts = world.grids.facts(record.actor)?;
+        Some((std::sync::Arc::as_ptr(&facts.kernel) as usize, record.pc))
+    };
+    let mut known = vec![];
+    for (number, at, read, write) in reads {
+        let pair = (instruction(&read), write.as_ref().and_then(instruction));
+        if known.len() == MOST_SOURCES {
+            break;
+        }
+        if known.contains(&pair) {
+            continue;
+        }
+        known.push(pair);
+        let reader = line_of(world, read.actor, read.pc);
+        text += &format!("\n  its block has read {} in {reader}", spot(world, number, at));
+        text += &match write {
+            Some(write) => format!("\n    written last by {}", line_of(world, actor_of(&write), write.pc)),
+            None => "\n    which no kernel has written last".into(),
+        };
+    }
+    Some(text)
+}
+
+/// The strong reads that have found the same value most often in a row, each instruction once, with
+/// the last writes there: waits that have expired are among them.
+pub(crate) fn longest_waits(world: &World, most: usize) -> String {
+    let line = |sight: &Sight| {
+        let facts = world.grids.facts(sight.by)?;
+        Some((std::sync::Arc::as_ptr(&facts.kernel) as usize, sight.pc))
+    };
+    let mut known = vec![];
+    let mut text = String::new();
+    for sight in world.history.repeated() {
+        let Place::Global { shadow, offset } = sight.place else { continue };
+        if known.len() == most {
+            break;
+        }
+        if known.contains(&line(&sight)) {
+            continue;
+        }
+        known.push(line(&sight));
+        let access = format!("{} times the same value: a read", sight.repeats);
+        let read = party(&world.grids, access, sight.by, sight.pc, sight.by);
+        text += &format!("\n  {read}\n   of {}", spot(world, shadow, offset));
+        let write = world.releases.get(shadow, offset).and_then(|releases| releases.writes.last());
+        text += &match write {
+            Some(write) => format!("\n   last written by a {}", writer(&world.grids, write, sight.by)),
+            None => "\n   which no kernel has written by a strong write".into(),
+        };
+    }
+    text
 }
 
 /// A race of the host, or of a copy in a stream of a device.

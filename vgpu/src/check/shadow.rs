@@ -18,6 +18,9 @@ use super::word::{Fine, Histories, History, Id, Noted, Stamp, UNTOUCHED};
 const PAGE: u64 = 4096;
 const WORDS: usize = PAGE as usize / 4;
 
+/// How far a report looks for written words around an unwritten one, in bytes.
+const NEAR: u64 = 1 << 16;
+
 /// Stands for the number of a history where a word is split.
 const SPLIT: Id = Id::MAX;
 
@@ -666,6 +669,53 @@ impl Shadow {
             run.set(histories, new);
             changed = (old, new);
         });
+    }
+
+    /// The history of the byte at `at`, for reports. `None` where nothing has accessed its page.
+    fn history(&self, at: u64) -> Option<&History> {
+        let page = self.pages.get((at / PAGE) as usize)?.as_ref()?;
+        let byte = (at % PAGE) as usize;
+        let id = match page.words[byte / 4] {
+            SPLIT => page.bytes.as_ref()?[byte],
+            id => id,
+        };
+        Some(self.histories.get(id))
+    }
+
+    /// The last write of the byte at `at`, if it was a kernel's.
+    pub(super) fn last_write(&self, at: u64) -> Option<Record> {
+        let write = self.history(at)?.write.at(at, Kind::Write);
+        (write.actor != 0 && !clock::is_timeline(write.actor)).then_some(write)
+    }
+
+    /// The nearest words before and after the one at `at` that kernels have written, with their
+    /// writes, up to [`NEAR`] bytes away.
+    pub(super) fn written_near(&self, at: u64) -> [Option<(u64, Record)>; 2] {
+        let word = at & !3;
+        let find = |at: u64| Some((at, self.last_write(at)?));
+        let distances = || (4..=NEAR).step_by(4);
+        let before = distances().map_while(|distance| word.checked_sub(distance)).find_map(find);
+        [before, distances().map(|distance| word + distance).find_map(find)]
+    }
+
+    /// The last reads of each word by actors that `is_meant` takes, one for each history: the word, the
+    /// read, and the last write by a kernel.
+    pub(super) fn last_reads(&self, is_meant: impl Fn(Key) -> bool) -> Vec<(u64, Record, Option<Record>)> {
+        let mut last = UNTOUCHED;
+        let mut all = vec![];
+        for (number, page) in (0..).zip(&self.pages) {
+            let words = page.iter().flat_map(|page| page.words.iter());
+            for (word, id) in (0..).zip(words) {
+                if *id == last || *id == SPLIT {
+                    continue;
+                }
+                last = *id;
+                let at = number * PAGE + 4 * word;
+                let read = self.histories.get(*id).reads().find(|read| is_meant(read.actor));
+                all.extend(read.map(|read| (at, read.at(at, Kind::Read), self.last_write(at))));
+            }
+        }
+        all
     }
 
     /// Forgets all accesses of a range: it counts as unwritten.

@@ -138,6 +138,11 @@ impl History {
         self.more.as_ref().map_or(&[], |more| &more.readers.all)
     }
 
+    /// The last reads since the last write.
+    pub(super) fn reads(&self) -> impl Iterator<Item = &Record> {
+        std::iter::once(&self.read).chain(self.readers()).filter(|read| read.actor != 0)
+    }
+
     fn read_only(&self) -> &[Record] {
         self.more.as_ref().map_or(&[], |more| &more.read_only)
     }

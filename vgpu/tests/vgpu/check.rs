@@ -320,6 +320,72 @@ fn reads_of_unwritten_memory_are_reported() {
 }
 
 #[test]
+fn the_nearest_writes_around_an_unwritten_word_are_named() {
+    let writer = "st.global.u64 [%rd40+16], %rd40; // before\nst.global.u32 [%rd40+40], %r40; // after";
+    let [writer, reader] = [writer, "ld.global.u64 %rd1, [%rd40+24];"].map(parse);
+    let device = Device::new(0);
+    let run = |module, buf: &Region| finish(&mut [&mut device.start_on(module, buf)], 0);
+    let near = |buf: &Region| match run(&reader, buf).unwrap_err().kind {
+        FaultKind::Unwritten { offset: 24, near, .. } => near,
+        other => panic!("{other}"),
+    };
+    let fresh = device.memory.alloc(64, "fresh").unwrap();
+    fresh.name_parts(|at| Some(format!("word[{}]", at / 8)));
+    run(&writer, &fresh).unwrap();
+    let found = near(&fresh);
+    let found: Vec<_> = found.iter().map(|party| (party.access.as_str(), party.ptx_text.as_str())).collect();
+    let before = ("weak write 4 bytes before it, word[2],", "st.global.u64 [%rd40+16], %rd40; // before");
+    let after = ("weak write 16 bytes after it, word[5],", "st.global.u32 [%rd40+40], %r40; // after");
+    assert_eq!(found, [before, after]);
+    assert_eq!(near(&device.memory.alloc(64, "unused").unwrap()), []);
+}
+
+#[test]
+fn a_wrong_value_names_its_writer_and_what_the_writer_has_read() {
+    let first = "st.global.u64 [%rd40+8], %rd40; // first";
+    let second = "ld.global.u64 %rd1, [%rd40+8]; // reads\nst.global.u64 [%rd40+64], %rd1; // second";
+    let device = Device::new(0);
+    [first, second].map(parse).iter().for_each(|module| device.run(module).unwrap());
+    let origin = |at| device.memory.origin(device.buf.addr() + at);
+    let text = origin(64).unwrap();
+    assert!(
+        text.starts_with("written last by a weak write in kernel 'k'") && text.contains("// second"),
+        "{text}"
+    );
+    let source = "its block has read 'buf' + 0x8 in kernel 'k' at PTX line ";
+    assert!(text.contains(source) && text.contains("written last by kernel 'k' at PTX line "), "{text}");
+    assert!(!origin(8).unwrap().contains("has read"));
+    // The host has written it.
+    assert_eq!(origin(0), None);
+}
+
+#[test]
+fn the_longest_waits_are_named_with_the_last_writes_there() {
+    let waiter = "
+    mov.u32 %r2, 0;
+AGAIN:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+8];
+    ld.relaxed.gpu.global.u32 %r4, [%rd40+16];
+    add.u32 %r2, %r2, 1;
+    setp.lt.u32 %p2, %r2, 50;
+    @%p2 bra AGAIN;
+SHORT:
+    ld.acquire.gpu.global.u32 %r3, [%rd40+24];
+    add.u32 %r2, %r2, 1;
+    setp.lt.u32 %p2, %r2, 60;
+    @%p2 bra SHORT;";
+    let [writer, waiter] = ["st.release.gpu.global.u32 [%rd40+8], 1; // flag", waiter].map(parse);
+    let device = Device::new(0);
+    assert_eq!(device.checker().longest_waits(2), "");
+    [&writer, &waiter].iter().for_each(|module| device.run(module).unwrap());
+    let text = device.checker().longest_waits(2);
+    assert_eq!(text.matches("times the same value: a read").count(), 2, "{text}");
+    assert!(text.contains("ld.acquire.gpu.global.u32 %r3, [%rd40+8];\n   of 'buf' + 0x8"), "{text}");
+    assert!(text.contains("last written by a release of scope .gpu") && text.contains("// flag"), "{text}");
+    assert!(text.contains("[%rd40+16];\n   of 'buf' + 0x10\n   which no kernel has written"), "{text}");
+}
+
+#[test]
 fn renewed_memory_is_garbage_with_no_past() {
     let device = Device::new(0);
     let [reader, writer] = ["ld.global.u64 %rd1, [%rd40];", "st.global.u64 [%rd40], %rd40;"].map(parse);
