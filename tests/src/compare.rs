@@ -5,7 +5,8 @@ use std::fmt::{Debug, Display};
 
 use crate::oracle::{self, InternodePlan, Plan};
 use epoxide::Result;
-use epoxide::driver::Stream;
+use epoxide::driver::{Device, DevicePtr, Stream};
+use epoxide::internal::driver::driver;
 use epoxide::throughput::{DispatchHandle, DispatchLayout};
 use epoxide::{Element, Tensor, TypedTensor};
 
@@ -40,6 +41,12 @@ fn table_by<T: Display + Copy>(
     let at = got.iter().zip(expected).position(|(got, expected)| !same(got, expected))?;
     let (row, column) = (at / columns.max(1), at % columns.max(1));
     Some(format!("{what}, row {row}, column {column}: expected {}, got {}", expected[at], got[at]))
+}
+
+/// Lines about where a wrong value in device memory came from. Empty on a device without checks.
+pub fn origin(device: &Device, at: DevicePtr) -> String {
+    let origin = driver(device).origin(at);
+    origin.map_or_else(String::new, |origin| format!("\n  {origin}"))
 }
 
 /// Compares two values.
@@ -177,7 +184,10 @@ pub fn tensor<T: Element + PartialEq + Display>(
     columns: usize,
     expected: &[T],
 ) -> Result<Difference> {
-    Ok(table(what, columns, &got.to_host::<T>(stream)?, expected))
+    let values = got.to_host::<T>(stream)?;
+    let at = values.iter().zip(expected).position(|(got, want)| got != want).unwrap_or(0);
+    let origin = || origin(stream.device(), got.ptr().add((at * size_of::<T>()) as u64));
+    Ok(table(what, columns, &values, expected).map(|difference| difference + &origin()))
 }
 
 /// Compares received rows byte by byte. `expected_of(source, token)` gives the row of a token. Its

@@ -114,8 +114,8 @@ pub enum Error {
         /// How long it waited.
         waited: Duration,
         /// Other possible causes, each with a separator in front; may be empty. They are a broken
-        /// connection, proxies in a call that does not return, or operations in flight of other
-        /// buffers of this process and device.
+        /// connection, proxies in a call that does not return, operations in flight of other
+        /// buffers of this process and device, or in check mode the kernels' longest waits.
         beside: Box<str>,
     },
     /// Ranks made calls that do not fit together.

@@ -99,6 +99,18 @@ pub trait Driver: Send + Sync + Debug {
         Ok(())
     }
 
+    /// On a device in check mode, lines about the longest waits of kernels, for the report of one that
+    /// has expired ([`epoxide_vgpu::Checker::longest_waits`]). Empty on others.
+    fn longest_waits(&self) -> String {
+        String::new()
+    }
+
+    /// On a device in check mode, lines about where the byte at `ptr` came from, for the report of a
+    /// wrong value ([`epoxide_vgpu::Memory::origin`]).
+    fn origin(&self, _ptr: DevicePtr) -> Option<String> {
+        None
+    }
+
     /// The page-locked memory that host data passes through on its way to and from the device.
     fn staging(&self) -> &Staging;
 

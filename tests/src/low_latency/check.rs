@@ -1,12 +1,13 @@
 //! Results of a dispatch and a combine, compared with the oracle.
 
+use epoxide::driver::DevicePtr;
 use epoxide::low_latency::Received;
 use epoxide::{Result, TypedTensor};
 
 use super::LowLatencyRank;
 use super::case::LowLatencyCase;
 use super::data::{Data, FP8_ERROR, SCALE_ERROR, Scales, numbers, worst_error};
-use crate::compare::Difference;
+use crate::compare::{Difference, origin};
 use crate::oracle::{from_e4m3, low_latency_plan, recv_order};
 
 impl LowLatencyCase {
@@ -68,9 +69,15 @@ impl LowLatencyCase {
         Ok(())
     }
 
-    /// Where sums differ from the oracle.
-    pub(super) fn compare_sums(&self, got: &[f32], data: &Data, rank: u32) -> Difference {
-        let want = data.combined(self, rank).concat();
+    /// Where the sums at `from` differ from the oracle.
+    pub(super) fn compare_sums(
+        &self,
+        got: &[f32],
+        data: &Data,
+        rank: &LowLatencyRank,
+        from: DevicePtr,
+    ) -> Difference {
+        let want = data.combined(self, rank.rank).concat();
         if got.len() != want.len() {
             return Some(format!("combined has {} elements, expected {}", got.len(), want.len()));
         }
@@ -83,8 +90,9 @@ impl LowLatencyCase {
             .map(|at| at - row.start)
             .collect();
         let (count, last) = (differ.len(), differ.last().copied().unwrap_or(column));
+        let origin = origin(rank.device(), from.add(at as u64 * self.combine_dtype.size()));
         Some(format!(
-            "combined[{token}][{column}] = {}, expected {}; {count} columns of the token differ, the last is {last}",
+            "combined[{token}][{column}] = {}, expected {}; {count} columns of the token differ, the last is {last}{origin}",
             got[at], want[at]
         ))
     }

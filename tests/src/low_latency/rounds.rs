@@ -73,11 +73,11 @@ impl RoundTrip for Buffer {
                 received.at(place)?;
                 let received = received.attach(place)?;
                 case.combine_into(&mut rank.buffer, received, inputs, &out, &stream)?;
-                rank.note(case.compare_sums(&sums_of(rank, &out)?, data, rank.rank));
+                rank.note(case.compare_sums(&sums_of(rank, &out)?, data, rank, out.ptr()));
             } else if case.is_answered(index) {
                 let combined = case.combine(&mut rank.buffer, received, inputs, &stream)?;
                 let got = sums_of(rank, &combined.x)?;
-                rank.note(case.compare_sums(&got, data, rank.rank));
+                rank.note(case.compare_sums(&got, data, rank, combined.x.ptr()));
             }
             rank.buffer.check()?;
             for failure in &mut rank.failures[noted..] {
@@ -329,7 +329,8 @@ impl LowLatencyCase {
             // SAFETY: it is the part of the tensor that a round has.
             unsafe { rank.stream.read(&mut got, from)? };
             let got = numbers_of(self.combine_dtype, &got);
-            rank.note(self.compare_sums(&got, data, rank.rank).map(|what| format!("round {index}: {what}")));
+            let difference = self.compare_sums(&got, data, rank, from);
+            rank.note(difference.map(|what| format!("round {index}: {what}")));
         }
         Ok(())
     }

@@ -667,8 +667,10 @@ impl Rank {
                 let at = at / size * size..at / size * size + size;
                 let column = start + at.start / size;
                 let (want, got) = (number(&want[at.clone()]), number(&got[at]));
+                let place = token as u64 * combined.row_stride() + (column * size) as u64;
+                let origin = compare::origin(self.device(), combined.ptr().add(place));
                 return Ok(Some(format!(
-                    "combined_x, token {token}, column {column}: expected {want}, got {got}"
+                    "combined_x, token {token}, column {column}: expected {want}, got {got}{origin}"
                 )));
             }
         }

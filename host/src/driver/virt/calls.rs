@@ -24,6 +24,8 @@ const PAGE: u64 = 4096;
 
 /// How long a thread that polls leaves its processor to the engine's.
 const NAP: Duration = Duration::from_micros(50);
+/// Waits that the report of one that has expired names.
+const LONGEST_WAITS: usize = 4;
 /// Warp instructions that one [`Driver::make_progress`] runs.
 const PROGRESS_SLICE: u64 = 16 * 1024;
 
@@ -94,6 +96,15 @@ impl Driver for VirtualGpu {
             return Ok(());
         }
         self.checked(self.shared.memory.host_reads(memory.ptr.0 + offset, bytes))
+    }
+
+    fn longest_waits(&self) -> String {
+        let checker = self.shared.checker.as_ref();
+        checker.map_or_else(String::new, |checker| checker.longest_waits(LONGEST_WAITS))
+    }
+
+    fn origin(&self, ptr: DevicePtr) -> Option<String> {
+        self.shared.memory.origin(ptr.0)
     }
 
     fn staging(&self) -> &Staging {

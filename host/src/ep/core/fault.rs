@@ -234,7 +234,7 @@ impl Faults {
             needed,
             seen,
             waited: Duration::from_nanos(waited_ns),
-            beside: lock(&self.context).get_or_insert_with(|| self.find_context().into()).clone(),
+            beside: lock(&self.context).get_or_insert_with(|| self.find_causes().into()).clone(),
         })
     }
 
@@ -249,7 +249,18 @@ impl Faults {
         }
     }
 
-    /// Possible causes of an expired wait, for the end of its report. They are failures of the
+    /// Possible causes of an expired wait, for the end of its report: the buffer's context, and on a
+    /// device in check mode the kernels' longest waits.
+    fn find_causes(&self) -> String {
+        let (context, waits) = (self.find_context(), self.device.driver.longest_waits());
+        if waits.is_empty() {
+            context
+        } else {
+            format!("{context}; the longest waits of kernels:{waits}\n  ")
+        }
+    }
+
+    /// The buffer's context in the report of an expired wait. It is made of failures of the
     /// network, and other buffers of this process and device with operations in flight or failed
     /// ones. Empty where there are none.
     fn find_context(&self) -> String {
