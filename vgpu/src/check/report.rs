@@ -575,7 +575,7 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
     let is_of_warp = |read: &Record| read.actor & !clock::WITHIN_WARP == warp;
     reads.sort_by_key(|(_, _, read, _)| (!is_of_warp(read), std::cmp::Reverse(read.tick)));
     let mut text =
-        format!("written last by a {}", party(&world.grids, manner(write.how, true), by, write.pc, by));
+        format!("last written by a {}", party(&world.grids, manner(write.how, true), by, write.pc, by));
     let instruction = |record: &Record| {
         let facts = world.grids.facts(record.actor)?;
         Some((std::sync::Arc::as_ptr(&facts.kernel) as usize, record.pc))
@@ -593,8 +593,8 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
         let reader = line_of(world, read.actor, read.pc);
         text += &format!("\n  its block has read {} in {reader}", spot(world, number, at));
         text += &match write {
-            Some(write) => format!("\n    written last by {}", line_of(world, actor_of(&write), write.pc)),
-            None => "\n    which no kernel has written last".into(),
+            Some(write) => format!("\n    last written by {}", line_of(world, actor_of(&write), write.pc)),
+            None => "\n    last written by no kernel".into(),
         };
     }
     Some(text)

@@ -349,11 +349,11 @@ fn a_wrong_value_names_its_writer_and_what_the_writer_has_read() {
     let origin = |at| device.memory.origin(device.buf.addr() + at);
     let text = origin(64).unwrap();
     assert!(
-        text.starts_with("written last by a weak write in kernel 'k'") && text.contains("// second"),
+        text.starts_with("last written by a weak write in kernel 'k'") && text.contains("// second"),
         "{text}"
     );
     let source = "its block has read 'buf' + 0x8 in kernel 'k' at PTX line ";
-    assert!(text.contains(source) && text.contains("written last by kernel 'k' at PTX line "), "{text}");
+    assert!(text.contains(source) && text.contains("last written by kernel 'k' at PTX line "), "{text}");
     assert!(!origin(8).unwrap().contains("has read"));
     // The host has written it.
     assert_eq!(origin(0), None);
