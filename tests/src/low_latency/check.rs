@@ -107,7 +107,7 @@ pub(super) struct GotScales {
 }
 
 impl GotScales {
-    /// Those of the rows `rows`.
+    /// Reads the scales of the rows `rows`.
     pub(super) fn read(
         rank: &LowLatencyRank,
         scales: Option<&TypedTensor<'_, f32>>,
