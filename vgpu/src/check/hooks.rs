@@ -436,6 +436,14 @@ impl CheckHooks<'_> {
         clock::lane(self.block.key(self.warp), lane)
     }
 
+    /// Keeps a strong read by the first of the lanes `mask` for reports, and whether it found the same
+    /// as before.
+    fn note_read(&mut self, place: Place, mask: u32, (pc, sem, scope): (u32, Sem, Scope), again: bool) {
+        let by = self.own(mask.trailing_zeros() as usize % 32);
+        let tick = self.block.tick(self.warp);
+        self.world.history.read((by, pc), (sem, scope), place, (tick, again));
+    }
+
     /// Drops a violation if only weak memory is simulated: the kernel's results show it then.
     fn unless_only_weak(&self, found: Option<ViolationAt>) -> Option<ViolationAt> {
         found.filter(|_| self.world.config.races)
@@ -689,18 +697,14 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn observe_again(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope) {
-        let lane = mask.trailing_zeros() as usize % 32;
-        let tick = self.block.tick(self.warp);
-        self.world.history.read((self.own(lane), pc), (sem, scope), place, (tick, true));
+        self.note_read(place, mask, (pc, sem, scope), true);
     }
 
     fn observe(&mut self, place: Place, mask: u32, pc: u32, sem: Sem, scope: Scope, older: bool) {
         if sem == Sem::Weak || place == Place::Private {
             return;
         }
-        let by = self.own(mask.trailing_zeros() as usize % 32);
-        let tick = self.block.tick(self.warp);
-        self.world.history.read((by, pc), (sem, scope), place, (tick, false));
+        self.note_read(place, mask, (pc, sem, scope), false);
         let acquire = sem.acquires();
         if self.hidden(place) {
             if acquire && scope == Scope::Sys {

@@ -1,5 +1,7 @@
 //! Findings of check mode as text.
 
+use std::sync::Arc;
+
 use super::block::BlockCheck;
 use super::clock::{self, Key};
 use super::cluster::Peers;
@@ -16,6 +18,7 @@ use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
 use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Launch, Party, Race, Side, Trace, TraceStep};
 use crate::ir::{MbarOp, Op, Scope, Sem, WarpOp};
+use crate::kernel::Kernel;
 use crate::memory_error::Spot;
 
 /// The access that was stopped, and the causal past of its lane.
@@ -323,9 +326,8 @@ fn next_orders(world: &World, actor: Key, pc: u32) -> Vec<(&'static str, u32)> {
     let behind = || (0..).zip(&facts.kernel.code).skip(pc as usize + 1);
     let next_barrier = behind().find(|(_, inst)| barrier(&inst.op).is_some());
     let next_release = behind().find(|(_, inst)| releases(&inst.op));
-    let [barrier, release] =
-        [("barrier", next_barrier), ("release", next_release)].map(|(what, at)| Some((what, at?.0)));
-    barrier.into_iter().chain(release).collect()
+    let found = [("barrier", next_barrier), ("release", next_release)];
+    found.into_iter().filter_map(|(what, at)| Some((what, at?.0))).collect()
 }
 
 /// The same for a store whose block has ended, as lines behind a message.
@@ -450,9 +452,7 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let is_new = |what: &Party| found.iter().all(|seen: &Attempt| seen.what.ptx_line != what.ptx_line);
     let acquired = acquired.filter(|(what, _)| is_new(what));
     let last = last.into_iter().chain(acquired);
-    found.extend(
-        last.map(|(what, orders)| Attempt { what, of: None, verdict: orders.into() }).collect::<Vec<_>>(),
-    );
+    found.extend(last.map(|(what, orders)| Attempt { what, of: None, verdict: orders.into() }));
     let scopes = gaps::of_scopes(grids, me, other, other_wrote);
     let gaps = match () {
         () if is_proxy => gaps::of_proxy(world, me, other, place),
@@ -543,9 +543,8 @@ fn near_writes(world: &World, place: Place, at: u64, me: Key) -> Vec<Party> {
 
 /// A place in memory as reports name it, by the label that its first device has given.
 fn spot(world: &World, shadow: u32, offset: u64) -> String {
-    let origin = world.shadows.get(shadow as usize).and_then(|shadow| shadow.origin.as_ref());
-    let label = origin.map_or("memory", |(_, label)| label);
-    Spot { label, offset, part: &world.part(shadow, offset) }.to_string()
+    let label = world.origin_of(shadow).map_or_else(|| "memory".into(), |(_, label)| label);
+    Spot { label: &label, offset, part: &world.part(shadow, offset) }.to_string()
 }
 
 /// The kernel and line of an access.
@@ -555,6 +554,11 @@ fn line_of(world: &World, actor: Key, pc: u32) -> String {
     let source =
         source.map_or_else(|| format!("PTX line {ptx_line}"), |(file, line)| format!("{file}:{line}"));
     format!("kernel '{}' at {source}", facts.kernel.name)
+}
+
+/// Tells instructions of kernels apart.
+fn instruction(world: &World, actor: Key, pc: u32) -> Option<(*const Kernel, u32)> {
+    Some((Arc::as_ptr(&world.grids.facts(actor)?.kernel), pc))
 }
 
 /// Reads that a report of a wrong value lists at the most.
@@ -576,10 +580,7 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
     reads.sort_by_key(|(_, _, read, _)| (!is_of_warp(read), std::cmp::Reverse(read.tick)));
     let mut text =
         format!("last written by a {}", party(&world.grids, manner(write.how, true), by, write.pc, by));
-    let instruction = |record: &Record| {
-        let facts = world.grids.facts(record.actor)?;
-        Some((std::sync::Arc::as_ptr(&facts.kernel) as usize, record.pc))
-    };
+    let instruction = |record: &Record| instruction(world, record.actor, record.pc);
     let mut known = vec![];
     for (number, at, read, write) in reads {
         let pair = (instruction(&read), write.as_ref().and_then(instruction));
@@ -603,10 +604,6 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
 /// The strong reads that have found the same value most often in a row, each instruction once, with
 /// the last writes there: waits that have expired are among them.
 pub(crate) fn longest_waits(world: &World, most: usize) -> String {
-    let line = |sight: &Sight| {
-        let facts = world.grids.facts(sight.by)?;
-        Some((std::sync::Arc::as_ptr(&facts.kernel) as usize, sight.pc))
-    };
     let mut known = vec![];
     let mut text = String::new();
     for sight in world.history.repeated() {
@@ -614,10 +611,11 @@ pub(crate) fn longest_waits(world: &World, most: usize) -> String {
         if known.len() == most {
             break;
         }
-        if known.contains(&line(&sight)) {
+        let instruction = instruction(world, sight.by, sight.pc);
+        if known.contains(&instruction) {
             continue;
         }
-        known.push(line(&sight));
+        known.push(instruction);
         let access = format!("{} times the same value: a read", sight.repeats);
         let read = party(&world.grids, access, sight.by, sight.pc, sight.by);
         text += &format!("\n  {read}\n   of {}", spot(world, shadow, offset));

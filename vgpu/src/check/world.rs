@@ -258,7 +258,7 @@ impl World {
     }
 
     /// The device that a piece of memory belongs to, and its label there.
-    fn origin_of(&self, shadow: u32) -> Option<(u32, String)> {
+    pub(super) fn origin_of(&self, shadow: u32) -> Option<(u32, String)> {
         let (device, label) = self.shadows.get(shadow as usize)?.origin.as_ref()?;
         Some((self.device_number(*device), label.to_string()))
     }
