@@ -497,32 +497,38 @@ impl<B> Rank<B> {
 
     /// The bytes of some rows. Those that lie next to each other are read at once, and no others.
     pub fn rows_of(&self, tensor: &Tensor, rows: &[usize]) -> Result<Vec<Vec<u8>>> {
-        let (bytes, stride) = (tensor.row_bytes(), tensor.row_stride());
-        let mut all = Vec::with_capacity(rows.len());
-        for run in rows.chunk_by(|row, next| row + 1 == *next && bytes == stride) {
-            let mut got = vec![0; run.len() * bytes as usize];
-            // SAFETY: the rows are the tensor's.
-            unsafe { self.stream.read(&mut got, tensor.ptr().add(run[0] as u64 * stride))? };
-            all.extend(got.chunks(bytes as usize).map(<[u8]>::to_vec));
-        }
-        Ok(all)
+        let bytes = tensor.row_bytes();
+        let all = self.elements_of(tensor.ptr(), (bytes, tensor.row_stride()), rows)?;
+        Ok(all.chunks(bytes as usize).map(<[u8]>::to_vec).collect())
     }
 
     /// Some columns of a tensor of 4-byte elements: by row, the elements in the order of `columns`,
     /// read as [`Rank::rows_of`] reads rows.
     pub fn columns_of(&self, tensor: &Tensor, columns: &[usize]) -> Result<Vec<Vec<[u8; 4]>>> {
         let of_row = |row: u64| {
-            let mut all = Vec::with_capacity(columns.len());
-            for run in columns.chunk_by(|column, next| column + 1 == *next) {
-                let mut got = vec![[0; 4]; run.len()];
-                let at = tensor.ptr().add(row * tensor.row_stride() + run[0] as u64 * 4);
-                // SAFETY: the elements are the tensor's.
-                unsafe { self.stream.read(got.as_flattened_mut(), at)? };
-                all.append(&mut got);
-            }
-            Ok(all)
+            let at = tensor.ptr().add(row * tensor.row_stride());
+            self.elements_of(at, (4, 4), columns).map(|bytes| values_of(&bytes))
         };
         (0..tensor.rows()).map(of_row).collect()
+    }
+
+    /// The bytes of elements of an array at `from`, whose elements have `bytes` bytes and lie `stride`
+    /// apart.
+    fn elements_of(
+        &self,
+        from: DevicePtr,
+        (bytes, stride): (u64, u64),
+        elements: &[usize],
+    ) -> Result<Vec<u8>> {
+        let mut all = vec![0; elements.len() * bytes as usize];
+        let mut left = &mut all[..];
+        for run in elements.chunk_by(|element, next| element + 1 == *next && bytes == stride) {
+            let (got, behind) = left.split_at_mut(run.len() * bytes as usize);
+            // SAFETY: the elements are those of a tensor.
+            unsafe { self.stream.read(got, from.add(run[0] as u64 * stride))? };
+            left = behind;
+        }
+        Ok(all)
     }
 
     /// The bytes of each row.
