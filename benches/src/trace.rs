@@ -184,7 +184,9 @@ fn push_launch(
             marks.sort_unstable();
         }
         let mut from = block.enter;
-        for (to, name) in marks.into_iter().chain([(block.done, names[2])]) {
+        // A block that waits for no rank has no time of knowing them.
+        let marks = marks.into_iter().filter(|(to, _)| *to != 0);
+        for (to, name) in marks.chain([(block.done, names[2])]) {
             push(name, track, from, to);
             from = to;
         }

@@ -108,8 +108,8 @@ mod own {
     pub use super::internode_notify::INTERNODE_NOTIFY_SHARED_BYTES;
     pub use super::low_latency::{
         LOW_LATENCY_INTERNODE_SHARED_BYTES, LOW_LATENCY_MANY_SHARED_BYTES, LOW_LATENCY_SHARED_BYTES,
-        low_latency_by_expert_shared_bytes, low_latency_dispatch_shared_bytes,
-        low_latency_internode_by_expert_shared_bytes,
+        low_latency_by_expert_shared_bytes, low_latency_dispatch_batch_shared_bytes,
+        low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
     };
     pub use super::notify::notify_shared_bytes;
     pub use super::progress::PROGRESS_BYTES;

@@ -101,11 +101,23 @@ layout_assert!(LowLatencyPlace, size = 80, returned_scales at 72);
 /// block do.
 pub const FEW_TOKENS: u32 = 32;
 
-/// A rank with more than `BATCH_TOKENS / num_ranks` tokens lists received rows by the kernels of a
-/// batch.
-pub const BATCH_TOKENS: u32 = 512;
-/// Experts of a token that those kernels look at: one load of four packets.
+/// More tokens of all ranks than this are a batch, if each rank has as many as this one.
+const BATCH_TOKENS: u32 = 512;
+/// More tokens of a rank than this are a batch: they are more than a block each.
+const BATCH_TOKENS_OF_RANK: u32 = 128;
+/// Experts of a token that the kernels of a batch look at: one load of four packets.
 pub const BATCH_TOPK: u32 = 8;
+
+/// Whether a rank with so many tokens dispatches them by the kernels of a batch. Other ranks need not
+/// do the same.
+#[inline(always)]
+pub const fn is_batch(num_tokens: u32, num_ranks: u32) -> bool {
+    num_tokens > BATCH_TOKENS_OF_RANK || num_tokens * num_ranks > BATCH_TOKENS
+}
+
+/// Blocks of a batch's grid for each that lists rows and sends none. Smaller grids have none, and each
+/// of their blocks sends first.
+pub const BLOCKS_FOR_A_LISTER: u32 = 32;
 
 /// Tokens of a dispatch's block whose scales leave together, and which are then published: a scale's
 /// words of so many tokens are a sector of 32 bytes. Words of single tokens took as long as a quarter
@@ -128,10 +140,7 @@ pub const fn sends_scale_packets(num_tokens: u32) -> bool {
 /// block has one token, and rows are not listed by a batch.
 #[inline(always)]
 pub const fn has_scale_packets(max_tokens: u32, num_ranks: u32) -> bool {
-    sends_scale_packets(max_tokens)
-        && max_tokens <= 128
-        && num_ranks <= FEW_RANKS as u32
-        && max_tokens * num_ranks <= BATCH_TOKENS
+    sends_scale_packets(max_tokens) && num_ranks <= FEW_RANKS as u32 && !is_batch(max_tokens, num_ranks)
 }
 
 /// Packets of so many scales of a row.

@@ -188,7 +188,7 @@ pub struct BlockTrace {
     /// The block started.
     pub enter: u64,
     /// Every peer was ready; in notify, every peer's counts had come. In a block that stages rows,
-    /// which does not wait: it began.
+    /// which does not wait: it began. Zero in a block of low latency that only sends.
     pub ready: u64,
     /// The block's share was moved; in notify, its tokens were numbered.
     pub moved: u64,

@@ -1,9 +1,9 @@
-//! Dispatches of so many tokens that rows are listed four to a thread at once: every quantity
-//! against the oracle.
+//! Dispatches of so many tokens that some blocks list rows and send none, where a grid has enough
+//! blocks: every quantity against the oracle.
 
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
-use epoxide_gpu::layout::BATCH_TOKENS;
+use epoxide_gpu::layout::is_batch;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -13,8 +13,8 @@ use crate::shapes::routing;
 /// So many tokens on each rank, and three experts a rank.
 fn on(tokens: &[u32], topk: u32, hidden: u32) -> LowLatencyCase {
     let ranks = tokens.len() as u32;
-    let most = tokens.iter().max().unwrap() * ranks;
-    assert!(most > BATCH_TOKENS, "{most} tokens");
+    let most = *tokens.iter().max().unwrap();
+    assert!(is_batch(most, ranks), "{most} tokens of {ranks} ranks");
     LowLatencyCase {
         sm_count: 4,
         ..LowLatencyCase::new(routing(tokens, topk, 3 * ranks, Style::WithHoles), hidden)
@@ -36,6 +36,24 @@ fn rows_are_listed_in_order() {
 #[test]
 fn rows_that_are_quantised_are_listed() {
     LowLatencyCase { quantise: Quantise::Fp8, ..on(&[260, 300], 4, 128) }.check();
+    LowLatencyCase { quantise: Quantise::Fp8, sm_count: 35, ..on(&[130, 300], 4, 256) }.check();
+}
+
+/// One block that lists, or two: more experts than a block lists at once, more tokens than its
+/// threads, a source whose tokens end within a warp, and a rank with fewer tokens than blocks.
+#[test]
+fn blocks_that_send_nothing_list_rows() {
+    let many_experts = |tokens: &[u32], topk| {
+        let experts = 70 * tokens.len() as u32;
+        let case = LowLatencyCase::new(routing(tokens, topk, experts, Style::WithHoles), 16);
+        LowLatencyCase { sm_count: 66, ..case }
+    };
+    many_experts(&[300, 290], 8).check();
+    many_experts(&[129, 7], 3).check();
+    LowLatencyCase { sm_count: 32, ..on(&[171, 174, 180], 8, 16) }.check();
+    for tokens in tier::pick(vec![], vec![vec![1024, 990], vec![131, 131, 131, 131], vec![140, 0]]) {
+        LowLatencyCase { rounds: 2, places: 2, ..many_experts(&tokens, 8) }.check();
+    }
 }
 
 /// The kernel of many ranks.
@@ -43,6 +61,7 @@ fn rows_that_are_quantised_are_listed() {
 fn rows_of_many_ranks_are_listed() {
     let tokens: Vec<u32> = (0..9).map(|rank| 60 - rank * 5).collect();
     on(&tokens, 6, 16).check();
+    LowLatencyCase { sm_count: 32, ..on(&tokens, 6, 16) }.check();
 }
 
 #[test]
@@ -55,6 +74,13 @@ fn the_checker_finds_nothing() {
                 checker: Some(Checker::new(config)),
                 schedule_seed: Some(seed * 8),
                 ..on(&[270, 250], 3, 8)
+            }
+            .check();
+            LowLatencyCase {
+                checker: Some(Checker::new(config)),
+                schedule_seed: Some(seed * 8 + 1),
+                sm_count: 33,
+                ..on(&[140, 133], 3, 8)
             }
             .check();
         }

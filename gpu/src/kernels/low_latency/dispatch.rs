@@ -54,8 +54,8 @@ few_and_many! {
 }
 
 /// `MX`: whether rows are quantised as [`Quantise::Mxfp8`]. The kernels that quantise otherwise, or
-/// not at all, have no instruction for it. `BATCH`: whether rows are listed as [`batch`] does. `PACKS`:
-/// whether scales travel as [`scale_packets`].
+/// not at all, have no instruction for it. `BATCH`: whether blocks share their work as in [`batch`].
+/// `PACKS`: whether scales travel as [`scale_packets`].
 #[device]
 pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool, const PACKS: bool>(
     args: &LowLatencyDispatchArgs,
@@ -67,10 +67,17 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool, const
     let publishes = publishes_call(&args.common);
     fence_call(fences_dispatch(&args.common, publishes));
     let opening = Opening::<R>::load::<false>(&args.common, tid() == 0);
-    let roles = Roles::together();
-    let (lists, moves) = teams(&args.common, roles);
-    let work = Work::of_warp(&args.common, roles, lists);
+    let roles = if BATCH { Roles::of_batch(&args.common) } else { Roles::together() };
+    let (lists, moves) = if BATCH && roles.are_apart {
+        // Blocks have one of the two.
+        (Team { first: 0, threads: ntid() }, Team { first: 0, threads: ntid() })
+    } else {
+        teams(&args.common, roles)
+    };
+    let work = Work::of_warp::<BATCH>(&args.common, roles, lists);
     let first = TokenAhead::first(args, moves, &work, sends);
+    // Warps of a batch announce one token and move another.
+    let moved_entry = TopkEntry::of(args, work.tokens.first, BATCH && sends && !work.tokens.is_empty());
     if tid() == 0 {
         shared.set_told(opening.told::<false>(&args.common));
     }
@@ -79,12 +86,14 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool, const
         store_call(&args.common, &shared, opened.epoch());
     }
     if sends {
-        send::<R, MX, PACKS>(args, &work, moves, &shared, &opened, first);
+        send::<R, MX, PACKS, BATCH>(args, &work, moves, &shared, &opened, first, moved_entry);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     griddepcontrol_launch_dependents();
     if args.common.phases & phase::RECEIVE != 0 {
-        receive::<R, BATCH, PACKS>(args, lists, &shared, &opened);
+        if let Some(blocks) = roles.receivers() {
+            receive::<R, BATCH, PACKS>(args, lists, blocks, &shared, &opened);
+        }
         finish(comm);
     }
 }
@@ -129,7 +138,7 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
     let opening = Opening::<R>::load::<false>(&args.dispatch.common, tid() == 0);
     let roles = Roles::apart(&args.dispatch.common);
     let (lists, moves) = teams(&args.dispatch.common, roles);
-    let work = Work::of_warp(&args.dispatch.common, roles, lists);
+    let work = Work::of_warp::<false>(&args.dispatch.common, roles, lists);
     let first = TokenAhead::first(&args.dispatch, moves, &work, sends);
     if tid() == 0 {
         shared.set_told(opening.told::<false>(&args.dispatch.common));
@@ -139,7 +148,8 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
         store_call(&args.dispatch.common, &shared, opened.epoch());
     }
     if sends {
-        send::<R, MX, PACKS>(&args.dispatch, &work, moves, &shared, &opened, first);
+        let unused = TopkEntry::of(&args.dispatch, 0, false);
+        send::<R, MX, PACKS, false>(&args.dispatch, &work, moves, &shared, &opened, first, unused);
         trace_by(comm, Phase::Moved, || tid() == moves.first);
     }
     let_next_launch(&args.dispatch.common);
@@ -185,8 +195,18 @@ struct Tokens {
 }
 
 impl Tokens {
+    /// `BATCH`: some blocks have one token more than the others. Otherwise the last one may have
+    /// fewer, and others none.
     #[device]
-    fn of_block(args: &LowLatencyArgs, roles: Roles) -> Tokens {
+    fn of_block<const BATCH: bool>(args: &LowLatencyArgs, roles: Roles) -> Tokens {
+        if BATCH {
+            // SAFETY: a grid has blocks that send.
+            unsafe { core::hint::assert_unchecked(roles.senders >= 1) };
+            let (each, more) = (args.num_tokens / roles.senders, args.num_tokens % roles.senders);
+            let first = ctaid() * each + ctaid().min(more);
+            let end = first + each + (ctaid() < more) as u32;
+            return Tokens { first, end: end.min(args.num_tokens) };
+        }
         let mut each = 1;
         if roles.have_several(args) {
             // SAFETY: where there are tokens, blocks send them.
@@ -242,6 +262,15 @@ impl Roles {
         Roles { senders: args.num_tokens, are_apart: true }
     }
 
+    /// A batch is listed by blocks that send nothing, where a grid has enough blocks.
+    #[device]
+    fn of_batch(args: &LowLatencyArgs) -> Roles {
+        if args.phases != phase::SEND | phase::RECEIVE || batch::listers() == 0 {
+            return Roles::together();
+        }
+        Roles { senders: nctaid() - batch::listers(), are_apart: true }
+    }
+
     /// Whether blocks send more than one token.
     #[device]
     fn have_several(self, args: &LowLatencyArgs) -> bool {
@@ -270,11 +299,19 @@ struct Announced {
 }
 
 impl Announced {
-    /// Those of this warp. Blocks that only receive have one each at most: they are no fewer than
-    /// tokens.
+    /// Those of this warp. Of a batch, blocks announce what they send. Otherwise blocks that only
+    /// receive have one each at most: they are no fewer than tokens.
     #[device]
-    fn of_warp(args: &LowLatencyArgs, roles: Roles, lists: Team<1>, tokens: Tokens) -> Announced {
+    fn of_warp<const BATCH: bool>(
+        args: &LowLatencyArgs,
+        roles: Roles,
+        lists: Team<1>,
+        tokens: Tokens,
+    ) -> Announced {
         let warp = tid() / 32;
+        if BATCH && roles.are_apart {
+            return Announced { first: tokens.first + warp, end: tokens.end, step: ntid() / 32 };
+        }
         if roles.are_apart {
             if let Some(Blocks { number, .. }) = roles.receivers()
                 && warp == 0
@@ -297,9 +334,9 @@ struct Work {
 
 impl Work {
     #[device]
-    fn of_warp(args: &LowLatencyArgs, roles: Roles, lists: Team<1>) -> Work {
-        let tokens = Tokens::of_block(args, roles);
-        Work { roles, tokens, announced: Announced::of_warp(args, roles, lists, tokens) }
+    fn of_warp<const BATCH: bool>(args: &LowLatencyArgs, roles: Roles, lists: Team<1>) -> Work {
+        let tokens = Tokens::of_block::<BATCH>(args, roles);
+        Work { roles, tokens, announced: Announced::of_warp::<BATCH>(args, roles, lists, tokens) }
     }
 }
 
@@ -416,15 +453,17 @@ pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
     if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
-/// Sends the block's tokens. `MX` and `PACKS`: as of [`dispatch`].
+/// Sends the block's tokens. `MX`, `PACKS` and `BATCH`: as of [`dispatch`]. `moved_entry`: of a batch,
+/// the entry of the first token that the block moves.
 #[device]
-unsafe fn send<R: Ranks, const MX: bool, const PACKS: bool>(
+unsafe fn send<R: Ranks, const MX: bool, const PACKS: bool, const BATCH: bool>(
     args: &LowLatencyDispatchArgs,
     work: &Work,
     moves: Team<2>,
     shared: &NodeShared<R>,
     opened: &Opened<R>,
     first: TokenAhead,
+    moved_entry: TopkEntry,
 ) {
     let Work { roles, tokens, announced } = *work;
     let (common, comm) = (&args.common, &args.common.comm);
@@ -452,6 +491,9 @@ unsafe fn send<R: Ranks, const MX: bool, const PACKS: bool>(
         token += announced.step;
         ahead.entry = TopkEntry::of(args, token, token < announced.end);
     }
+    if BATCH && roles.are_apart {
+        ahead.entry = moved_entry;
+    }
     if !moves.has_this_warp() {
         return;
     }
@@ -471,10 +513,16 @@ unsafe fn send<R: Ranks, const MX: bool, const PACKS: bool>(
         {
             scales.set_ranks(unsaid, ranks);
         }
+        let next = token + 1;
+        let load_next = || TokenAhead::of(args, moves, next, next < tokens.end);
+        // A load waits behind the stores in front of it.
+        let loaded = if BATCH { Some(load_next()) } else { None };
         send_row::<R, MX>(args, moves, token, row, ranks, ahead.pair, scales.map(|scales| (scales, unsaid)));
         // On its way while the block waits below.
-        let next = token + 1;
-        ahead = TokenAhead::of(args, moves, next, next < tokens.end);
+        ahead = match loaded {
+            Some(next) => next,
+            None => load_next(),
+        };
         unsaid += 1;
         if unsaid == LOW_LATENCY_TOKENS_AT_ONCE || next >= tokens.end {
             moves.sync();
@@ -711,6 +759,7 @@ fn scale_team(args: &LowLatencyDispatchArgs, lists: Team<1>) -> (Team<2>, bool) 
 unsafe fn receive<R: Ranks, const BATCH: bool, const PACKS: bool>(
     args: &LowLatencyDispatchArgs,
     team: Team<1>,
+    blocks: Blocks,
     shared: &NodeShared<R>,
     opened: &Opened<R>,
 ) {
@@ -729,13 +778,13 @@ unsafe fn receive<R: Ranks, const BATCH: bool, const PACKS: bool>(
         if !have_called {
             return say_given_up::<R>(comm, epoch);
         }
-        if ctaid() == 0 && thread < R::ROOM {
+        if blocks.number == 0 && thread < R::ROOM {
             st_u32(common.tables.num_tokens.array::<u32>().at(thread), shared.tokens.ld(thread));
         }
         if BATCH {
-            batch::list(args, team, shared, epoch);
+            batch::list(args, team, blocks, shared, epoch);
         } else {
-            list(args, team, Blocks::all(), shared, epoch);
+            list(args, team, blocks, shared, epoch);
         }
     } else if PACKS && are_apart && places.has_this_warp() {
         barrier_sync_part::<4>(both);
@@ -752,8 +801,8 @@ unsafe fn receive<R: Ranks, const BATCH: bool, const PACKS: bool>(
     // Each chunk has a thread that waits for it, in the blocks that have the least else to do.
     let chunks = chunks_of(common, common.max_tokens);
     core::hint::assert_unchecked(chunks >= 1);
-    let first = (nctaid() - 1 - ctaid()) * team.threads + thread;
-    stride!(index in first..comm.num_ranks * chunks, nctaid() * team.threads => {
+    let first = (blocks.count - 1 - blocks.number) * team.threads + thread;
+    stride!(index in first..comm.num_ranks * chunks, blocks.count * team.threads => {
         let (source, chunk) = (index / chunks, index % chunks);
         let tokens = shared.tokens.ld(source);
         if chunk < chunks_of(common, tokens) {

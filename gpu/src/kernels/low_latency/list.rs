@@ -37,38 +37,6 @@ pub(super) struct Words {
     pub(super) of_warp: SharedArray<u32, 32>,
 }
 
-/// Stores which of an expert's `found` rows are of which source, by the words of each source. All
-/// threads of the team do it. No function, which would change the instructions of kernels that
-/// exist.
-macro_rules! store_ranges {
-    ($most:ident, $args:ident, $team:ident, ($words:ident, $thread:ident, $num_ranks:ident),
-     $expert:ident, $found:ident) => {{
-        $team.sync();
-        if $thread < $num_ranks {
-            let mut begin = 0;
-            if $most > FEW_RANKS {
-                stride!(source in 0..$thread => {
-                    begin += ld_shared_u32($words.of_source + source * 4);
-                });
-            } else {
-                unroll!(8, SOURCE => {
-                    let count = ld_shared_u32($words.of_source + SOURCE as u32 * 4);
-                    begin += if (SOURCE as u32) < $thread { count } else { 0 };
-                });
-            }
-            let count = ld_shared_u32($words.of_source + $thread * 4);
-            let ranges = $args.tables.layout_range.array::<u64>();
-            st_u64(ranges.at($expert * $num_ranks + $thread), (begin as u64) << 32 | count as u64);
-        }
-        if $thread == 0 {
-            $args.tables.expert_counts.array::<u32>().st($expert, $found);
-        }
-        // The words are the next expert's.
-        $team.sync();
-    }};
-}
-pub(super) use store_ranges;
-
 /// Lists the rows of a local expert, by source rank, then by token. All threads of the team call
 /// it. `total`: tokens of all sources; `look` returns the token of a number, by source, then by
 /// token; `weight` returns the bits of the weight of an entry of the expert. `RANKS`: the most ranks
@@ -115,7 +83,28 @@ pub(super) unsafe fn list_rows<const RANKS: usize, const BARRIER: u32>(
         (first, found) = (first + team.threads, found + all);
         team.sync();
     }
-    store_ranges!(RANKS, args, team, (words, thread, num_ranks), expert, found);
+    team.sync();
+    if thread < num_ranks {
+        let mut begin = 0;
+        if RANKS > FEW_RANKS {
+            stride!(source in 0..thread => {
+                begin += ld_shared_u32(words.of_source + source * 4);
+            });
+        } else {
+            unroll!(8, SOURCE => {
+                let count = ld_shared_u32(words.of_source + SOURCE as u32 * 4);
+                begin += if (SOURCE as u32) < thread { count } else { 0 };
+            });
+        }
+        let count = ld_shared_u32(words.of_source + thread * 4);
+        let ranges = args.tables.layout_range.array::<u64>();
+        st_u64(ranges.at(expert * num_ranks + thread), (begin as u64) << 32 | count as u64);
+    }
+    if thread == 0 {
+        args.tables.expert_counts.array::<u32>().st(expert, found);
+    }
+    // The words are the next expert's.
+    team.sync();
 }
 
 /// The same of [`FEW_TOKENS`](crate::layout::FEW_TOKENS) tokens at most: a warp's lanes have one

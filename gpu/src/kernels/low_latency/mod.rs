@@ -146,6 +146,12 @@ fn dispatch_shared_bytes<R: Ranks>(args: &LowLatencyDispatchArgs) -> u32 {
     NodeShared::<R>::BYTES + LOW_LATENCY_TOKENS_AT_ONCE * 4 * (Scales::<R>::MASK_WORDS + args.row_scales())
 }
 
+/// The same of a dispatch of many tokens: behind the rest, the counts of its lists.
+pub fn low_latency_dispatch_batch_shared_bytes(args: &LowLatencyDispatchArgs) -> u32 {
+    let room = if args.common.comm.num_ranks > FEW_RANKS as u32 { Many::ROOM } else { Few::ROOM };
+    low_latency_dispatch_shared_bytes(args) + batch::words_bytes(room)
+}
+
 /// Shared memory of a dispatch within a node that brings rows by expert, in bytes: behind the rest,
 /// the words of its counts and places.
 pub fn low_latency_by_expert_shared_bytes(args: &LowLatencyExpertDispatchArgs) -> u32 {

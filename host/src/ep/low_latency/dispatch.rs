@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
-    LowLatencyExpertRows, MX_BLOCK, SCALE_BLOCK, row_stride,
+    BLOCKS_FOR_A_LISTER, DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs,
+    LowLatencyExpertDispatchArgs, LowLatencyExpertRows, MX_BLOCK, SCALE_BLOCK, is_batch, row_stride,
 };
 
 use super::Buffer;
@@ -415,17 +415,16 @@ impl Buffer {
         Ok((operation, received))
     }
 
-    /// Blocks of the first half. The links of more than two ranks are full with fewer blocks, each
-    /// of which then waits for its stores once for two tokens: 128 tokens between four ranks leave
-    /// 4 to 6 us earlier.
+    /// Blocks of the first half, and those of a batch that list rows meanwhile. The links of more
+    /// than two ranks are full with fewer blocks, each of which then waits for its stores once for
+    /// two tokens: 128 tokens between four ranks leave 4 to 6 us earlier.
     fn dispatch_blocks(&self, num_tokens: u32) -> u32 {
         const TOKENS_OF_BLOCKS_WITH_ONE: u32 = 64;
-        let links_are_full = self.core.topology().nodes == 1 && self.num_ranks() > 2;
-        if links_are_full && num_tokens > TOKENS_OF_BLOCKS_WITH_ONE {
-            num_tokens.div_ceil(2)
-        } else {
-            num_tokens
-        }
+        let (is_one_node, num_ranks) = (self.core.topology().nodes == 1, self.num_ranks());
+        let links_are_full = is_one_node && num_ranks > 2 && num_tokens > TOKENS_OF_BLOCKS_WITH_ONE;
+        let senders = if links_are_full { num_tokens.div_ceil(2) } else { num_tokens };
+        let has_listers = is_one_node && is_batch(num_tokens, num_ranks);
+        if has_listers { senders + senders / (BLOCKS_FOR_A_LISTER - 1) } else { senders }
     }
 
     /// Blocks of the second half, which list the rows of experts. Across nodes they also copy rows

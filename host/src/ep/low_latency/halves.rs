@@ -16,13 +16,13 @@ use epoxide_gpu::kernels::{
     LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
     LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
     LowLatencyWait, LowLatencyWaitMany, low_latency_by_expert_shared_bytes,
-    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
+    low_latency_dispatch_batch_shared_bytes, low_latency_dispatch_shared_bytes,
+    low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    BATCH_TOKENS, BATCH_TOPK, DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs,
-    LowLatencyExpertDispatchArgs, LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs,
-    LowLatencyInternodeExpertDispatchArgs, LowLatencyMessages, LowLatencyWaitArgs, Quantise,
-    has_scale_packets, phase,
+    BATCH_TOPK, DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
+    LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
+    LowLatencyMessages, LowLatencyWaitArgs, Quantise, has_scale_packets, is_batch, phase,
 };
 
 use super::results::Room;
@@ -402,18 +402,20 @@ impl Buffer {
                 return stream.call(dispatch, grid, THREADS, shared, LowLatencyInternodeDispatch::call(args));
             }
             let shared = low_latency_dispatch_shared_bytes(&args);
-            let tokens = args.common.num_tokens * args.common.comm.num_ranks;
-            let is_batch = tokens > BATCH_TOKENS && args.common.num_topk <= BATCH_TOPK;
+            let is_batch = is_batch(args.common.num_tokens, args.common.comm.num_ranks)
+                && args.common.num_topk <= BATCH_TOPK;
             match (is_many, is_mxfp8) {
                 (false, false) if Self::packs_scales(&args) => {
                     let call = LowLatencyDispatchScalePackets::call(args);
                     stream.call(packed_dispatch, grid, THREADS, shared, call)
                 }
                 (false, false) if is_batch => {
+                    let shared = low_latency_dispatch_batch_shared_bytes(&args);
                     let call = LowLatencyDispatchBatch::call(args);
                     stream.call(batch_dispatch, grid, THREADS, shared, call)
                 }
                 (true, false) if is_batch => {
+                    let shared = low_latency_dispatch_batch_shared_bytes(&args);
                     let call = LowLatencyDispatchManyBatch::call(args);
                     stream.call(batch_dispatch, grid, THREADS, shared, call)
                 }
