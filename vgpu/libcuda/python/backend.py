@@ -1,7 +1,8 @@
 """Builds the wheel: the module of this folder with the shared library in it.
 
 The library is called through ctypes, so one wheel is for all versions of Python 3. Nothing but
-Python and cargo is needed: `pip wheel .`, or `pip install .`.
+Python and cargo is needed: `pip wheel .`, or `pip install .`. A library that is built already is
+taken with `pip wheel --config-settings library=FILE .`.
 """
 
 import base64
@@ -37,9 +38,11 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     tag = f"py3-none-{platform}"
     info = f"{NAME}-{version}.dist-info"
+    built = (config_settings or {}).get("library")
+    library = pathlib.Path(built) if built else _library()
     files = {
         f"{NAME}/__init__.py": (HERE / NAME / "__init__.py").read_bytes(),
-        f"{NAME}/{LIBRARY}": _library().read_bytes(),
+        f"{NAME}/{LIBRARY}": library.read_bytes(),
         f"{info}/METADATA": (
             f"Metadata-Version: 2.1\nName: epoxide-vgpu\nVersion: {version}\nSummary: Runs PTX on the CPU, with checks\n"
             "License: MIT OR Apache-2.0\nRequires-Python: >=3.8\n"
