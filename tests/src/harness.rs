@@ -20,7 +20,7 @@ use epoxide::{DType, Element, ExpertId, ExpertMap, StreamOrder, Tensor, TypedTen
 use epoxide::{Error, Result};
 use rand::Rng;
 
-use crate::compare::Difference;
+use crate::compare::{Difference, origin};
 use crate::payload::{bytes_of, rng_of, values_of};
 use crate::roundtrip::RoundTrip;
 
@@ -425,9 +425,31 @@ impl<B> Rank<B> {
     /// Notes a failed check unless `got` and `want` are equal; of slices, the first element that
     /// differs.
     pub fn equal<T: PartialEq + Debug>(&mut self, what: &str, got: &[T], want: &[T]) {
+        self.equal_from(what, None, got, want);
+    }
+
+    /// The same of an array whose elements lie at `from`, without gaps. A rank's first difference has
+    /// the origin of the wrong value.
+    pub fn equal_at<T: PartialEq + Debug>(&mut self, what: &str, from: DevicePtr, got: &[T], want: &[T]) {
+        self.equal_from(what, Some(from), got, want);
+    }
+
+    fn equal_from<T: PartialEq + Debug>(
+        &mut self,
+        what: &str,
+        from: Option<DevicePtr>,
+        got: &[T],
+        want: &[T],
+    ) {
         let differs = got.iter().zip(want).position(|(got, want)| got != want);
         let note = match differs {
-            Some(at) => format!("[{at}] = {:?}, expected {:?}", Short(&got[at]), Short(&want[at])),
+            Some(at) => {
+                // The search looks through all memory.
+                let from = from.filter(|_| self.failures.is_empty());
+                let origin = from.map(|from| origin(self.device(), from.add((at * size_of::<T>()) as u64)));
+                let (got, want, origin) = (Short(&got[at]), Short(&want[at]), origin.unwrap_or_default());
+                format!("[{at}] = {got:?}, expected {want:?}{origin}")
+            }
             None if got.len() != want.len() => {
                 format!(" has {} elements, expected {}", got.len(), want.len())
             }

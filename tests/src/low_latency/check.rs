@@ -2,7 +2,7 @@
 
 use epoxide::driver::DevicePtr;
 use epoxide::low_latency::Received;
-use epoxide::{Result, TypedTensor};
+use epoxide::{Result, Tensor, TypedTensor};
 
 use super::LowLatencyRank;
 use super::case::LowLatencyCase;
@@ -32,20 +32,25 @@ impl LowLatencyCase {
         let num_tokens = received.num_tokens.values(&stream)?;
         let mut want: Vec<i32> = (0..ranks).map(|source| routing.num_tokens(source) as i32).collect();
         want.resize(num_tokens.len(), 0);
-        rank.equal("num_tokens", &num_tokens, &want);
+        rank.equal_at("num_tokens", received.num_tokens.ptr(), &num_tokens, &want);
         let want: Vec<i32> = plan.expert_rows.iter().map(|rows| rows.len() as i32).collect();
-        rank.equal("expert_counts", &received.expert_counts.values(&stream)?[..want.len()], &want);
+        let counts = &received.expert_counts;
+        rank.equal_at("expert_counts", counts.ptr(), &counts.values(&stream)?[..want.len()], &want);
         let (of_expert, info) = (received.expert_rows.values(&stream)?, received.src_info.values(&stream)?);
         let range = |&(count, begin): &(u32, u32)| i64::from(begin) << 32 | i64::from(count);
         let want: Vec<i64> = plan.layout_range.iter().flatten().map(range).collect();
-        rank.equal("layout_range", &received.layout_range.values(&stream)?[..want.len()], &want);
+        let ranges = &received.layout_range;
+        rank.equal_at("layout_range", ranges.ptr(), &ranges.values(&stream)?[..want.len()], &want);
         for (expert, list) in plan.expert_rows.iter().enumerate() {
             let part = expert * rows as usize..expert * rows as usize + list.len();
+            let at = |tensor: &Tensor| tensor.ptr().add(part.start as u64 * 4);
             let want: Vec<i32> =
                 list.iter().map(|&(source, token)| (source * max_tokens + token) as i32).collect();
-            rank.equal(&format!("expert_rows[{expert}]"), &of_expert[part.clone()], &want);
+            let (of_expert, at_rows) = (&of_expert[part.clone()], at(&received.expert_rows));
+            rank.equal_at(&format!("expert_rows[{expert}]"), at_rows, of_expert, &want);
             let want: Vec<i32> = list.iter().map(|&(_, token)| token as i32).collect();
-            rank.equal(&format!("src_info[{expert}]"), &info[part], &want);
+            let (info, at_info) = (&info[part.clone()], at(&received.src_info));
+            rank.equal_at(&format!("src_info[{expert}]"), at_info, info, &want);
         }
         // Rows that were not sent have unspecified contents, and a checker would report a read of
         // them.
@@ -58,7 +63,8 @@ impl LowLatencyCase {
             let of = format!("token {token} of rank {source}");
             let x = &data.x[source as usize][token as usize];
             let (bytes, scales) = self.as_it_travels(x);
-            rank.check(got[index] == bytes, format!("row of {of} differs"));
+            let at = received.x.ptr().add(rows[index] as u64 * received.x.row_stride());
+            rank.equal_at(&format!("row of {of}, byte "), at, &got[index], &bytes);
             got_scales.check(rank, index, &scales, &of);
             let Scales::F32(scales) = scales else { continue };
             let values = bytes.iter().enumerate().map(|(at, &byte)| from_e4m3(byte) * scales[at / 128]);

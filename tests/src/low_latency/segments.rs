@@ -37,12 +37,17 @@ impl LowLatencyCase {
         let got = received.by_expert.as_ref().expect("they were asked for");
         let plan = by_expert(&self.routing, rank.rank, segments.alignment);
         let stream = rank.stream.clone();
-        rank.equal("counts by expert", &got.experts.counts().values(&stream)?, &plan.counts);
-        rank.equal("starts", &got.experts.starts().values(&stream)?, &plan.starts);
-        rank.equal("psum", &got.experts.psum().values(&stream)?, &plan.psum);
+        let tables = [
+            ("counts by expert", got.experts.counts(), &plan.counts),
+            ("starts", got.experts.starts(), &plan.starts),
+            ("psum", got.experts.psum(), &plan.psum),
+        ];
+        for (what, table, want) in tables {
+            rank.equal_at(what, table.ptr(), &table.values(&stream)?, want);
+        }
         let src_idx = got.recv_src_idx.values(&stream)?;
         let want: Vec<i32> = plan.rows.iter().map(|of| of.map_or(-1, |(_, token, _)| token as i32)).collect();
-        rank.equal("recv_src_idx", &src_idx[..want.len()], &want);
+        rank.equal_at("recv_src_idx", got.recv_src_idx.ptr(), &src_idx[..want.len()], &want);
         let entries = got.recv_src_entry.values(&stream)?;
         let weights = got.recv_topk_weights.values(&stream)?;
         let given = inputs.given();
@@ -67,7 +72,8 @@ impl LowLatencyCase {
             let weight = data.weights[source as usize][token as usize][k as usize];
             rank.check(weights[row].to_bits() == weight.to_bits(), format!("weight of {what}"));
             let (bytes, want) = self.as_it_travels(&data.x[source as usize][token as usize]);
-            rank.check(got == bytes, format!("{what} differs"));
+            let at = x.ptr().add(row as u64 * x.row_stride());
+            rank.equal_at(&format!("{what}, byte "), at, &got, &bytes);
             got_scales.check(rank, index, &want, &what);
         }
         Ok(())

@@ -172,7 +172,8 @@ impl Checker {
     }
 
     /// The strong reads that have found the same value most often in a row, up to `most` instructions,
-    /// and the last writes there: lines for the report of a wait that has expired.
+    /// and the last writes there; and the latest atomics, up to twice as many: lines for the report of a
+    /// wait that has expired.
     #[must_use]
     pub fn longest_waits(&self, most: usize) -> String {
         report::longest_waits(&self.world(), most)

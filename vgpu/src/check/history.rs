@@ -39,7 +39,8 @@ pub(crate) struct Strong {
     pub(crate) releases: bool,
     /// The last fence of its thread before it.
     pub(crate) fence: Option<FenceSite>,
-    at: u64,
+    /// The number of this write among all of the history.
+    pub(crate) at: u64,
 }
 
 /// A fence's instruction, and its scope.

@@ -107,6 +107,13 @@ impl ReleaseMap {
         &mut chunk[at].1
     }
 
+    /// All locations, with their piece of memory and offset, in no order.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (u32, u64, &Releases)> {
+        self.0.iter().flat_map(|(&(memory, chunk), locations)| {
+            locations.iter().map(move |(at, of)| (memory, chunk * CHUNK + u64::from(*at), of))
+        })
+    }
+
     /// A piece of memory is gone.
     pub(crate) fn forget(&mut self, memory: u32) {
         self.0.retain(|(of, _), _| *of != memory);

@@ -11,7 +11,7 @@ use super::history::{Sight, Step, Strong, Wait};
 use super::hooks::Place;
 use super::past::CausalPast;
 use super::record::{How, Record, Violation};
-use super::releases::OWN;
+use super::releases::{OWN, Releases};
 use super::reports::Class;
 use super::world::World;
 use crate::exec::cluster::offset_of;
@@ -602,7 +602,8 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
 }
 
 /// The strong reads that have found the same value most often in a row, each instruction once, with
-/// the last writes there: waits that have expired are among them.
+/// the last writes there: waits that have expired are among them. Behind them the latest atomics, each
+/// instruction once: the last part of a count often publishes what is awaited.
 pub(crate) fn longest_waits(world: &World, most: usize) -> String {
     let mut known = vec![];
     let mut text = String::new();
@@ -624,6 +625,25 @@ pub(crate) fn longest_waits(world: &World, most: usize) -> String {
             Some(write) => format!("\n   last written by a {}", writer(&world.grids, write, sight.by)),
             None => "\n   which no kernel has written by a strong write".into(),
         };
+    }
+    if text.is_empty() {
+        return text;
+    }
+    let last_of = |(shadow, offset, of): (u32, u64, &Releases)| Some((shadow, offset, *of.writes.last()?));
+    let mut atomics: Vec<_> = world.releases.all().filter_map(last_of).filter(|last| last.2.rmw).collect();
+    atomics.sort_unstable_by_key(|(.., last)| std::cmp::Reverse(last.at));
+    let mut counted = vec![];
+    for (shadow, offset, last) in atomics {
+        let instruction = instruction(world, last.by, last.pc);
+        if counted.len() == 2 * most {
+            break;
+        }
+        if counted.contains(&instruction) {
+            continue;
+        }
+        counted.push(instruction);
+        let (line, spot) = (line_of(world, last.by, last.pc), spot(world, shadow, offset));
+        text += &format!("\n  one of the latest atomics, which may count parts: {line}\n   of {spot}");
     }
     text
 }

@@ -374,7 +374,9 @@ SHORT:
     add.u32 %r2, %r2, 1;
     setp.lt.u32 %p2, %r2, 60;
     @%p2 bra SHORT;";
-    let [writer, waiter] = ["st.release.gpu.global.u32 [%rd40+8], 1; // flag", waiter].map(parse);
+    let writer = "st.release.gpu.global.u32 [%rd40+8], 1; // flag
+    atom.global.add.u32 %r3, [%rd40+32], 1; // count";
+    let [writer, waiter] = [writer, waiter].map(parse);
     let device = Device::new(0);
     assert_eq!(device.checker().longest_waits(2), "");
     [&writer, &waiter].iter().for_each(|module| device.run(module).unwrap());
@@ -383,6 +385,8 @@ SHORT:
     assert!(text.contains("ld.acquire.gpu.global.u32 %r3, [%rd40+8];\n   of 'buf' + 0x8"), "{text}");
     assert!(text.contains("last written by a release of scope .gpu") && text.contains("// flag"), "{text}");
     assert!(text.contains("[%rd40+16];\n   of 'buf' + 0x10\n   which no kernel has written"), "{text}");
+    assert_eq!(text.matches("one of the latest atomics").count(), 1, "{text}");
+    assert!(text.ends_with("kernel 'k' at PTX line 17\n   of 'buf' + 0x20"), "{text}");
 }
 
 #[test]
