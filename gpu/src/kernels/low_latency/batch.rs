@@ -7,8 +7,8 @@
 //!
 //! A sending block announces the ids of all its tokens ahead of its first row, a token to a warp.
 //!
-//! These are kernels of their own: fewer tokens gain nothing, since they leave before lists are
-//! needed.
+//! These are kernels of their own: in place of the others, they would make a pair of 128 tokens
+//! 0.6 us longer.
 //!
 //! Soundness: as in `dispatch.rs`; the table's rows have the same places as there. A word of shared
 //! memory that counts a warp's rows has that warp's lane as its only writer. Counts of sources are

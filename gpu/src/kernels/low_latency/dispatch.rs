@@ -69,7 +69,7 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool, const
     let opening = Opening::<R>::load::<false>(&args.common, tid() == 0);
     let roles = if BATCH { Roles::of_batch(&args.common) } else { Roles::together() };
     let (lists, moves) = if BATCH && roles.are_apart {
-        // Blocks have one of the two.
+        // A block has one of the two.
         (Team { first: 0, threads: ntid() }, Team { first: 0, threads: ntid() })
     } else {
         teams(&args.common, roles)
