@@ -26,7 +26,8 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// memory of a peer. Its rows have one piece or several, with scales, with sizes that differ
 /// between ranks, and are replayed. Some fill the rings of all warps more than once. Low latency
 /// runs with few tokens, whose rows go as packets, and with more tokens than a block has threads.
-/// The latter has more experts than a rank has blocks. 34 blocks have one that lists rows. Across nodes its rows have several warps.
+/// The latter has more experts than a rank has blocks. 34 blocks have one that lists rows. Across
+/// nodes its rows have several warps.
 const WORKLOADS: [&str; 23] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
