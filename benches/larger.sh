@@ -74,6 +74,7 @@ if [[ $virtual ]]; then
     device=(--device virtual) large=(--tokens 2 --hidden 128 --experts 8 --topk 2) small=("${large[@]}")
     iters=2 most_iters=2 few_iters=2 trips=3 replays=2 repeat=2 all_sms=4,8 some_sms=4 nccl_tokens=1..2 puts=4
     random=(--tokens 4 --hidden 128 --experts 8 --topk 2 --num-sms 4) few=("${random[@]:0:8}")
+    batch=("${few[@]}")
     tools=() ll_sizes=("${large[@]}")
 else
     shape=(--hidden 7168 --topk 8 --experts 256)
@@ -81,6 +82,7 @@ else
     iters=100 most_iters=200 few_iters=20 trips=100000 replays=20000 repeat=9 nccl_tokens=1..8192 puts=64
     all_sms=4,8,12,16,24,32,48,64,132 some_sms=24,4
     random=(--tokens 32 --hidden 512 --experts 16 --topk 4 --num-sms 24) few=(--tokens 64 --hidden 512 --experts 16 --topk 4)
+    batch=(--tokens 300 --hidden 128 --experts 64 --topk 8)
     tools=(memcheck racecheck synccheck initcheck)
 fi
 half=$((gpus / 2))
@@ -157,10 +159,12 @@ test_program() {
 all_runs() {
     local type way tool
 
-    # Low latency: both types of rows there and back.
+    # Low latency: both types of rows there and back; rows that are summed already, in the pool and not.
     for type in fp8 bf16; do
         bench ll-$type 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type
+        bench ll-in-pool-$type 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --dtype $type --combine-rows in-pool
     done
+    bench ll-by-row 120 "${ll[@]}" "${ll_sizes[@]}" --iters "$iters" --combine-rows by-row
     # High throughput: cached, uncached, in the pool, of a tensor. On eight GPUs with all numbers of multiprocessors.
     local sms=$some_sms
     ((gpus == 8)) && sms=$all_sms
@@ -227,8 +231,9 @@ all_runs() {
     done
     trips direct-trips 200 3 "${two_nodes[@]}" --transport direct --keep-nodes "${random[@]}" --random --iterations "$trips"
     trips ll-direct-trips 300 4 "${ll_nodes[@]}" --keep-nodes "${few[@]}" --random --iterations "$trips"
-    trips neighbour 120 5 "${one_node[@]}" "${random[@]}" --random --iterations $(((trips + 9) / 10)) --neighbour
-    trips ll-neighbour 120 6 "${ll[@]}" "${few[@]}" --random --iterations $(((trips + 9) / 10)) --neighbour
+    trips neighbour 300 5 "${one_node[@]}" "${random[@]}" --random --iterations "$trips" --neighbour=10000
+    trips ll-neighbour 400 6 "${ll[@]}" "${few[@]}" --random --iterations "$trips" --neighbour=10000
+    trips ll-batch-neighbour 120 10 "${ll[@]}" "${batch[@]}" --random --iterations $(((trips + 49) / 50)) --neighbour=10000
     trips replays 120 7 "${one_node[@]}" "${random[@]}" --graph-replays "$replays"
     trips ll-replays 120 8 "${ll[@]}" "${few[@]}" --graph-replays "$replays"
     for way in shm tcp; do
