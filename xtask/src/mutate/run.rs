@@ -117,8 +117,8 @@ pub struct FaultOutcome {
     pub report: String,
 }
 
-/// Place that a report names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Place that a report names, the nearest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Nearness {
     /// A line at most [`NEAR`] from the fault, as one of the accesses, or as what was to order
     /// them.
@@ -179,8 +179,8 @@ impl Runner {
         Ok(workloads)
     }
 
-    /// Runs a faulty kernel on every workload that executes it, until something reports it. `None`
-    /// when none does.
+    /// Runs a faulty kernel on every workload that executes it, until a report names the fault, and
+    /// returns the nearest report. `None` when no workload executes it.
     pub fn fault(
         &self,
         fault: &Fault,
@@ -195,6 +195,7 @@ impl Runner {
         }
         let file = self.directory.join(format!("faulty-{worker}.ptx"));
         workspace::write(&file, super::text::with_lines(text, &fault.edits))?;
+        let mut nearest: Option<FaultOutcome> = None;
         for &seed in self.seeds() {
             for workload in &workloads {
                 let name = format!("faulty-{worker}");
@@ -204,18 +205,17 @@ impl Runner {
                         Runs::RoundTrips { .. } => format!("{} --seed {seed}", workload.arguments),
                         Runs::Program(_) => workload.arguments.clone(),
                     };
-                    return Ok(Some(outcome(fault, by, run, &ended.output)));
+                    let found = outcome(fault, by, run, &ended.output);
+                    if nearest.as_ref().is_none_or(|before| found.nearness < before.nearness) {
+                        nearest = Some(found);
+                    }
+                    if nearest.as_ref().is_some_and(|found| found.nearness.names_fault()) {
+                        return Ok(nearest);
+                    }
                 }
             }
         }
-        let none = FaultOutcome {
-            found_by: None,
-            nearness: Nearness::Elsewhere,
-            lines: Vec::new(),
-            workload: String::new(),
-            report: String::new(),
-        };
-        Ok(Some(none))
+        Ok(Some(nearest.unwrap_or_else(FaultOutcome::survived)))
     }
 
     fn workload(
@@ -401,6 +401,11 @@ fn named_lines(text: &str) -> Vec<Place> {
 }
 
 impl Nearness {
+    /// Whether a report names the fault: its line, or what stands around it.
+    fn names_fault(self) -> bool {
+        self <= Nearness::Between
+    }
+
     fn name(self) -> &'static str {
         match self {
             Nearness::Line => "line",
@@ -413,6 +418,17 @@ impl Nearness {
 }
 
 impl FaultOutcome {
+    /// The outcome of a fault that no check has reported.
+    fn survived() -> Self {
+        Self {
+            found_by: None,
+            nearness: Nearness::Elsewhere,
+            lines: Vec::new(),
+            workload: String::new(),
+            report: String::new(),
+        }
+    }
+
     /// The outcome as it is kept in a file.
     pub fn to_json(&self) -> Value {
         let lines: Vec<String> = self.lines.iter().map(|(file, line)| format!("{file}:{line}")).collect();
@@ -518,6 +534,34 @@ mod tests {
         assert_eq!(of(vec![(1, "b".to_owned())], 1), Some(Some("wrong result".to_owned())));
         assert_eq!(of(vec![], 1), Some(None));
         assert_eq!(of(vec![], 2), None, "the program does not come by there");
+    }
+
+    #[test]
+    fn the_nearest_report_of_all_runs_counts() {
+        let directory = tempfile::tempdir().unwrap();
+        let count = directory.path().join("count");
+        // The first run passes, the second fails without a line, the third names it.
+        let script = format!(
+            "echo >>{0}; case $(wc -l <{0}) in 1) exit 0;; 2) exit 1;; 3) echo gpu/src/kernels/k.rs:41; exit 1;; esac",
+            count.display()
+        );
+        let runner = Runner {
+            what: Runs::Program(["sh", "-c", &script].map(str::to_owned).to_vec()),
+            directory: directory.path().to_owned(),
+            limit: Duration::from_secs(20),
+        };
+        workspace::write(&directory.path().join("sound.ptx"), "a\n").unwrap();
+        let workload = || Workload { arguments: "sh".to_owned(), executed: HashSet::from([1]) };
+        let fault = Fault { through: vec![1], ..fault() };
+        let nearness_of = |runs: usize| {
+            let _ = std::fs::remove_file(&count);
+            let workloads: Vec<_> = (0..runs).map(|_| workload()).collect();
+            let outcome = runner.fault(&fault, "a\n", &workloads, 0).unwrap().unwrap();
+            (outcome.found_by.is_some(), outcome.nearness, workspace::read(&count).unwrap().len())
+        };
+        assert_eq!(nearness_of(1), (false, Nearness::Elsewhere, 1));
+        assert_eq!(nearness_of(2), (true, Nearness::Elsewhere, 2));
+        assert_eq!(nearness_of(5), (true, Nearness::Line, 3), "no run follows a report that names the fault");
     }
 
     #[test]
