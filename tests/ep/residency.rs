@@ -5,17 +5,19 @@
 //! kernel holds all but two multiprocessors there, from the second round on: the driver loads
 //! kernels and allocates memory in the first, and may wait for all running kernels then.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use epoxide::driver::virt::VirtConfig;
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
 use epoxide::driver::{Device, Stream};
 use epoxide::group::ProcessGroup;
+use epoxide::internal::Tuning;
 use epoxide::internal::driver::Hooks;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide::{low_latency, throughput};
-use epoxide_testing::harness::{PATIENCE, num_ranks, on_gpus, open_device, run_ranks, try_run_ranks};
+use epoxide_testing::harness::{PATIENCE, Setup, num_ranks, on_gpus, open_device, run_ranks, try_run_ranks};
 use epoxide_testing::neighbour::Holder;
 use half::bf16;
 
@@ -227,4 +229,41 @@ fn low_latency_needs_all_blocks_of_an_operation_otherwise() {
     }
     let failure = try_run_ranks(4, |rank, group| low_latency_rounds(rank, &group, None, |options| options));
     assert!(matches!(failure.unwrap_err().error, Error::PeerTimeout { .. }));
+}
+
+/// A warp's first tokens are fixed, as many as fill its ring. The blocks that run first send all
+/// others: where one block runs at a time, the last one sends nothing but what is fixed.
+#[test]
+fn blocks_that_run_first_send_the_tokens_of_others() {
+    if on_gpus() {
+        return;
+    }
+    // Four blocks with one warp that sends, and two rows in its ring.
+    let tuning = Tuning { dispatch_warps: 1, dispatch_stages: 2, ..Tuning::default() };
+    let mut setup = Setup::new(2, 2, TOKENS as u32, 2 * HIDDEN).tuning(tuning);
+    let checker = Checker::new(CheckConfig::default());
+    checker.count_loads();
+    setup.device.checker = Some(checker.clone());
+    setup.device.hooks.max_blocks_resident = Some(1);
+    setup.run(|rank| {
+        let (x, topk_idx) = inputs(rank.rank, 2, &rank.stream)?;
+        let order = StreamOrder::on(&rank.stream);
+        let layout = rank.buffer.get_dispatch_layout(&topk_idx, 2, order)?;
+        let mut place = rank.buffer.place(0)?;
+        let _received =
+            rank.buffer.dispatch(&mut place, throughput::DispatchRequest::new(&x, &layout), order)?;
+        rank.synchronize()?;
+        // All memory still exists.
+        rank.group.barrier(PATIENCE)?;
+        if rank.rank == 0 {
+            let mut loaded = checker.loads();
+            loaded.retain(|it| it.by == 0 && it.kernel == "dispatch" && it.part == "send_row");
+            let loads: BTreeMap<u32, u64> = loaded.iter().map(|it| (it.block, it.loads)).collect();
+            let fixed = loads[&3];
+            // Eight lanes load the rows of a token; each block sends the metadata of as many tokens.
+            let others = 8 * (TOKENS - 4 * 2);
+            assert_eq!(loads, BTreeMap::from([(0, fixed + others), (1, fixed), (2, fixed), (3, fixed)]));
+        }
+        rank.group.barrier(PATIENCE)
+    });
 }

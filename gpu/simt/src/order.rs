@@ -82,6 +82,25 @@ device_fns! {
         r
     }
 
+    /// The same where `active`, else `otherwise`, with no branch; only a use of the value waits for
+    /// it. `@active atom.relaxed.gpu.global.add.u64 r, [p], v;`
+    ///
+    /// # Safety
+    /// Where `active`, `p` is a live, writable global address, 8-byte aligned.
+    pub unsafe fn atom_relaxed_gpu_add_u64_if(active: bool, p: u64, v: u64, otherwise: u64) -> u64 {
+        let r: u64;
+        // SAFETY: the caller vouches for `p`.
+        unsafe {
+            asm!(
+                "{{ .reg .pred q; setp.ne.u32 q, {a}, 0; mov.b64 {r}, {o}; \
+                 @q atom.relaxed.gpu.global.add.u64 {r}, [{p}], {v}; }}",
+                r = out(reg64) r, a = in(reg32) active as u32, p = in(reg64) p, v = in(reg64) v,
+                o = in(reg64) otherwise, options(nostack)
+            )
+        };
+        r
+    }
+
     /// Swaps in `new` where the value is `expected`; returns the old value.
     /// `atom.acq_rel.gpu.global.cas.b32 r, [p], expected, new;`
     ///

@@ -231,8 +231,11 @@ mod tests {
     fn a_launch_has_room_for_the_rings_of_its_warps() {
         let mut args = DispatchArgs::zeroed();
         (args.row_bytes, args.piece_bytes, args.stage_bytes, args.stages) = (256, 256, 256, 3);
-        (args.local_experts, args.metadata_warps) = (1, 2);
+        (args.local_experts, args.metadata_warps, args.fixed_tokens) = (1, 2, 3);
         let call = super::Dispatch::call(args).unwrap();
+        // A ring is full before a warp has its first claim.
+        let too_few = DispatchArgs { fixed_tokens: 2, ..args };
+        assert!(super::Dispatch::call(too_few).is_err());
         let bytes = |warps| ring_bytes(warps, 3, 256) + super::JOINED_BYTES;
         assert!(call.shape_of(5, 128, bytes(2)).is_ok());
         assert_eq!(call.shape_of(5, 128, bytes(2) - 1).unwrap_err().clause, "shared = ..");

@@ -31,6 +31,12 @@ impl Turn {
         Turn { slot: 0, parity: 0 }
     }
 
+    /// The buffer of the turn before.
+    #[device]
+    pub fn slot_before(&self, ring: &Ring) -> u32 {
+        (if self.slot == 0 { ring.count } else { self.slot }) - 1
+    }
+
     /// Goes on to the next buffer.
     #[device]
     pub fn advance(&mut self, ring: &Ring) {

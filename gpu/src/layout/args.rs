@@ -7,8 +7,8 @@ use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::experts::ExpertTable;
 use super::limits::{
-    FEW_RANKS, MAX_CHANNELS, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_SLOT_BYTES, MAX_TOPK, MAX_WAITED_SLOT_BYTES,
-    bulk_scale_bytes,
+    FEW_RANKS, MAX_CHANNELS, MAX_FIXED_TOKENS, MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_SLOT_BYTES, MAX_TOPK,
+    MAX_WAITED_SLOT_BYTES, bulk_scale_bytes,
 };
 use super::pool::Comm;
 use super::wire::{MAX_NODES, MAX_WORLD, Wire, combine_slot_bytes};
@@ -237,12 +237,13 @@ layout_assert!(ExpertPlanArgs, size = 312, reserved at 308);
     self.row_bytes.is_multiple_of(16),
     self.row_bytes >= 16,
     self.stages >= 2,
-    self.stages <= 32,
     self.piece_bytes.is_multiple_of(16),
     self.piece_bytes >= 16,
     self.stage_bytes.is_multiple_of(128),
     self.stage_bytes >= self.piece_bytes + bulk_scale_bytes(self.num_scales),
     self.local_experts >= 1,
+    self.fixed_tokens <= MAX_FIXED_TOKENS,
+    self.stages <= self.fixed_tokens.saturating_mul(self.row_bytes.div_ceil(self.piece_bytes)),
 ))]
 pub struct DispatchArgs {
     /// The peers.
@@ -285,9 +286,13 @@ pub struct DispatchArgs {
     pub metadata_warps: u32,
     /// 1 where ids are i32.
     pub narrow_ids: u32,
+    /// Within one node: a warp's first tokens, which it does not claim. They fill its stages.
+    pub fixed_tokens: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(DispatchArgs, size = 304, narrow_ids at 300);
+layout_assert!(DispatchArgs, size = 312, fixed_tokens at 304);
 
 /// Arguments of `dispatch_by_expert`, `announce_tokens` and `copy_received_rows`.
 #[kernel_args(requires(
@@ -309,7 +314,7 @@ pub struct ExpertDispatchArgs {
     pub reserved: u32,
 }
 
-layout_assert!(ExpertDispatchArgs, size = 320, reserved at 316);
+layout_assert!(ExpertDispatchArgs, size = 328, reserved at 324);
 
 /// Arguments of `stage_combine`.
 #[kernel_args(requires(self.row_bytes.is_multiple_of(16), self.x_stride.is_multiple_of(16)))]
@@ -601,7 +606,7 @@ pub struct InternodeDispatchArgs {
     pub reserved: u32,
 }
 
-layout_assert!(InternodeDispatchArgs, size = 496, reserved at 492);
+layout_assert!(InternodeDispatchArgs, size = 504, reserved at 500);
 
 /// The routing that a dispatch across nodes leaves for combine and cached dispatches: the sender's
 /// and the receiver's side.

@@ -224,9 +224,11 @@ pub struct LocalState {
     pub left_out_high: u32,
     /// Zero.
     pub reserved: u32,
+    /// `epoch << 26 | claims`: so many claims of tokens the warps of a dispatch have made.
+    pub claims: u64,
 }
 
-layout_assert!(LocalState, size = 48, left_out_high at 40);
+layout_assert!(LocalState, size = 56, claims at 48);
 
 /// Offset of [`LocalState::epoch`].
 pub const LOCAL_EPOCH: u64 = 0;
@@ -242,6 +244,10 @@ pub const LOCAL_STARTED: u64 = 24;
 pub const LOCAL_RECORDED: u64 = 32;
 /// Offset of [`LocalState::left_out_high`].
 pub const LOCAL_LEFT_OUT_HIGH: u64 = 40;
+/// Offset of [`LocalState::claims`].
+pub const LOCAL_CLAIMS: u64 = 48;
+/// Where the epoch begins in [`LocalState::claims`]: a rank has fewer tokens and warps than that.
+pub const CLAIMS_SHIFT: u32 = 26;
 /// Where the epoch begins in [`LocalState::started`].
 pub const STARTED_SHIFT: u32 = 16;
 

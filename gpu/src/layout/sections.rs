@@ -101,7 +101,7 @@ pub const PLAN_HEADER: &[Section] = fields!(PlanHeader {
 
 /// The fields of a [`LocalState`].
 pub const LOCAL_STATE: &[Section] =
-    fields!(LocalState { epoch, ticket, abort, left_out, started, recorded, left_out_high });
+    fields!(LocalState { epoch, ticket, abort, left_out, started, recorded, left_out_high, claims });
 
 /// The fields of a [`Status`].
 pub const STATUS: &[Section] = fields!(Status { code, peer, epoch, needed, seen, waited_ns, call });

@@ -1,90 +1,25 @@
 //! Dispatch of rows by expert within a node: warps claim tokens, and send each token's row to every
 //! other rank once, and to each of its places in the own pool.
 //!
-//! Warps claim tokens from a counter of the rank, so that a block with more copies to make sends
-//! fewer rows. Stores limit a multiprocessor, and with a fixed part of the tokens the block with the
-//! most rows by chance is the last one. The counter has the epoch above the number of claims, and
-//! the first claim of an operation starts it. Its word is the first record of the own rank, which
-//! sends itself no records.
+//! No token is fixed: a block with more copies to make sends fewer rows. Stores limit a
+//! multiprocessor, and with fixed tokens the block with the most rows by chance is the last one.
 //!
-//! Soundness: each token has one claim, so one warp sends its rows and its record. Claims order
-//! nothing. A warp that sends waits for no other rank behind the ready words, so all tokens are sent
-//! as soon as one block runs. A record is sent when the row's stores to other ranks have landed for
-//! the thread that sends it. Its scales leave by ordinary stores of all lanes in front of the record: a
-//! barrier of the warp orders them before the release. A stage is loaded again once the stores from
-//! it have read it, and the lanes that read its scales have met.
+//! Soundness: each token has one claim, so one warp sends its rows and its record. A warp that sends
+//! waits for no other rank behind the ready words, so all tokens are sent as soon as one block runs.
+//! A record is sent when the row's stores to other ranks have landed for the thread that sends it.
+//! Its scales leave by ordinary stores of all lanes in front of the record: a barrier of the warp
+//! orders them before the release. A stage is loaded again once the stores from it have read it, and
+//! the lanes that read its scales have met.
 
+use super::claims::{Claims, Piece};
 use super::copies::{self, Copies, copy_rings_behind};
 use super::metadata::{Entries, tokens_at_once};
-use super::rows::{Tail, copy_scales, load_stage, scale_place, store_scales};
-use crate::kernels::epoch::{
-    Phase, ReadyEntry, current_epoch, leave, pool_at, tell_ready, trace, wait_ranks_ready,
-};
+use super::rows::{copy_scales, load_piece, scale_place, store_scales};
+use crate::kernels::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, wait_ranks_ready};
 use crate::kernels::list::Destination;
 use crate::kernels::ring::{Ring, Turn, block_range};
-use crate::layout::{DispatchArgs, Wait, bulk_scale_bytes, ring_bytes, row_stride};
+use crate::layout::{DispatchArgs, MAX_FIXED_TOKENS, Wait, bulk_scale_bytes, ring_bytes, row_stride};
 use crate::simt::*;
-
-/// Where the epoch begins in the counter of claims: a rank has fewer tokens and warps than that.
-pub const CLAIMS_SHIFT: u32 = 26;
-
-/// The tokens that a warp has claimed.
-struct Claims {
-    /// Address of the counter.
-    counter: u64,
-    /// Lane l: the token of the last claim whose number is l modulo 32.
-    tokens: u32,
-    /// Number of claims.
-    made: u32,
-}
-
-impl Claims {
-    /// Claims the first `count` tokens of a warp. The whole warp calls it.
-    ///
-    /// # Safety
-    /// The counter is live. `count` is less than 32.
-    #[device]
-    unsafe fn first(counter: u64, epoch: u64, count: u32) -> Claims {
-        let mut first = 0;
-        if laneid() == 0 && count != 0 {
-            // The first claim of the operation starts the counter: its epoch is the largest.
-            red_relaxed_gpu_max_u64(counter, epoch << CLAIMS_SHIFT);
-            first = atom_relaxed_gpu_add_u64(counter, count as u64) as u32 & ((1 << CLAIMS_SHIFT) - 1);
-        }
-        let first = shfl_u32(first, 0);
-        // Later claims, by other lanes, come behind the start of the counter.
-        syncwarp();
-        Claims { counter, tokens: first + laneid(), made: count }
-    }
-
-    /// Claims one more token.
-    ///
-    /// # Safety
-    /// The whole warp calls it.
-    #[device]
-    unsafe fn one_more(&mut self) {
-        if laneid() == self.made & 31 {
-            self.tokens = atom_relaxed_gpu_add_u64(self.counter, 1) as u32 & ((1 << CLAIMS_SHIFT) - 1);
-        }
-        self.made += 1;
-    }
-
-    /// The token of claim `nth`, one of the last 32; no token of the rank where none was left. The
-    /// whole warp calls it.
-    #[device]
-    unsafe fn token(&self, nth: u32) -> u32 {
-        shfl_u32(self.tokens, nth & 31)
-    }
-}
-
-/// A place in the sequence of pieces of a warp's tokens.
-#[derive(Clone, Copy)]
-struct Piece {
-    /// The claim.
-    nth: u32,
-    token: u32,
-    offset: u32,
-}
 
 /// Body of `dispatch_by_expert`.
 ///
@@ -110,19 +45,19 @@ pub unsafe fn send_rows(args: &DispatchArgs, copies: &Copies) {
     // Few tokens are claimed one at a time, by no more warps of a block than its share has tokens.
     let sends = planned & (warp < warps) & (warp * nctaid() < end);
     let pieces = at_least_one(args.row_bytes.div_ceil(at_least_one(args.piece_bytes)));
-    let ahead = args.stages.div_ceil(pieces).min(end / at_least_one(nctaid()) / warps).clamp(1, 30);
+    let ahead =
+        args.stages.div_ceil(pieces).min(end / at_least_one(nctaid()) / warps).clamp(1, MAX_FIXED_TOKENS);
     let ring = Ring::lay_out(args.stages, args.stage_bytes, warps);
     if warp < warps {
         ring.init();
     }
-    let counter = copies.record_at(comm, pool_at::<true>(comm, comm.rank), comm.rank, 0);
-    let mut claims = Claims::first(counter, epoch, if sends { ahead } else { 0 });
+    let mut claims = Claims::at_once(comm, epoch, if sends { ahead } else { 0 });
 
     // Fill the ring while the peers' words are on their way.
     let mut send = Piece { nth: 0, token: if sends { claims.token(0) } else { end }, offset: 0 };
     let (mut load, mut loaded) = (send, 0);
-    while loaded < args.stages && load.nth < claims.made && load.token < end {
-        load_piece(&ring, args, &load, loaded);
+    while loaded < args.stages && load.nth < ahead && load.token < end {
+        load_piece(&ring, args, load.token, load.offset, loaded);
         loaded += 1;
         load.offset += args.piece_bytes;
         if load.offset >= args.row_bytes {
@@ -157,7 +92,7 @@ pub unsafe fn send_rows(args: &DispatchArgs, copies: &Copies) {
             copies.make(args, epoch, copy_rings, warp - warps);
         }
         if send.token < end {
-            claims.one_more();
+            claims.claim(comm, ahead);
         }
         let mut to = Destination { row: -1, rank: 0 };
         let (mut peer, mut is_sent) = (0, false);
@@ -211,11 +146,11 @@ pub unsafe fn send_rows(args: &DispatchArgs, copies: &Copies) {
             if load.token < end && held < args.stages {
                 bulk_wait_read::<2>();
                 syncwarp();
-                load_piece(&ring, args, &load, free);
+                load_piece(&ring, args, load.token, load.offset, free);
                 held += 1;
                 free = if free + 1 < args.stages { free + 1 } else { 0 };
-                if load.offset == 0 && claims.made == load.nth + 1 {
-                    claims.one_more();
+                if load.offset == 0 && load.nth >= ahead {
+                    claims.claim(comm, load.nth + 1);
                 }
                 load.offset += args.piece_bytes;
                 if load.offset >= args.row_bytes {
@@ -241,15 +176,4 @@ pub unsafe fn send_rows(args: &DispatchArgs, copies: &Copies) {
         }
     }
     leave::<true>(comm, epoch, joined, Wait::DispatchDone);
-}
-
-/// Lane 0 starts the load of a piece into a stage that is not read any more.
-///
-/// # Safety
-/// All lanes call it. The piece lies inside `x`, its scales inside `scales`.
-#[device]
-unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Piece, stage: u32) {
-    let row = args.x.row(piece.token, args.row_bytes);
-    let scales = args.scales.row(piece.token, bulk_scale_bytes(args.num_scales));
-    load_stage::<true>(ring, args, stage, row, scales, Tail::NONE, piece.offset);
 }

@@ -7,6 +7,7 @@
 //! the same in all lanes.
 
 mod by_expert;
+mod claims;
 mod copies;
 mod late;
 mod metadata;
@@ -18,9 +19,11 @@ use super::epoch::{
 use super::list::Destination;
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{
-    DispatchArgs, ExpertDispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes, row_stride,
+    CLAIMS_SHIFT, DispatchArgs, ExpertDispatchArgs, SEND_ROW_STRIDE, Wait, bulk_scale_bytes, ring_bytes,
+    row_stride,
 };
 use crate::simt::*;
+use claims::{Claims, Piece};
 use metadata::{Entries, tokens_at_once};
 
 pub use copies::{COPY_STAGES, Copies, Place, copy_rings_behind, is_first_of_rank, wait_two_behind};
@@ -30,17 +33,18 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
 ///
-/// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine
+/// A warp's first tokens are fixed, as many as fill its ring, and the blocks take turns. It claims
+/// all others, so that it sends as many as its multiprocessor can. The warp's copy engine
 /// work is a ring of `stages` buffers: one bulk load reads a row (or a piece of it), then lane r's
 /// bulk store sends it to rank r. So a row is read once, for any number of receiving ranks. A
 /// rank's rows for itself go out through ordinary stores, which leaves the copy engine to the
-/// links. The block's last `metadata_warps` warps send metadata, and the last of all polls for the
-/// peers while the others fill their rings. Shared memory: the rings, then a word for whether the
-/// block has joined.
+/// links. The block's last `metadata_warps` warps send metadata of a contiguous range of tokens, and
+/// the last of all polls for the peers while the others fill their rings. Shared memory: the rings,
+/// then a word for whether the block has joined.
 #[kernel(
     threads = 384, barriers = 2, registers = 168, dependent,
     block >= least_threads(&args), shared = shared_bytes(&args, block),
-    requires(args.num_topk <= 32, args.metadata_warps >= 1)
+    requires(args.num_topk <= 32, args.metadata_warps >= 1, args.num_tokens < 1 << (CLAIMS_SHIFT - 1))
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
     send_rows::<false>(&args);
@@ -50,7 +54,7 @@ pub unsafe fn dispatch(args: DispatchArgs) {
 #[kernel(
     threads = 384, barriers = 2, registers = 168, dependent,
     block >= least_threads(&args), shared = shared_bytes(&args, block),
-    requires(args.num_topk <= 32, args.metadata_warps >= 1)
+    requires(args.num_topk <= 32, args.metadata_warps >= 1, args.num_tokens < 1 << (CLAIMS_SHIFT - 1))
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
     send_rows::<true>(&args);
@@ -67,7 +71,7 @@ pub unsafe fn dispatch_many(args: DispatchArgs) {
         ..DispatchArgs(args.dispatch),
         args.dispatch.num_topk <= 32,
         args.dispatch.metadata_warps >= 1,
-        args.dispatch.num_tokens < 1 << (by_expert::CLAIMS_SHIFT - 1),
+        args.dispatch.num_tokens < 1 << (CLAIMS_SHIFT - 1),
     )
 )]
 pub unsafe fn dispatch_by_expert(args: ExpertDispatchArgs) {
@@ -90,25 +94,35 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
     // With no valid plan, no row moves; the words still do, so that the next operation finds
     // them in step.
     let planned = entry.is_planned();
-    let (begin, end) = block_range(args.num_tokens);
+    let end = args.num_tokens;
+    let (number, senders) = (warp * nctaid() + ctaid(), warps * nctaid());
+    let mut claims = Claims::behind_fixed(number, senders, args.fixed_tokens);
+    let claims_some = claims.are_needed(end);
     // A warp that moves rows finds no entries to send, and one that sends metadata no rows to
     // move.
-    let (each, mut first, mut begin) = (tokens_at_once(args), end, begin + warp);
     let ring = Ring::lay_out(args.stages, args.stage_bytes, warps);
+    let (begin, metadata_end) = block_range(end);
+    let (each, mut first, mut token) = (tokens_at_once(args), metadata_end, end);
     if warp < warps {
         ring.init();
-    } else {
-        if args.with_metadata != 0 {
-            first = begin - warp + (warp - warps) * each;
-        }
-        begin = end;
+        token = if planned { claims.token(0) } else { end };
+    } else if args.with_metadata != 0 {
+        first = begin + (warp - warps) * each;
     }
 
     // Fill the ring while the peers' words are on their way.
-    let mut load = Cursor::new(begin, warps);
-    while planned && load.piece < args.stages && load.token < end {
-        load_piece(&ring, args, &load, load.piece);
-        load.advance(args);
+    let mut send = Piece { nth: 0, token, offset: 0 };
+    let (mut load, mut loaded) = (send, 0);
+    while loaded < args.stages && load.token < end {
+        load_piece(&ring, args, load.token, load.offset, loaded);
+        loaded += 1;
+        load.offset += args.piece_bytes;
+        if load.offset >= args.row_bytes {
+            load = Piece { nth: load.nth + 1, token: claims.token(load.nth + 1), offset: 0 };
+        }
+    }
+    if claims_some && send.token < end {
+        claims.start(comm, epoch, args.fixed_tokens);
     }
 
     // Lane r: the row at rank r; of many ranks, the lane's destination. Read a turn ahead.
@@ -120,8 +134,8 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
         let row = ld_i32_if((lane < SEND_ROW_STRIDE) & planned & (token < end), entry, -1);
         Destination { row, rank: lane }
     };
-    let mut next = rows_of(begin);
-    let mut entries = Entries::<MANY, false>::fetch(args, first, end, planned);
+    let mut next = rows_of(token);
+    let mut entries = Entries::<MANY, false>::fetch(args, first, metadata_end, planned);
     let mut turn = Turn::first();
     let joined = dynamic_shared() + ring_bytes(warps, args.stages, args.stage_bytes);
     let joined = wait_ranks_ready::<MANY>(comm, &entry, epoch, ready, joined, Wait::DispatchReady);
@@ -129,10 +143,10 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
         // The peers have released the rows to this thread that are overwritten now; the copy
         // engine comes behind that too.
         fence_proxy_async_global();
-        while first < end {
+        while first < metadata_end {
             let these = entries;
             first += args.metadata_warps * each;
-            entries = Entries::<MANY, false>::fetch(args, first, end, planned);
+            entries = Entries::<MANY, false>::fetch(args, first, metadata_end, planned);
             these.send(args);
         }
         let mut peer = if MANY { 0 } else { pool_of(comm, lane) };
@@ -140,25 +154,29 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
         // The rank of the lane's row, and the lane that has the own one's.
         let (mut to, mut own_lane) = (lane, comm.rank);
         let mut row = -1;
-        let mut send = Cursor::new(begin, warps);
-        let mut previous = 0;
+        let mut next_token = end;
+        if claims_some && send.token < end {
+            claims.take(comm, args.fixed_tokens);
+        }
         while send.token < end {
             if send.offset == 0 {
                 (row, to) = (next.row, next.rank);
+                next_token = claims.token(send.nth + 1);
                 if MANY {
                     peer = next.pool(comm);
                 }
                 if MANY {
                     own_lane = ballot(row >= 0 && to == comm.rank).trailing_zeros();
                 }
-                next = rows_of(send.token + warps);
+                next = rows_of(next_token);
                 if args.num_scales != 0 && bulk_scale_bytes(args.num_scales) == 0 {
                     let scale_bytes = args.num_scales as u64 * 4;
                     let to = scale_place(args, peer, row);
                     copy_scales(args.scales.row(send.token, scale_bytes), args.num_scales, to);
                 }
             }
-            let (bytes, buffer) = (send.bytes(args), ring.buffer(turn.slot));
+            let bytes = (args.row_bytes - send.offset).min(args.piece_bytes);
+            let buffer = ring.buffer(turn.slot);
             let row_offset = comm.pool.recv_x + send.offset as u64;
             let stride = row_stride(args.row_bytes as u64);
             ring.wait(&turn);
@@ -180,22 +198,32 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
             }
 
             // Refill the stage before this one: its store has had a whole turn to read it.
-            if load.token < end && send.piece >= 1 {
+            if load.offset == 0 {
+                load.token = claims.token(load.nth);
+            }
+            if load.token < end && send.nth | send.offset != 0 {
                 bulk_wait_read::<1>();
                 syncwarp();
-                load_piece(&ring, args, &load, previous);
-                load.advance(args);
+                load_piece(&ring, args, load.token, load.offset, turn.slot_before(&ring));
+                if load.offset == 0 && load.nth >= args.fixed_tokens {
+                    claims.take(comm, load.nth + 1);
+                }
+                load.offset += args.piece_bytes;
+                if load.offset >= args.row_bytes {
+                    (load.nth, load.offset) = (load.nth + 1, 0);
+                }
             }
-            previous = turn.slot;
             turn.advance(&ring);
-            send.advance(args);
+            send.offset += args.piece_bytes;
+            if send.offset >= args.row_bytes {
+                send = Piece { nth: send.nth + 1, token: next_token, offset: 0 };
+            }
         }
         // The stores have landed for this thread, so that the releases in `leave` pass them on:
         // no proxy fence.
         bulk_wait::<0>();
     } else {
         // The loads in flight must land before the block gives its shared memory back.
-        let mut loaded = load.piece;
         while loaded != 0 {
             ring.wait(&turn);
             turn.advance(&ring);

@@ -34,16 +34,16 @@ impl Cursor {
     }
 }
 
-/// Lane 0 starts the load of a piece of x, and of the token's scales with its first, into a stage
-/// that is not read any more.
+/// Lane 0 starts the load of the piece at `offset` of a token's row in x, and of its scales with
+/// the first one, into a stage that is not read any more.
 ///
 /// # Safety
 /// All lanes call it. The piece lies inside `x`, the scales inside `scales`.
 #[device]
-pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, piece: &Cursor, stage: u32) {
-    let row = args.x.row(piece.token, args.row_bytes);
-    let scales = args.scales.row(piece.token, bulk_scale_bytes(args.num_scales));
-    load_stage::<true>(ring, args, stage, row, scales, Tail::NONE, piece.offset);
+pub unsafe fn load_piece(ring: &Ring, args: &DispatchArgs, token: u32, offset: u32, stage: u32) {
+    let row = args.x.row(token, args.row_bytes);
+    let scales = args.scales.row(token, bulk_scale_bytes(args.num_scales));
+    load_stage::<true>(ring, args, stage, row, scales, Tail::NONE, offset);
 }
 
 /// Bytes that are loaded into a stage with the first piece of a row, behind the scales; multiples

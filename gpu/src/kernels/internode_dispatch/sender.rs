@@ -157,7 +157,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
 
     let mut load = Cursor::new(first, workers);
     while load.piece < rows.stages && load.token < end {
-        load_piece(ring, rows, &load, load.piece);
+        load_piece(ring, rows, load.token, load.offset, load.piece);
         load.advance(rows);
     }
     let mut turn = Turn::first();
@@ -265,7 +265,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
         if load.token < end && sent.piece >= 1 {
             bulk_wait_read::<1>();
             syncwarp();
-            load_piece(ring, rows, &load, previous);
+            load_piece(ring, rows, load.token, load.offset, previous);
             load.advance(rows);
         }
         previous = turn.slot;

@@ -802,6 +802,8 @@ impl Buffer {
             first_expert: self.node() * self.ranks_per_node() * local_experts,
             metadata_warps: self.kernels.metadata_warps(metadata.is_some()),
             narrow_ids,
+            fixed_tokens: ring.count.div_ceil(payload.row_bytes.div_ceil(piece_bytes)),
+            reserved: 0,
         };
         (args, ring)
     }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use epoxide_gpu::kernels::MAX_SLOT_BYTES;
+use epoxide_gpu::layout::MAX_FIXED_TOKENS;
 
 use super::config::Config;
 use super::pool::pool_layouts;
@@ -201,7 +202,7 @@ pub struct Tuning {
     pub dispatch_copy_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,
-    /// Most stages per warp in dispatch, at least 2.
+    /// Most stages per warp in dispatch, 2 to 30.
     pub dispatch_stages: u32,
     /// Warps per block in combine, 1 to 16.
     pub combine_warps: u32,
@@ -246,7 +247,7 @@ impl Tuning {
         check("dispatch_metadata_warps", self.dispatch_metadata_warps, 1..=4)?;
         check("dispatch_copy_warps", self.dispatch_copy_warps, 1..=6)?;
         check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
-        check("dispatch_stages", self.dispatch_stages, 2..=32)?;
+        check("dispatch_stages", self.dispatch_stages, 2..=MAX_FIXED_TOKENS)?;
         check("combine_warps", self.combine_warps, 1..=16)?;
         check("combine_slot_bytes", self.combine_slot_bytes, 512..=MAX_SLOT_BYTES)?;
         check("combine_slots", self.combine_slots, 2..=32)?;
