@@ -140,7 +140,7 @@ pub enum Error {
     /// The device context is intact, but the buffer cannot be used any more.
     #[error(
         "operation {epoch} is a {ours} on rank {rank} and a {} on rank {peer}; collective calls must be the same on every rank, in \
-         the same order: make a new buffer",
+         the same order: make a new buffer{beside}",
         printable(theirs)
     )]
     OtherCall {
@@ -154,6 +154,9 @@ pub enum Error {
         ours: String,
         /// The call of the peer.
         theirs: String,
+        /// In check mode the kernels' longest waits, with a separator in front: a kernel that ends
+        /// early looks like another call. Otherwise empty.
+        beside: Box<str>,
     },
     /// A call of this rank failed after peers had begun to depend on it. Their waits for it expire,
     /// and the buffer cannot be used any more.

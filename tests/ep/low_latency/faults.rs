@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
 use epoxide::driver::{Graph, Stream};
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Quantise, Received, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{PATIENCE, run_ranks, sleep};
+use epoxide_testing::harness::{PATIENCE, open_device, run_ranks, sleep};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -364,8 +365,8 @@ fn a_rank_that_is_gone_after_some_rounds() {
 }
 
 /// Rank 1 dispatches where the others combine. `is_first`: it is in its call before they begin
-/// theirs.
-fn make_different_calls(rank: &mut Ones, is_first: bool) -> Result<()> {
+/// theirs. Gives the rank's error.
+fn make_different_calls(rank: &mut Ones, is_first: bool) -> Result<Error> {
     let mut place = rank.buffer.place(0)?;
     let received = rank.dispatch(&mut place)?;
     rank.outcome()?;
@@ -389,18 +390,38 @@ fn make_different_calls(rank: &mut Ones, is_first: bool) -> Result<()> {
         other => panic!("{other}"),
     };
     assert_eq!(named, (rank.rank == 1, rank.rank == 1), "{error}");
-    Ok(())
+    Ok(error)
 }
 
 #[test]
 fn ranks_that_make_different_calls() {
-    run(|rank| make_different_calls(rank, false));
+    run(|rank| make_different_calls(rank, false).map(drop));
 }
 
 /// A block of the others sees the call of rank 1 before the block that publishes their call begins.
 #[test]
 fn a_rank_that_makes_another_call_before_the_others() {
-    run(|rank| make_different_calls(rank, true));
+    run(|rank| make_different_calls(rank, true).map(drop));
+}
+
+/// A kernel that ends early by a fault looks like another call. In check mode the error has the
+/// longest waits, here that of rank 1 for the call of rank 0.
+#[test]
+fn another_call_is_reported_with_the_waits_in_check_mode() {
+    let checker = Checker::new(CheckConfig::default());
+    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+    run_ranks(2, |ordinal, group| {
+        let config = VirtConfig { ordinal, checker: Some(checker.clone()), ..VirtConfig::default() };
+        let options = |options: Options| options.timeout(DEADLINE);
+        let mut rank = Ones::new(open_device(config)?, group.clone(), shape, options, &[0, 1, 1, 0])?;
+        group.barrier(PATIENCE)?;
+        let error = make_different_calls(&mut rank, true)?.to_string();
+        if ordinal == 1 {
+            assert!(error.contains("the longest waits of kernels:"), "{error}");
+            assert!(error.contains("a read in kernel 'low_latency_dispatch'"), "{error}");
+        }
+        group.barrier(PATIENCE)
+    });
 }
 
 /// The combine of `received`, as a graph.

@@ -218,7 +218,8 @@ impl Faults {
         let (operation, word, seen) = match look_up(code).1 {
             RecordKind::OtherCall => {
                 let [ours, theirs] = [needed, seen].map(|word| self.calls.describe(word, epoch));
-                return Err(Error::OtherCall { rank, peer, epoch, ours, theirs });
+                let beside = self.once(Self::longest_waits);
+                return Err(Error::OtherCall { rank, peer, epoch, ours, theirs, beside });
             }
             RecordKind::Late(operation, word) => (operation.unwrap_or(name), word, seen),
             RecordKind::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),
@@ -234,7 +235,7 @@ impl Faults {
             needed,
             seen,
             waited: Duration::from_nanos(waited_ns),
-            beside: lock(&self.context).get_or_insert_with(|| self.find_causes().into()).clone(),
+            beside: self.once(Self::find_causes),
         })
     }
 
@@ -249,15 +250,21 @@ impl Faults {
         }
     }
 
+    /// What is said beside the record, found when the first check finds one: later ones say the same.
+    fn once(&self, find: impl FnOnce(&Self) -> String) -> Box<str> {
+        lock(&self.context).get_or_insert_with(|| find(self).into()).clone()
+    }
+
     /// Possible causes of an expired wait, for the end of its report: the buffer's context, and on a
     /// device in check mode the kernels' longest waits.
     fn find_causes(&self) -> String {
-        let (context, waits) = (self.find_context(), self.device.driver.longest_waits());
-        if waits.is_empty() {
-            context
-        } else {
-            format!("{context}; the longest waits of kernels:{waits}\n  ")
-        }
+        self.find_context() + &self.longest_waits()
+    }
+
+    /// On a device in check mode the kernels' longest waits, with a separator in front.
+    fn longest_waits(&self) -> String {
+        let waits = self.device.driver.longest_waits();
+        if waits.is_empty() { waits } else { format!("; the longest waits of kernels:{waits}\n  ") }
     }
 
     /// The buffer's context in the report of an expired wait. It is made of failures of the
