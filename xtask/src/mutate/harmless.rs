@@ -17,7 +17,7 @@ struct Harmless {
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 27] = [
+const HARMLESS: [Harmless; 29] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
@@ -209,6 +209,22 @@ const HARMLESS: [Harmless; 27] = [
         source: "failed = barrier_any(failed);",
         above: 0,
         why: "the lanes have met at a vote, and part behind it only where a trace is taken, which no round trip does",
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "combine_staged_*",
+        opcode: "bar.warp.sync",
+        source: "let is_sound = !warp_aborted(comm);",
+        above: 1,
+        why: "the lanes have met at a vote, and the barrier of the block takes threads one by one",
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "low_latency_dispatch_*by_expert*",
+        opcode: "bar.warp.sync",
+        source: "barrier_arrive_part::<4>(self.both);",
+        above: 0,
+        why: "`barrier.arrive` takes threads one by one, each behind what it has done",
     },
     Harmless {
         kinds: &[Kind::SystemToDevice],
