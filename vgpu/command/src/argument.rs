@@ -43,7 +43,7 @@ impl Type {
         let known = TYPES.iter().find(|(known, _)| *known == name);
         known.map(|(_, ty)| *ty).ok_or_else(|| {
             let names: Vec<_> = TYPES.iter().map(|(name, _)| *name).collect();
-            anyhow!("'{name}' is no type: there are {}", names.join(", "))
+            anyhow!("'{name}' is no type: there are {}; a buffer is buf:TYPE:COUNT", names.join(", "))
         })
     }
 

@@ -985,7 +985,7 @@ impl BlockCheck {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::check::record::{Accessor, How, Record};
+    use crate::check::record::{Accessor, How, Record, Update};
     use crate::ir::Sem;
 
     /// A block of two warps, in a kernel with fences that lend their order.
@@ -1107,7 +1107,7 @@ mod tests {
         let (mut b, grids) = (block(), Grids::default());
         let place = Place::Shared { offset: 16 };
         let poll = |b: &BlockCheck| b.poll(0, 5, (place, 2, 8), b.shared.stamps(16, 8).unwrap());
-        let how = How::generic(Sem::Relaxed, Scope::Cta, 8, false);
+        let how = How::generic(Sem::Relaxed, Scope::Cta, 8, Update::No);
         let access = |b: &mut BlockCheck, by: Key, tick, bytes, write: bool| {
             let past = CausalPast::default();
             let (actor, lanes) =

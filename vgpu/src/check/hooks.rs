@@ -10,7 +10,7 @@ use super::cluster::Peers;
 use super::grids::Grids;
 use super::history::{Fenced, Wait};
 use super::past::{CausalPast, GLOBAL, PastView, SHARED};
-use super::record::{Accessor, How, ROW_LANES, Record, Row, Violation, ViolationAt, Violations};
+use super::record::{Accessor, How, ROW_LANES, Record, Row, Update, Violation, ViolationAt, Violations};
 use super::releases::{OWN, Release};
 use super::report;
 use super::reports::{Line, Pair};
@@ -890,7 +890,7 @@ impl Hooks for CheckHooks<'_> {
         let warp = self.block.key(self.warp);
         // A copy by `cp.async` is in the generic proxy, behind its lane's accesses before.
         let own = if how.bulk { 0 } else { self.own(lane) };
-        let read = How { strong: None, size: 0, rmw: false, ..how };
+        let read = How { strong: None, size: 0, rmw: Update::No, ..how };
         let (reads, writes) = match completion {
             Completion::Mbarrier(offset) | Completion::Store(offset) => {
                 let actor = self.peers.at(self.block, offset).load_actor(offset_of(offset));

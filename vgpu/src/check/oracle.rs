@@ -4,7 +4,7 @@
 use super::clock::{self, Key, VectorClock};
 use super::grids::Grids;
 use super::past::{CausalPast, PastView};
-use super::record::{Accessor, How, ROW_LANES, Record, Row, Violation, ViolationAt};
+use super::record::{Accessor, How, ROW_LANES, Record, Row, Update, Violation, ViolationAt};
 use super::shadow::{NOT_KEPT, Shadow};
 use crate::exec::lanes::lanes;
 use crate::ir::{Scope, Sem};
@@ -231,7 +231,7 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
                     let width = if apart { 1 + rng.below(2) } else { size };
                     let at = at + width * rng.below(size / width);
                     let sem = if strong { Sem::Relaxed } else { Sem::Weak };
-                    let how = How::generic(sem, Scope::Sys, size as u8, false);
+                    let how = How::generic(sem, Scope::Sys, size as u8, Update::No);
                     let record = Record::of(warp_key, ticks[warp], step, how);
                     let lone = clock::lane(warp_key, first);
                     let (record, own) = match (count, write) {
@@ -297,7 +297,7 @@ fn settled_rows_have_no_older_values() {
             let (first, size) = (rng.below(32) as usize, 4 << rng.below(3));
             let count = 1 + rng.below((32 - first as u64).min(BYTES / size));
             let at = START + size * rng.below((BYTES - size * count) / size + 1);
-            let how = How::generic(Sem::Weak, Scope::Sys, size as u8, false);
+            let how = How::generic(Sem::Weak, Scope::Sys, size as u8, Update::No);
             let record = Record::of(warp_key, ticks[warp], step, how);
             let lone = |lane: usize, write: bool| match write {
                 true => Record { actor: clock::lane(warp_key, lane), ..record },
@@ -337,7 +337,7 @@ fn settled_rows_have_no_older_values() {
 fn equal_values_in_one_word_excuse_no_other_word() {
     let (grids, past) = (Grids::default(), CausalPast::default());
     let mut shadow = Shadow::new(false, false);
-    let how = How::generic(Sem::Weak, Scope::Sys, 16, false);
+    let how = How::generic(Sem::Weak, Scope::Sys, 16, Update::No);
     let mut write = |warp: u32, unchanged: fn(u64) -> bool| {
         let own = clock::lane(clock::warp(1, 0, warp), 0);
         let record = Record::of(own, 1, 0, how);

@@ -46,6 +46,18 @@ impl Row {
     }
 }
 
+/// Whether an access is a read and a write in one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Update {
+    /// It is not.
+    No,
+    /// It is, and writes a value that does not depend on the old one, such as `exch`. The old value
+    /// may be one that nothing has written.
+    Replaces,
+    /// It is, and computes with the old value.
+    Modifies,
+}
+
 /// The manner of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct How {
@@ -59,8 +71,8 @@ pub(crate) struct How {
     /// It is a copy's, of either kind: it happens later than its instruction, and only an observed
     /// completion orders what follows behind it.
     pub(crate) late: bool,
-    /// A read and a write in one.
-    pub(crate) rmw: bool,
+    /// Whether it is a read and a write in one.
+    pub(crate) rmw: Update,
     /// It is a read by `wgmma`.
     pub(crate) product: bool,
     /// A read by `ld.global.nc`: the memory must not change while the kernel runs.
@@ -76,7 +88,7 @@ impl How {
         size: 0,
         bulk: false,
         late: false,
-        rmw: false,
+        rmw: Update::No,
         product: false,
         read_only: false,
         init: false,
@@ -87,8 +99,13 @@ impl How {
     pub(crate) const ASYNC: How = How { late: true, ..How::WEAK };
 
     /// An access in the generic proxy, of elements of `size` bytes.
-    pub(crate) fn generic(sem: Sem, scope: Scope, size: u8, rmw: bool) -> Self {
+    pub(crate) fn generic(sem: Sem, scope: Scope, size: u8, rmw: Update) -> Self {
         Self { strong: (sem != Sem::Weak).then_some(scope), size, rmw, ..How::WEAK }
+    }
+
+    /// Whether it is a read and a write in one.
+    pub(crate) fn is_rmw(&self) -> bool {
+        self.rmw != Update::No
     }
 }
 

@@ -47,7 +47,7 @@ pub(super) fn scope_name(scope: Scope) -> &'static str {
 
 /// Manner of an access, as in "weak read".
 pub(super) fn manner(how: How, wrote: bool) -> String {
-    let what = match (how.rmw, wrote) {
+    let what = match (how.is_rmw(), wrote) {
         (true, _) => "read-modify-write",
         (false, true) => "write",
         (false, false) => "read",

@@ -538,7 +538,7 @@ impl Shadow {
             who.record.bytes = run.mask;
             let old = histories.get(run.id());
             let units = (0..).map(|i| run.at + i * run.each).take(run.ids.len());
-            let unchecked = hidden && !(who.record.how.rmw && old.write.how.rmw);
+            let unchecked = hidden && !(who.record.how.is_rmw() && old.write.how.is_rmw());
             if unchecked || old.write.how.strong.is_some() {
                 for at in units.clone() {
                     strong_before |= who.lane_bit(at);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::clock::{self, Key};
 use super::grids::Grids;
-use super::record::{Accessor, Kind, NOBODY, Order, Record, Row, Violation};
+use super::record::{Accessor, Kind, NOBODY, Order, Record, Row, Update, Violation};
 
 /// The history of a word, or of a byte of a split word.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -233,9 +233,17 @@ impl History {
         (!fine).then_some(Violation::Race { other: last, wrote: true })
     }
 
+    /// Whether a write computes with an old value that nothing has written.
+    fn lacks_old_value(&self, me: &Record) -> bool {
+        me.how.rmw == Update::Modifies && !self.written
+    }
+
     /// Whether a write to all of a range with this history breaks no rule. If not,
     /// [`History::clash`] must decide for each word and lane.
     pub(super) fn is_free(&self, grids: &Grids, who: &Accessor, fine: &mut Fine) -> bool {
+        if self.lacks_old_value(&who.record) {
+            return false;
+        }
         let free = |other: &Record| {
             other.actor == 0 || who.order(grids, other) == Order::After || who.morally_strong(grids, other)
         };
@@ -273,7 +281,10 @@ impl History {
         unchanged: impl FnOnce() -> bool,
     ) -> Option<Violation> {
         let (me, last) = (&who.record, &self.write);
-        let equal_values = || !last.how.rmw && !me.how.rmw && unchanged();
+        if self.lacks_old_value(me) {
+            return Some(Violation::Unwritten);
+        }
+        let equal_values = || !last.how.is_rmw() && !me.how.is_rmw() && unchanged();
         let fine = last.actor == 0
             || who.gets_on_with(grids, last.actor, last)
             || self.is_observed(grids, who)

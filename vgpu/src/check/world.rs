@@ -11,7 +11,7 @@ use super::grids::{GridFacts, Grids};
 use super::hash::FastMap;
 use super::history::History;
 use super::past::{CausalPast, PastView, Timeline};
-use super::record::{Accessor, How, Record, Violation, ViolationAt};
+use super::record::{Accessor, How, Record, Update, Violation, ViolationAt};
 use super::releases::{Release, ReleaseMap};
 use super::reports::Reports;
 use super::shadow::{NOT_KEPT, Shadow};
@@ -277,7 +277,7 @@ impl World {
     /// An acquire load of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`.
     /// The releases there join the host's causal past.
     pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), ViolationAt> {
-        self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, false))?;
+        self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, Update::No))?;
         self.host().loaded = Some((number, at));
         let mut acquired = CausalPast::default();
         if self.shadows.get(number as usize).is_some_and(|shadow| shadow.hidden) {

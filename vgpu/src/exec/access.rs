@@ -12,7 +12,7 @@ use super::state::window;
 use super::state::{Exec, Flow, LateLoad, Run, stop};
 use super::unchecked::FEW;
 use crate::check::hooks::{Blamed, Hooks, Part, Place};
-use crate::check::record::{How, ViolationAt};
+use crate::check::record::{How, Update, ViolationAt};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{self, canonical, flush};
 use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
@@ -568,7 +568,7 @@ impl<W: Hooks> Exec<'_, W> {
             {
                 return Ok(flow);
             }
-            let how = How { read_only: a.read_only, ..How::generic(a.sem, a.scope, a.unit(), false) };
+            let how = How { read_only: a.read_only, ..How::generic(a.sem, a.scope, a.unit(), Update::No) };
             repeats = self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
             if repeats == m {
                 self.keep_load(a, m)?;
@@ -710,7 +710,7 @@ impl<W: Hooks> Exec<'_, W> {
                 return Ok((Some((at, v)), v));
             }
         }
-        let how = How::generic(a.sem, a.scope, a.unit(), false);
+        let how = How::generic(a.sem, a.scope, a.unit(), Update::No);
         let (mut first, mut seen) = (None, 0u64);
         let weak_memory = W::ON && self.watch.weak_memory();
         // Elements that are read at once.
@@ -849,7 +849,7 @@ impl<W: Hooks> Exec<'_, W> {
     /// A store under watch, of a row of lanes at once, or lane by lane. Equal values by several
     /// lanes do no harm, so each lane must find the stores of the lanes before it.
     fn watched_store(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32) -> Run<()> {
-        let how = How::generic(a.sem, a.scope, a.unit(), false);
+        let how = How::generic(a.sem, a.scope, a.unit(), Update::No);
         let mut todo = m;
         while todo != 0 {
             let (part, row) = self.part(STORES, a.space, addr, size, todo);
@@ -1019,7 +1019,8 @@ impl<W: Hooks> Exec<'_, W> {
             let (x, y) = (operand(a.a), operand(a.b));
             let shared = matches!(a.space, Space::Shared | Space::Cluster) || addr[i] & TAG == SHARED_TAG;
             let op = if a.op == Rmw::AddF32 && !shared { Rmw::AddF32Ftz } else { a.op };
-            let how = How::generic(a.sem, a.scope, a.bytes, true);
+            let update = if a.op == Rmw::Exch { Update::Replaces } else { Update::Modifies };
+            let how = How::generic(a.sem, a.scope, a.bytes, update);
             let place = if W::ON { self.place(STORES, a.space, addr[i]) } else { Place::Private };
             if W::ON {
                 // SAFETY: `pointer` checked bounds and alignment.

@@ -16,7 +16,7 @@ use super::simd::prefetch;
 use super::state::{BlockState, Env, Exec, Run, stop};
 use crate::check::hooks::Place;
 use crate::check::hooks::{Completion, Copy, Hooks};
-use crate::check::record::How;
+use crate::check::record::{How, Update};
 use crate::fault::FaultKind;
 use crate::ir::{BulkOp, Combine, Multicast, Reduction, RemoteStore, SINK, Scope, TensorCopy, Way};
 use crate::memory::Table;
@@ -498,7 +498,7 @@ impl<W: Hooks> Exec<'_, W> {
             }
         }
         let how = match op {
-            Some(_) => How { strong: Some(Scope::Cluster), size: each, rmw: true, ..How::ASYNC },
+            Some(_) => How { strong: Some(Scope::Cluster), size: each, rmw: Update::Modifies, ..How::ASYNC },
             None => How::ASYNC,
         };
         let mut stale = vec![];
@@ -704,7 +704,7 @@ impl<W: Hooks> Exec<'_, W> {
             // Each element of a reduction is relaxed, of scope .gpu.
             let writes = match reduces {
                 Some(Combine { bytes, .. }) => {
-                    How { strong: Some(Scope::Gpu), size: bytes, rmw: true, ..How::BULK }
+                    How { strong: Some(Scope::Gpu), size: bytes, rmw: Update::Modifies, ..How::BULK }
                 }
                 None => How::BULK,
             };

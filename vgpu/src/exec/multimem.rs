@@ -11,7 +11,7 @@ use super::access::{modify, read, update, write};
 use super::lanes::lanes;
 use super::state::{Exec, Flow, Run, stop};
 use crate::check::hooks::{Hooks, Part, Place};
-use crate::check::record::{How, ViolationAt};
+use crate::check::record::{How, Update, ViolationAt};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::float::{BF16, E4M3, E5M2, F16, F32, F64, Format, Overflow, Round, convert, max, min};
 use crate::ir::{Multimem, Number, Reduce, Reduces, Rmw, Sem};
@@ -180,7 +180,7 @@ impl<W: Hooks> Exec<'_, W> {
         i: usize,
     ) -> Run<u64> {
         let n = usize::from(a.n);
-        let how = How::generic(a.sem, a.scope, a.bytes, false);
+        let how = How::generic(a.sem, a.scope, a.bytes, Update::No);
         let mut values = vec![vec![0; targets.len()]; n];
         for (d, (device, target)) in targets.iter().enumerate() {
             let size = u64::from(a.bytes) * u64::from(a.n);
@@ -224,7 +224,7 @@ impl<W: Hooks> Exec<'_, W> {
     fn store_at(&mut self, a: &Multimem, to: (u32, &Target), i: usize) -> Run<()> {
         let (target, n) = (to.1, usize::from(a.bytes));
         let size = n * usize::from(a.n);
-        let how = How::generic(a.sem, a.scope, a.bytes, false);
+        let how = How::generic(a.sem, a.scope, a.bytes, Update::No);
         let mut strong_before = false;
         if W::ON {
             let now = present(a, target);
@@ -252,7 +252,7 @@ impl<W: Hooks> Exec<'_, W> {
     fn reduce_at(&mut self, a: &Multimem, reduces: &Reduces, to: (u32, &Target), i: usize) -> Run<()> {
         let (target, n) = (to.1, usize::from(a.bytes));
         let size = n * usize::from(a.n);
-        let how = How::generic(a.sem, a.scope, a.bytes, true);
+        let how = How::generic(a.sem, a.scope, a.bytes, Update::Modifies);
         if W::ON {
             let now = present(a, target);
             let (_, found) = self.watch.write(place(target, 0), i, self.pc, how, &now[..size], &[]);

@@ -4,7 +4,7 @@ use super::bulk_queue::Landed;
 use super::lanes::{lanes, mask_of, put};
 use super::state::{BlockState, Exec, Flow, GroupState, Run, Stop, stop};
 use crate::check::hooks::{Hooks, Part, Place};
-use crate::check::record::How;
+use crate::check::record::{How, Update};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
     Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Regs, Rmw, SINK, Scope, Sem,
@@ -482,14 +482,14 @@ impl<W: Hooks> Exec<'_, W> {
         let place = Place::Shared { offset };
         let (how, write) = match op {
             MbarOp::Init { .. } => {
-                (How { init: true, ..How::generic(Sem::Weak, Scope::Cta, 8, false) }, true)
+                (How { init: true, ..How::generic(Sem::Weak, Scope::Cta, 8, Update::No) }, true)
             }
-            MbarOp::Inval => (How::generic(Sem::Weak, Scope::Cta, 8, false), true),
+            MbarOp::Inval => (How::generic(Sem::Weak, Scope::Cta, 8, Update::No), true),
             // Each of them is one access, whatever the scope of the order that it makes.
             MbarOp::TestState { .. } | MbarOp::TestParity { .. } => {
-                (How::generic(Sem::Relaxed, Scope::Cluster, 8, false), false)
+                (How::generic(Sem::Relaxed, Scope::Cluster, 8, Update::No), false)
             }
-            _ => (How::generic(Sem::Relaxed, Scope::Cluster, 8, true), true),
+            _ => (How::generic(Sem::Relaxed, Scope::Cluster, 8, Update::Replaces), true),
         };
         let violations: Vec<_> = if write {
             let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
@@ -520,7 +520,8 @@ impl<W: Hooks> Exec<'_, W> {
         if !W::ON {
             return Ok(());
         }
-        let (place, how) = (Place::Shared { offset }, How::generic(Sem::Relaxed, Scope::Cluster, 8, true));
+        let (place, how) =
+            (Place::Shared { offset }, How::generic(Sem::Relaxed, Scope::Cluster, 8, Update::Replaces));
         let bits = self.mbarrier_bits(offset).or_else(|kind| stop(kind, Some(lane)))?;
         let (_, found) = self.watch.write(place, lane, self.pc, how, &bits.to_ne_bytes(), &[]);
         found.map_or(Ok(()), |violation| self.blame(place, violation, lane, how, true))

@@ -319,6 +319,34 @@ fn reads_of_unwritten_memory_are_reported() {
     reads(&device.memory.alloc_host(64, "host").unwrap()).unwrap();
 }
 
+/// A counter that nobody has set to zero. `exch` writes whatever was there before.
+#[test]
+fn atomics_that_compute_with_unwritten_memory_are_reported() {
+    let run = |body: &str, zeroed: bool| {
+        let device = Device::new(0);
+        let memory = &device.memory;
+        let buf = if zeroed { memory.alloc_zeroed(64, "zeroed") } else { memory.alloc(64, "fresh") }.unwrap();
+        finish(&mut [&mut device.start_on(&parse(body), &buf)], 0).map_err(|fault| fault.to_string())
+    };
+    let computing = [
+        "atom.global.add.u32 %r1, [%rd40+8], 1;",
+        "red.relaxed.gpu.global.max.u64 [%rd40+8], %rd40;",
+        "atom.acq_rel.gpu.global.cas.b32 %r1, [%rd40+8], 0, 1;",
+        "red.global.add.f32 [%rd40+8], 0f3F800000;",
+    ];
+    for body in computing {
+        let error = run(body, false).unwrap_err();
+        assert!(error.contains("unwritten global memory, at 'fresh' + 0x8"), "{body}: {error}");
+        run(body, true).unwrap();
+    }
+    // What it has written is no more unwritten.
+    let exchange = "atom.global.exch.b32 %r1, [%rd40+8], 1;";
+    run(exchange, false).unwrap();
+    run(&format!("{exchange}\natom.global.add.u32 %r1, [%rd40+8], 1;"), false).unwrap();
+    let beside = format!("{exchange}\natom.global.add.u32 %r1, [%rd40+12], 1;");
+    assert!(run(&beside, false).unwrap_err().contains("'fresh' + 0xc"));
+}
+
 #[test]
 fn the_nearest_writes_around_an_unwritten_word_are_named() {
     let writer = "st.global.u64 [%rd40+16], %rd40; // before\nst.global.u32 [%rd40+40], %r40; // after";

@@ -381,7 +381,7 @@ fn copied(copy: &str, bytes: u32) -> String {
     format!(
         "mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, MBAR; mov.u32 %r3, DATA; mov.u32 %r6, %ctaid.x;
          mbarrier.init.shared::cta.b64 [%r2], 1; fence.mbarrier_init.release.cluster;
-         st.shared.u64 [%r3+64], 5; add.u32 %r9, %r6, 40; st.shared.u32 [%r3], %r9; st.shared.u32 [%r3+4], 0;
+         st.shared.u64 [%r3+64], 5; st.shared.u64 [%r3+72], 0; add.u32 %r9, %r6, 40; st.shared.u32 [%r3], %r9; st.shared.u32 [%r3+4], 0;
          st.shared.u64 [%r3+8], 0;
          fence.proxy.async.shared::cta;
          mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], {bytes};
