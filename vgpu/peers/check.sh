@@ -42,6 +42,7 @@ else
     trap 'rm -rf "$work"' EXIT
 fi
 python=$work/venv/bin/python
+export PYTHONDONTWRITEBYTECODE=1
 
 # The compiler of the lists.
 [ -x "$work/venv/bin/nvcc-found" ] || {
