@@ -184,6 +184,7 @@ impl Shapes {
             dispatch_metadata_warps: self.dispatch_metadata_warps.unwrap_or(d.dispatch_metadata_warps),
             dispatch_copy_warps: self.dispatch_copy_warps.unwrap_or(d.dispatch_copy_warps),
             dispatch_stages: self.dispatch_stages.unwrap_or(d.dispatch_stages),
+            dispatch_claiming_blocks: d.dispatch_claiming_blocks,
             dispatch_stage_bytes: self.dispatch_stage_bytes.unwrap_or(d.dispatch_stage_bytes),
             combine_warps: self.combine_warps.unwrap_or(d.combine_warps),
             combine_slots: self.combine_slots.unwrap_or(d.combine_slots),

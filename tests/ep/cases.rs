@@ -57,6 +57,8 @@ fn tuning() -> impl Strategy<Value = Tuning> {
             dispatch_copy_warps: 4 - dispatch_warps,
             dispatch_stage_bytes: 128 * stage,
             dispatch_stages,
+            // One in three has fixed tokens alone.
+            dispatch_claiming_blocks: if stagers == 3 { u32::MAX } else { 1 },
             combine_warps,
             combine_slot_bytes: 512,
             combine_slots,

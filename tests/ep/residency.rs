@@ -239,7 +239,8 @@ fn blocks_that_run_first_send_the_tokens_of_others() {
         return;
     }
     // Four blocks with one warp that sends, and two rows in its ring.
-    let tuning = Tuning { dispatch_warps: 1, dispatch_stages: 2, ..Tuning::default() };
+    let tuning =
+        Tuning { dispatch_warps: 1, dispatch_stages: 2, dispatch_claiming_blocks: 1, ..Tuning::default() };
     let mut setup = Setup::new(2, 2, TOKENS as u32, 2 * HIDDEN).tuning(tuning);
     let checker = Checker::new(CheckConfig::default());
     checker.count_loads();
@@ -257,7 +258,7 @@ fn blocks_that_run_first_send_the_tokens_of_others() {
         rank.group.barrier(PATIENCE)?;
         if rank.rank == 0 {
             let mut loaded = checker.loads();
-            loaded.retain(|it| it.by == 0 && it.kernel == "dispatch" && it.part == "send_row");
+            loaded.retain(|it| it.by == 0 && it.kernel == "dispatch_claiming" && it.part == "send_row");
             let loads: BTreeMap<u32, u64> = loaded.iter().map(|it| (it.block, it.loads)).collect();
             let fixed = loads[&3];
             // Eight lanes load the rows of a token; each block sends the metadata of as many tokens.

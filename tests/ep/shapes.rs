@@ -61,6 +61,7 @@ const SMALL: Tuning = Tuning {
     dispatch_copy_warps: 2,
     dispatch_stage_bytes: 1024,
     dispatch_stages: 2,
+    dispatch_claiming_blocks: 1,
     combine_warps: 2,
     combine_slot_bytes: 512,
     combine_slots: 2,

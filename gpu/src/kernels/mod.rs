@@ -127,7 +127,10 @@ mod own {
             CombineStagedManyBf16, CombineStagedManyF32, StageByExpert, StageCombine, WeightGradients,
         },
         copy_by_expert::CopyByExpert,
-        dispatch::{AnnounceTokens, CopyReceivedRows, Dispatch, DispatchByExpert, DispatchMany},
+        dispatch::{
+            AnnounceTokens, CopyReceivedRows, Dispatch, DispatchByExpert, DispatchClaiming, DispatchMany,
+            DispatchManyClaiming,
+        },
         first_tokens::FirstTokens,
         halves::{EndOperation, EnterOperation},
         internode_by_expert::InternodePlanByExpert,

@@ -178,6 +178,7 @@ fn operations_with_the_shortest_rings() {
     let tuning = Tuning {
         dispatch_warps: 1,
         dispatch_stages: 2,
+        dispatch_claiming_blocks: 1,
         combine_warps: 1,
         combine_slots: 2,
         ..Tuning::default()

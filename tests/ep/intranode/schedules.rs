@@ -21,6 +21,7 @@ fn setup(machine: &ManualGpus) -> Setup {
     let tuning = Tuning {
         dispatch_warps: 1 + (machine.seed() % 2) as u32,
         dispatch_stages: 2,
+        dispatch_claiming_blocks: 1,
         combine_warps: 1 + (machine.seed() % 4) as u32,
         combine_slots: 2,
         ..Tuning::default()

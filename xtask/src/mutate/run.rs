@@ -24,11 +24,12 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// Round trips that together run every line that a round trip can. High throughput runs within a
 /// node, across mapped nodes, through queues, and with nodes kept apart whose kernels store to wire
 /// memory of a peer. Its rows have one piece or several, with scales, with sizes that differ
-/// between ranks, and are replayed. Some fill the rings of all warps more than once. Low latency
+/// between ranks, and are replayed. Some fill the rings of all warps more than once, and on 18
+/// blocks warps claim the tokens behind the first ones. Low latency
 /// runs with few tokens, whose rows go as packets, and with more tokens than a block has threads.
 /// The latter has more experts than a rank has blocks. 34 blocks have one that lists rows. Across
 /// nodes its rows have several warps.
-const WORKLOADS: [&str; 23] = [
+const WORKLOADS: [&str; 24] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
@@ -40,6 +41,7 @@ const WORKLOADS: [&str; 23] = [
     "--mode intranode --ranks-per-node 2 --hidden 160 --dtype mxfp8 --quantise --iterations 3 --random",
     "--mode intranode --ranks-per-node 2 --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
+    "--mode intranode --ranks-per-node 2 --tokens 600 --num-sms 18",
     "--mode low-latency --ranks-per-node 3 --iterations 4 --random",
     "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --tokens 200 --experts 36 --iterations 2",

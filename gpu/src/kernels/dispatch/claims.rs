@@ -6,32 +6,52 @@
 //! The counter ([`LocalState::claims`](crate::layout::LocalState::claims)) has the epoch above the
 //! number of claims. Each warp starts it in front of its first claim, so nothing resets it.
 //!
-//! A claim that is made ahead is on its way for as long as the warp sends a token, and no instruction
-//! looks at it before. A warp that waits for its claims takes up to 0.3 us longer for each token.
+//! Claims that are made ahead are on their way while the warp sends as many tokens, and no instruction
+//! looks at them before. An atomic waits behind the stores of its multiprocessor, longer than a token
+//! takes where there are few of those. So several tokens are claimed at once, but for the last ones.
 //!
 //! Soundness: each token has one claim or is fixed, so one warp sends it. Claims order nothing.
 
 use crate::layout::{CLAIMS_SHIFT, Comm, LOCAL_CLAIMS};
 use crate::simt::*;
 
+/// Most tokens that a warp claims at once. They are neighbours, whose destinations share a cache line.
+const AT_ONCE: u32 = 4;
+/// Tokens for each warp of the grid that are claimed one at a time, the last of the rank.
+const LAST: u32 = 16;
+
 /// The tokens of a warp, by number: fixed ones, then claimed ones.
 pub struct Claims {
     /// The token of the rank's first claim.
     first_claimed: u32,
+    /// The first token that is claimed alone.
+    last: u32,
     /// Lane l: the last value whose number is l modulo 32. Its low [`CLAIMS_SHIFT`] bits are the
     /// token's number behind `first_claimed`.
     values: u32,
-    /// The claim that is on its way, in the lane of its number.
+    /// The first of the claims that are on their way, in the lane of its number.
     next: u64,
+    /// How many there are, of tokens one behind the other.
+    coming: u32,
+    /// Number of values.
+    made: u32,
 }
 
 impl Claims {
-    /// The tokens of warp `warp` of `warps` of a grid. `fixed` are its own, every `warps`-th one, at
-    /// most [`MAX_FIXED_TOKENS`](crate::layout::MAX_FIXED_TOKENS).
+    /// The tokens of a warp, of `num_tokens`: up to `fixed` ones, every `step`-th from `first` on and
+    /// in front of `end`, at most [`MAX_FIXED_TOKENS`](crate::layout::MAX_FIXED_TOKENS). `warps` of the
+    /// grid send.
     #[device]
-    pub fn behind_fixed(warp: u32, warps: u32, fixed: u32) -> Claims {
-        let first_claimed = fixed * warps;
-        Claims { first_claimed, values: (warp + laneid() * warps).wrapping_sub(first_claimed), next: 0 }
+    pub fn behind_fixed(
+        (first, end, step): (u32, u32, u32),
+        warps: u32,
+        fixed: u32,
+        num_tokens: u32,
+    ) -> Claims {
+        let (first_claimed, token) = (fixed * warps, first + laneid() * step);
+        let values = (if token < end { token } else { num_tokens }).wrapping_sub(first_claimed);
+        let last = num_tokens.saturating_sub(LAST * warps);
+        Claims { first_claimed, last, values, next: 0, coming: 1, made: fixed }
     }
 
     /// Starts the counter, and claims the first `count` tokens of a warp that has no fixed ones, less
@@ -49,7 +69,8 @@ impl Claims {
         let first = shfl_u32(first, 0);
         // Later claims, by other lanes, come behind the start of the counter.
         syncwarp();
-        Claims { first_claimed: 0, values: first + laneid(), next: 0 }
+        let values = first + laneid();
+        Claims { first_claimed: 0, last: 0, values, next: 0, coming: 0, made: count }
     }
 
     /// Whether some of `num_tokens` tokens are claimed.
@@ -58,37 +79,43 @@ impl Claims {
         self.first_claimed < num_tokens
     }
 
-    /// Starts the counter, and makes the claim of token number `nth`, the first that is not fixed,
-    /// ahead. The whole warp calls it.
+    /// Starts the counter, and makes the first claim ahead. The whole warp calls it.
     ///
     /// # Safety
     /// Words are in this rank's own memory.
     #[device]
-    pub unsafe fn start(&mut self, comm: &Comm, epoch: u64, nth: u32) {
+    pub unsafe fn start(&mut self, comm: &Comm, epoch: u64) {
         if laneid() == 0 {
             raise(comm, epoch);
         }
         syncwarp();
-        self.claim_ahead(comm, nth);
+        self.claim_ahead(comm);
     }
 
-    /// Takes the claim of token number `nth`, which is on its way, and makes the next one ahead. The
-    /// whole warp calls it.
+    /// Where the warp has no token behind number `nth`: takes the claims that are on their way, and
+    /// makes the next ones ahead. The whole warp calls it.
     ///
     /// # Safety
     /// The counter has been started.
     #[device]
-    pub unsafe fn take(&mut self, comm: &Comm, nth: u32) {
-        if laneid() == nth & 31 {
-            self.values = self.next as u32;
+    pub unsafe fn take_behind(&mut self, comm: &Comm, nth: u32) {
+        if self.made != nth + 1 {
+            return;
         }
-        self.claim_ahead(comm, nth + 1);
+        let first = shfl_u32(self.next as u32, self.made & 31);
+        let place = laneid().wrapping_sub(self.made) & 31;
+        if place < self.coming {
+            self.values = first + place;
+        }
+        self.made += self.coming;
+        self.coming = if self.token(self.made - 1) < self.last { AT_ONCE } else { 1 };
+        self.claim_ahead(comm);
     }
 
     #[device]
-    unsafe fn claim_ahead(&mut self, comm: &Comm, nth: u32) {
-        let is_own = laneid() == nth & 31;
-        self.next = atom_relaxed_gpu_add_u64_if(is_own, comm.local.0 + LOCAL_CLAIMS, 1, self.next);
+    unsafe fn claim_ahead(&mut self, comm: &Comm) {
+        let (claims, count) = (laneid() == self.made & 31, self.coming as u64);
+        self.next = atom_relaxed_gpu_add_u64_if(claims, comm.local.0 + LOCAL_CLAIMS, count, self.next);
     }
 
     /// Claims token number `nth` at once: the next look at a token waits for it. The whole warp calls
@@ -103,8 +130,8 @@ impl Claims {
         }
     }
 
-    /// The warp's token number `nth`, one of the last 32 that it has taken; no token of the rank where none was
-    /// left. The whole warp calls it.
+    /// The warp's token number `nth`, one of the last 32 that it has taken; no token of the rank where
+    /// none was left. The whole warp calls it.
     ///
     /// # Safety
     /// As a collective.

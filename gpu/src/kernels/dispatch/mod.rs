@@ -33,31 +33,51 @@ pub use rows::{Cursor, Tail, copy_scales, load_piece, load_stage, scale_place, s
 
 /// Moves rows (and, unless cached, their metadata) to the ranks that want them.
 ///
-/// A warp's first tokens are fixed, as many as fill its ring, and the blocks take turns. It claims
-/// all others, so that it sends as many as its multiprocessor can. The warp's copy engine
+/// A block owns a contiguous range of tokens, a warp every n-th of them. The warp's copy engine
 /// work is a ring of `stages` buffers: one bulk load reads a row (or a piece of it), then lane r's
 /// bulk store sends it to rank r. So a row is read once, for any number of receiving ranks. A
 /// rank's rows for itself go out through ordinary stores, which leaves the copy engine to the
-/// links. The block's last `metadata_warps` warps send metadata of a contiguous range of tokens, and
-/// the last of all polls for the peers while the others fill their rings. Shared memory: the rings,
-/// then a word for whether the block has joined.
+/// links. The block's last `metadata_warps` warps send metadata, and the last of all polls for the
+/// peers while the others fill their rings. Shared memory: the rings, then a word for whether the
+/// block has joined.
 #[kernel(
     threads = 384, barriers = 2, registers = 168, dependent,
     block >= least_threads(&args), shared = shared_bytes(&args, block),
-    requires(args.num_topk <= 32, args.metadata_warps >= 1, args.num_tokens < 1 << (CLAIMS_SHIFT - 1))
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch(args: DispatchArgs) {
-    send_rows::<false>(&args);
+    send_rows::<false, false>(&args);
 }
 
 /// The same to up to 64 ranks, of which lane d has a token's d-th destination.
 #[kernel(
     threads = 384, barriers = 2, registers = 168, dependent,
     block >= least_threads(&args), shared = shared_bytes(&args, block),
-    requires(args.num_topk <= 32, args.metadata_warps >= 1, args.num_tokens < 1 << (CLAIMS_SHIFT - 1))
+    requires(args.num_topk <= 32, args.metadata_warps >= 1)
 )]
 pub unsafe fn dispatch_many(args: DispatchArgs) {
-    send_rows::<true>(&args);
+    send_rows::<true, false>(&args);
+}
+
+/// As `dispatch`, for more tokens than fill the rings of all warps. These fixed tokens are divided
+/// among blocks as there; the warps claim all others.
+#[kernel(
+    threads = 384, barriers = 2, registers = 168, dependent,
+    block >= least_threads(&args), shared = shared_bytes(&args, block),
+    requires(args.num_topk <= 32, args.metadata_warps >= 1, args.num_tokens < 1 << (CLAIMS_SHIFT - 1))
+)]
+pub unsafe fn dispatch_claiming(args: DispatchArgs) {
+    send_rows::<false, true>(&args);
+}
+
+/// The same to up to 64 ranks.
+#[kernel(
+    threads = 384, barriers = 2, registers = 168, dependent,
+    block >= least_threads(&args), shared = shared_bytes(&args, block),
+    requires(args.num_topk <= 32, args.metadata_warps >= 1, args.num_tokens < 1 << (CLAIMS_SHIFT - 1))
+)]
+pub unsafe fn dispatch_many_claiming(args: DispatchArgs) {
+    send_rows::<true, true>(&args);
 }
 
 /// The same of rows by expert: lane k has the row of a token's entry k, and several may be of one
@@ -79,7 +99,7 @@ pub unsafe fn dispatch_by_expert(args: ExpertDispatchArgs) {
 }
 
 #[device]
-unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
+unsafe fn send_rows<const MANY: bool, const CLAIMS: bool>(args: &DispatchArgs) {
     let comm = &args.comm;
     let (lane, warp, warps) = (laneid(), tid() / 32, ntid() / 32 - args.metadata_warps);
     trace(comm, Phase::Enter);
@@ -94,21 +114,26 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
     // With no valid plan, no row moves; the words still do, so that the next operation finds
     // them in step.
     let planned = entry.is_planned();
-    let end = args.num_tokens;
-    let (number, senders) = (warp * nctaid() + ctaid(), warps * nctaid());
-    let mut claims = Claims::behind_fixed(number, senders, args.fixed_tokens);
-    let claims_some = claims.are_needed(end);
+    let senders = warps * nctaid();
+    let fixed = if CLAIMS { args.num_tokens.min(args.fixed_tokens * senders) } else { args.num_tokens };
+    let (mut token, fixed_end) = block_range(fixed);
+    token += warp;
+    let end = if CLAIMS { args.num_tokens } else { fixed_end };
+    let mut claims = Claims::behind_fixed((token, fixed_end, warps), senders, args.fixed_tokens, end);
     // A warp that moves rows finds no entries to send, and one that sends metadata no rows to
     // move.
     let ring = Ring::lay_out(args.stages, args.stage_bytes, warps);
-    let (begin, metadata_end) = block_range(end);
-    let (each, mut first, mut token) = (tokens_at_once(args), metadata_end, end);
+    let (each, mut first, mut metadata_end) = (tokens_at_once(args), end, end);
     if warp < warps {
         ring.init();
-        token = if planned { claims.token(0) } else { end };
     } else if args.with_metadata != 0 {
-        first = begin + (warp - warps) * each;
+        (first, metadata_end) = block_range(args.num_tokens);
+        first += (warp - warps) * each;
     }
+    if warp >= warps || token >= fixed_end || !planned {
+        token = end;
+    }
+    let claims_some = CLAIMS && claims.are_needed(end) && token < end;
 
     // Fill the ring while the peers' words are on their way.
     let mut send = Piece { nth: 0, token, offset: 0 };
@@ -118,11 +143,12 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
         loaded += 1;
         load.offset += args.piece_bytes;
         if load.offset >= args.row_bytes {
-            load = Piece { nth: load.nth + 1, token: claims.token(load.nth + 1), offset: 0 };
+            let token = load.token + warps;
+            load = Piece { nth: load.nth + 1, token: if token < fixed_end { token } else { end }, offset: 0 };
         }
     }
-    if claims_some && send.token < end {
-        claims.start(comm, epoch, args.fixed_tokens);
+    if claims_some {
+        claims.start(comm, epoch);
     }
 
     // Lane r: the row at rank r; of many ranks, the lane's destination. Read a turn ahead.
@@ -155,13 +181,13 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
         let (mut to, mut own_lane) = (lane, comm.rank);
         let mut row = -1;
         let mut next_token = end;
-        if claims_some && send.token < end {
-            claims.take(comm, args.fixed_tokens);
+        if claims_some {
+            claims.take_behind(comm, args.fixed_tokens - 1);
         }
         while send.token < end {
             if send.offset == 0 {
                 (row, to) = (next.row, next.rank);
-                next_token = claims.token(send.nth + 1);
+                next_token = if CLAIMS { claims.token(send.nth + 1) } else { send.token + warps };
                 if MANY {
                     peer = next.pool(comm);
                 }
@@ -198,19 +224,19 @@ unsafe fn send_rows<const MANY: bool>(args: &DispatchArgs) {
             }
 
             // Refill the stage before this one: its store has had a whole turn to read it.
-            if load.offset == 0 {
+            if CLAIMS && load.offset == 0 {
                 load.token = claims.token(load.nth);
             }
             if load.token < end && send.nth | send.offset != 0 {
                 bulk_wait_read::<1>();
                 syncwarp();
                 load_piece(&ring, args, load.token, load.offset, turn.slot_before(&ring));
-                if load.offset == 0 && load.nth >= args.fixed_tokens {
-                    claims.take(comm, load.nth + 1);
+                if claims_some && load.offset == 0 {
+                    claims.take_behind(comm, load.nth);
                 }
                 load.offset += args.piece_bytes;
                 if load.offset >= args.row_bytes {
-                    (load.nth, load.offset) = (load.nth + 1, 0);
+                    load = Piece { nth: load.nth + 1, token: load.token + warps, offset: 0 };
                 }
             }
             turn.advance(&ring);

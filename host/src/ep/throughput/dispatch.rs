@@ -4,10 +4,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::kernels::{
-    COPY_STAGES, Dispatch, DispatchByExpert, DispatchMany, InternodeCount, InternodeDispatch,
-    InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES, Notify, NotifyMany,
-    NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PlanByExpert, copy_rings_behind,
-    number_shared_bytes,
+    COPY_STAGES, Dispatch, DispatchByExpert, DispatchClaiming, DispatchMany, DispatchManyClaiming,
+    InternodeCount, InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert,
+    JOINED_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
+    PlanByExpert, copy_rings_behind, number_shared_bytes,
 };
 use epoxide_gpu::layout::{
     CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertDispatchArgs, ExpertPlanArgs,
@@ -1034,7 +1034,14 @@ impl Buffer {
                         }
                         return Ok(());
                     }
-                    call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
+                    let tuning = &self.options.tuning;
+                    if grid >= tuning.dispatch_claiming_blocks
+                        && args.num_tokens > args.fixed_tokens * ring.warps * grid
+                    {
+                        call_within!(stream, node, claiming: DispatchClaiming | DispatchManyClaiming, shape, args)
+                    } else {
+                        call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
+                    }
                 }
                 Spread::SeveralNodes(nodes, routing) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);

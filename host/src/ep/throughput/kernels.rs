@@ -7,14 +7,14 @@ use epoxide_gpu::kernels::{
     self as gpu, AddCounts, AnnounceTokens, COPY_STAGES, CeilingPull, CeilingPush, CombineBf16,
     CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32, CombineManyBf16,
     CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32, CombineStagedManyBf16,
-    CombineStagedManyF32, CopyByExpert, CopyReceivedRows, Dispatch, DispatchByExpert, DispatchLayout,
-    DispatchMany, EndOperation, EnterOperation, FirstTokens, INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine,
-    InternodeCombineByExpert, InternodeCombineByExpertF16, InternodeCombineByExpertF32, InternodeCombineF16,
-    InternodeCombineF32, InternodeCount, InternodeDispatch, InternodeDispatchByExpert, InternodeNotify,
-    InternodePlanByExpert, JOINED_BYTES, MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES,
-    Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns,
-    PlanByExpert, QuantiseRows, StageByExpert, StageCombine, TransposeColumn, WeightGradients,
-    notify_shared_bytes, number_shared_bytes,
+    CombineStagedManyF32, CopyByExpert, CopyReceivedRows, Dispatch, DispatchByExpert, DispatchClaiming,
+    DispatchLayout, DispatchMany, DispatchManyClaiming, EndOperation, EnterOperation, FirstTokens,
+    INTERNODE_NOTIFY_SHARED_BYTES, InternodeCombine, InternodeCombineByExpert, InternodeCombineByExpertF16,
+    InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32, InternodeCount, InternodeDispatch,
+    InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert, JOINED_BYTES,
+    MAX_INTERNODE_SLOT_BYTES, MAX_SLOT_BYTES, MAX_WAITED_SLOT_BYTES, Notify, NotifyMany, NumberSelections,
+    PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, QuantiseRows, StageByExpert,
+    StageCombine, TransposeColumn, WeightGradients, notify_shared_bytes, number_shared_bytes,
 };
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
@@ -138,6 +138,7 @@ pub struct OneNode {
     pub is_many: bool,
     pub notify: Kernel,
     pub dispatch: Kernel,
+    pub claiming: Kernel,
     pub combine: Kernel,
     pub combine_f16: Kernel,
     pub combine_f32: Kernel,
@@ -237,11 +238,12 @@ pub fn not_loaded() -> Error {
 
 impl OneNode {
     /// Their names, in the order of the fields.
-    fn names(is_many: bool) -> [&'static str; 7] {
+    fn names(is_many: bool) -> [&'static str; 8] {
         let (few, many) = (
             [
                 Notify::INFO,
                 Dispatch::INFO,
+                DispatchClaiming::INFO,
                 CombineBf16::INFO,
                 CombineF16::INFO,
                 CombineF32::INFO,
@@ -251,6 +253,7 @@ impl OneNode {
             [
                 NotifyMany::INFO,
                 DispatchMany::INFO,
+                DispatchManyClaiming::INFO,
                 CombineManyBf16::INFO,
                 CombineManyF16::INFO,
                 CombineManyF32::INFO,
@@ -344,7 +347,7 @@ impl LoadedKernels {
         Ok(match network {
             None => {
                 let is_many = self.is_many;
-                let [notify, dispatch, combine, combine_f16, combine_f32, staged, staged_f32] =
+                let [notify, dispatch, claiming, combine, combine_f16, combine_f32, staged, staged_f32] =
                     OneNode::names(is_many);
                 let by_expert = || -> Result<ByExpert> {
                     let [number, plan, dispatch, announce, copy, stage, combine, combine_f16, combine_f32] =
@@ -365,6 +368,7 @@ impl LoadedKernels {
                     is_many,
                     notify: kernel(notify, notify_shared_bytes(is_many))?,
                     dispatch: kernel(dispatch, self.shared_limit)?,
+                    claiming: kernel(claiming, self.shared_limit)?,
                     combine: kernel(combine, self.shared_limit)?,
                     combine_f16: kernel(combine_f16, self.shared_limit)?,
                     combine_f32: kernel(combine_f32, self.shared_limit)?,

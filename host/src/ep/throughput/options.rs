@@ -202,8 +202,12 @@ pub struct Tuning {
     pub dispatch_copy_warps: u32,
     /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
     pub dispatch_stage_bytes: u32,
-    /// Most stages per warp in dispatch, 2 to 30.
+    /// Most stages per warp in dispatch, 2 to 28.
     pub dispatch_stages: u32,
+    /// Blocks of a dispatch within a node from which on warps claim the tokens that do not fill their
+    /// stages, at least 1. Fewer multiprocessors are slower than the links, and claims cost them more
+    /// than they gain.
+    pub dispatch_claiming_blocks: u32,
     /// Warps per block in combine, 1 to 16.
     pub combine_warps: u32,
     /// Largest slot in combine, in bytes, at most 4096; longer rows travel in pieces.
@@ -225,6 +229,7 @@ impl Default for Tuning {
             dispatch_copy_warps: 6,
             dispatch_stage_bytes: 8192,
             dispatch_stages: 10,
+            dispatch_claiming_blocks: 18,
             combine_warps: 16,
             combine_slot_bytes: 4096,
             combine_slots: 3,
@@ -248,6 +253,7 @@ impl Tuning {
         check("dispatch_copy_warps", self.dispatch_copy_warps, 1..=6)?;
         check("dispatch_stage_bytes", self.dispatch_stage_bytes, 128..=65536)?;
         check("dispatch_stages", self.dispatch_stages, 2..=MAX_FIXED_TOKENS)?;
+        check("dispatch_claiming_blocks", self.dispatch_claiming_blocks, 1..=u32::MAX)?;
         check("combine_warps", self.combine_warps, 1..=16)?;
         check("combine_slot_bytes", self.combine_slot_bytes, 512..=MAX_SLOT_BYTES)?;
         check("combine_slots", self.combine_slots, 2..=32)?;
