@@ -532,7 +532,8 @@ impl Plan {
         }
     }
 
-    /// Steps of a run, of which [`Watch`](crate::Watch) is told: calls, or the pairs of low latency.
+    /// Steps of a run, of which [`Watch`](crate::Watch) is told: calls, or the pairs of low
+    /// latency.
     pub fn steps(&self) -> u64 {
         let calls = u64::from(self.warmup + self.iters);
         let mut of_a_number = self.rounds().len() as u64 * calls;

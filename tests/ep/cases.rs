@@ -68,8 +68,8 @@ fn tuning() -> impl Strategy<Value = Tuning> {
     prop_oneof![1 => small, 1 => Just(Tuning::default())]
 }
 
-/// Draws of a routing: entries of a token, experts of a rank, the style, a seed, and how experts are
-/// named.
+/// Draws of a routing: entries of a token, experts of a rank, the style, a seed, and how experts
+/// are named.
 type Draws = (u32, u32, Style, u64, u32);
 
 pub fn draws(most_local_experts: u32) -> impl Strategy<Value = Draws> {

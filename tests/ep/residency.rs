@@ -1,5 +1,5 @@
-//! Operations beside a kernel that holds all multiprocessors but a few, for good: on virtual GPUs one
-//! block of a kernel runs at a time, so that no block may wait for one that comes behind it.
+//! Operations beside a kernel that holds all multiprocessors but a few, for good: on virtual GPUs
+//! one block of a kernel runs at a time, so that no block may wait for one that comes behind it.
 //!
 //! These tests also run on GPUs: `EPOXIDE_TEST_DEVICE=cuda EPOXIDE_TEST_RANKS=2`, one at a time. A
 //! kernel holds all but two multiprocessors there, from the second round on: the driver loads
@@ -261,7 +261,8 @@ fn blocks_that_run_first_send_the_tokens_of_others() {
             loaded.retain(|it| it.by == 0 && it.kernel == "dispatch_claiming" && it.part == "send_row");
             let loads: BTreeMap<u32, u64> = loaded.iter().map(|it| (it.block, it.loads)).collect();
             let fixed = loads[&3];
-            // Eight lanes load the rows of a token; each block sends the metadata of as many tokens.
+            // Eight lanes load the rows of a token; each block sends the metadata of as many
+            // tokens.
             let others = 8 * (TOKENS - 4 * 2);
             assert_eq!(loads, BTreeMap::from([(0, fixed + others), (1, fixed), (2, fixed), (3, fixed)]));
         }

@@ -223,9 +223,9 @@ device_fns! {
         };
     }
 
-    /// Arrives at the barrier that other warps wait at with [`barrier_sync_part`], and goes on: what the
-    /// thread has stored is visible to them behind it. `threads`: those that arrive and those that
-    /// wait. `bar.warp.sync 0xffffffff; barrier.arrive BARRIER, threads;`
+    /// Arrives at the barrier that other warps wait at with [`barrier_sync_part`], and goes on:
+    /// what the thread has stored is visible to them behind it. `threads`: those that arrive and
+    /// those that wait. `bar.warp.sync 0xffffffff; barrier.arrive BARRIER, threads;`
     ///
     /// # Safety
     /// Every live thread of these warps reaches it, and every one of the others the wait.

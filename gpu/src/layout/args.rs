@@ -307,8 +307,8 @@ pub struct ExpertDispatchArgs {
     pub max_tokens: u32,
     /// Words of such a record.
     pub copy_words: u32,
-    /// Warps of a block that copy rows, between those that send rows and those that send metadata. 0
-    /// where `copy_received_rows` copies them behind the dispatch.
+    /// Warps of a block that copy rows, between those that send rows and those that send metadata.
+    /// 0 where `copy_received_rows` copies them behind the dispatch.
     pub copy_warps: u32,
     /// Zero.
     pub reserved: u32,

@@ -533,8 +533,8 @@ impl BlockCheck {
         Release { scope, by, shared: false, chain: 0, past: warp.publish(1 << lane).in_tree() }
     }
 
-    /// The release pattern of a relaxed store by `lane` behind a fence, and those of fences of wider
-    /// scopes before it. `assumed`: fences ahead of a barrier count as well
+    /// The release pattern of a relaxed store by `lane` behind a fence, and those of fences of
+    /// wider scopes before it. `assumed`: fences ahead of a barrier count as well
     /// ([`Assumptions::fence_before_barrier`]).
     ///
     /// [`Assumptions::fence_before_barrier`]: crate::Assumptions::fence_before_barrier
@@ -913,8 +913,8 @@ impl BlockCheck {
         &mut self.gathering[barrier].past
     }
 
-    /// The causal past of lanes at their fences of scope `.cluster` and wider, and the last of their
-    /// fenced initialisations of mbarriers.
+    /// The causal past of lanes at their fences of scope `.cluster` and wider, and the last of
+    /// their fenced initialisations of mbarriers.
     pub(super) fn fenced_by(&self, warp: u32, mask: u32) -> (CausalPast, Vec<(Key, u32)>) {
         let warp = &self.warps[warp as usize];
         let mut fenced = CausalPast::default();

@@ -224,7 +224,8 @@ pub(crate) trait Hooks {
     }
     /// The lanes of a mask have read the last write of a location, or the one before.
     fn observe(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope, _older: bool) {}
-    /// The lanes of a mask have read the last write of a location as before: [`Violations::repeats`].
+    /// The lanes of a mask have read the last write of a location as before:
+    /// [`Violations::repeats`].
     fn observe_again(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope) {}
     /// A lane has written a location.
     fn wrote(&mut self, _: Place, _lane: usize, _pc: u32, _: Sem, _: Scope, _rmw: bool) {}
@@ -436,8 +437,8 @@ impl CheckHooks<'_> {
         clock::lane(self.block.key(self.warp), lane)
     }
 
-    /// Keeps a strong read by the first of the lanes `mask` for reports, and whether it found the same
-    /// as before.
+    /// Keeps a strong read by the first of the lanes `mask` for reports, and whether it found the
+    /// same as before.
     fn note_read(&mut self, place: Place, mask: u32, (pc, sem, scope): (u32, Sem, Scope), again: bool) {
         let by = self.own(mask.trailing_zeros() as usize % 32);
         let tick = self.block.tick(self.warp);

@@ -315,7 +315,8 @@ fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -
     closed.into_iter().chain(waits).chain(next).collect()
 }
 
-/// The next barrier and the next release behind an instruction of an actor, in the order of the code.
+/// The next barrier and the next release behind an instruction of an actor, in the order of the
+/// code.
 fn next_orders(world: &World, actor: Key, pc: u32) -> Vec<(&'static str, u32)> {
     let Some(facts) = world.grids.facts(actor) else { return vec![] };
     let releases = |op: &Op| match op {
@@ -341,7 +342,8 @@ pub(crate) fn waits_for_store(world: &World, thread: Key, group: u32) -> String 
     seen.iter().fold(open, |text, seen| format!("{text}\n  seen: {seen}"))
 }
 
-/// The last step of the lane of the access that `pick` takes, with its name, and the order it makes.
+/// The last step of the lane of the access that `pick` takes, with its name, and the order it
+/// makes.
 fn last_step(
     world: &World,
     me: &Me<'_>,
@@ -440,7 +442,8 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     };
     let of_step = judged.as_deref().filter(|_| steps.len() == 1);
     found.extend(steps.iter().map(|step| read_attempt(grids, step, me.own, of_step)));
-    // Within a block a barrier orders threads, and so does one behind the read of a flag by another.
+    // Within a block a barrier orders threads, and so does one behind the read of a flag by
+    // another.
     let within = of == Some(here) && theirs != me.own;
     let last = match () {
         () if how.read_only || other.how.read_only => None,
@@ -564,9 +567,9 @@ fn instruction(world: &World, actor: Key, pc: u32) -> Option<(*const Kernel, u32
 /// Reads that a report of a wrong value lists at the most.
 const MOST_SOURCES: usize = 8;
 
-/// The last write of a byte by a kernel, and the global memory that its block has read, with the last
-/// writes there. The reads of the writer's warp come first, the latest first of all. `None` where no
-/// kernel has written the byte last.
+/// The last write of a byte by a kernel, and the global memory that its block has read, with the
+/// last writes there. The reads of the writer's warp come first, the latest first of all. `None`
+/// where no kernel has written the byte last.
 pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> {
     let write = world.shadows.get(shadow as usize)?.last_write(offset)?;
     let by = actor_of(&write);
@@ -602,8 +605,8 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
 }
 
 /// The strong reads that have found the same value most often in a row, each instruction once, with
-/// the last writes there: waits that have expired are among them. Behind them the latest atomics, each
-/// instruction once: the last part of a count often publishes what is awaited.
+/// the last writes there: waits that have expired are among them. Behind them the latest atomics,
+/// each instruction once: the last part of a count often publishes what is awaited.
 pub(crate) fn longest_waits(world: &World, most: usize) -> String {
     let mut known = vec![];
     let mut text = String::new();
@@ -667,8 +670,9 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
     }
 }
 
-/// The flags by which a kernel of a device has read what the block `of` of another device published. A
-/// kernel that acquires them orders what the block did ahead of what its stream does next.
+/// The flags by which a kernel of a device has read what the block `of` of another device
+/// published. A kernel that acquires them orders what the block did ahead of what its stream does
+/// next.
 fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
     let device_of = |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
     if device_of(of).is_none_or(|other| other == device) {

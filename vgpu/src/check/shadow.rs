@@ -319,8 +319,8 @@ impl Shadow {
         Self { later: Later { on: true, ..Later::default() }, ..Self::new(false, filled) }
     }
 
-    /// Defers a read, if it is one of words by lanes in the generic proxy, and behind the last writes
-    /// of all of them.
+    /// Defers a read, if it is one of words by lanes in the generic proxy, and behind the last
+    /// writes of all of them.
     #[inline(never)]
     fn defers(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> bool {
         let How { strong, late, read_only, .. } = who.record.how;
@@ -698,8 +698,8 @@ impl Shadow {
         [before, distances().map(|distance| word + distance).find_map(find)]
     }
 
-    /// The last reads of each word by actors that `is_meant` takes, one for each history: the word, the
-    /// read, and the last write by a kernel.
+    /// The last reads of each word by actors that `is_meant` takes, one for each history: the word,
+    /// the read, and the last write by a kernel.
     pub(super) fn last_reads(&self, is_meant: impl Fn(Key) -> bool) -> Vec<(u64, Record, Option<Record>)> {
         let mut last = UNTOUCHED;
         let mut all = vec![];

@@ -35,8 +35,8 @@ struct More {
     read_only: Vec<Record>,
 }
 
-/// A lane that has observed a write, and its tick; or a row of lanes of the warp `by`, of which each
-/// has observed the write of its own part.
+/// A lane that has observed a write, and its tick; or a row of lanes of the warp `by`, of which
+/// each has observed the write of its own part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Seen {
     by: Key,

@@ -607,8 +607,8 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(self.loaded(a, first, seen))
     }
 
-    /// Goes on behind a load. `first` and `seen` are what [`Exec::take_values`] returns: a strong load
-    /// is a poll.
+    /// Goes on behind a load. `first` and `seen` are what [`Exec::take_values`] returns: a strong
+    /// load is a poll.
     #[inline(always)]
     pub(super) fn loaded(&mut self, a: &Access, first: Option<(u64, u64)>, seen: u64) -> Flow {
         let spins = match first {
@@ -764,7 +764,8 @@ impl<W: Hooks> Exec<'_, W> {
         Ok((first, seen))
     }
 
-    /// Lane `i` takes element `e` of a load, which it reads as `v`. Gives the value in its register.
+    /// Lane `i` takes element `e` of a load, which it reads as `v`. Gives the value in its
+    /// register.
     #[inline(always)]
     pub(super) fn take_value(&mut self, a: &Access, e: usize, i: usize, v: u64) -> u64 {
         let (v, slot) = (a.extend(v), a.regs[e] as usize);

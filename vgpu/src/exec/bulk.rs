@@ -129,8 +129,8 @@ impl Pending {
         let range = self.range(pieces.start).start..self.range(pieces.end - 1).end;
         let src = end_pointer(block, table, self.src, self.bytes)?;
         let dst = end_pointer(block, table, self.dst, self.bytes)?;
-        // SAFETY: `end_pointer` checked both for the copy's length, in which the range lies. They may
-        // overlap.
+        // SAFETY: `end_pointer` checked both for the copy's length, in which the range lies. They
+        // may overlap.
         unsafe { racing::copy(src.add(range.start), dst.add(range.start), range.len()) };
         self.stages.set(pieces, Stage::Landed);
         Ok(())
@@ -241,8 +241,8 @@ impl BlockState {
         failed.map_or(Ok(moved), Err)
     }
 
-    /// Moves the copies of a thread in groups before one on to a stage, at which they leave the queue
-    /// if it is the last.
+    /// Moves the copies of a thread in groups before one on to a stage, at which they leave the
+    /// queue if it is the last.
     fn end_groups(
         &mut self,
         env: &Env,
@@ -636,8 +636,9 @@ impl<W: Hooks> Exec<'_, W> {
         }
         let mut units = tensor.units(coordinates, offsets, offset);
         if mbar.is_none() {
-            // Where a row of the tensor ends in a unit, an H200 stores the rest of the unit too, and
-            // reduces it. A unit ends with its memory here: on a GPU no other memory begins there.
+            // Where a row of the tensor ends in a unit, an H200 stores the rest of the unit too,
+            // and reduces it. A unit ends with its memory here: on a GPU no other memory begins
+            // there.
             let element = reduces.map_or(1, |combine| u64::from(combine.bytes));
             for unit in units.iter_mut().filter(|unit| unit.len > 0) {
                 if let Some(found) = env.table.find(unit.global, unit.len.into()) {
@@ -750,8 +751,8 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// `cp.async.bulk.wait_group`: all but the latest `allowed` groups of this thread. `has_copies`:
-    /// some of its copies are under way.
+    /// `cp.async.bulk.wait_group`: all but the latest `allowed` groups of this thread.
+    /// `has_copies`: some of its copies are under way.
     fn wait_groups(
         &mut self,
         env: &Env,

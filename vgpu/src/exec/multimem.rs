@@ -34,8 +34,8 @@ impl Number {
     }
 }
 
-/// A number in another format, rounded to nearest. Numbers of 8 bits saturate, as all conversions to
-/// them in PTX do.
+/// A number in another format, rounded to nearest. Numbers of 8 bits saturate, as all conversions
+/// to them in PTX do.
 fn in_format(bits: u64, from: Format, to: Format) -> u64 {
     let overflow = if to.mantissa < BF16.mantissa { Overflow::Finite } else { Overflow::Ieee };
     convert(bits, from, to, Round::Nearest, overflow)

@@ -80,9 +80,9 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// Whether the lanes `missing` all wait at other places, for instructions of the same qualifiers
-    /// and member mask. By the PTX manual they meet: compilers may copy a collective into both sides
-    /// of a branch.
+    /// Whether the lanes `missing` all wait at other places, for instructions of the same
+    /// qualifiers and member mask. By the PTX manual they meet: compilers may copy a collective
+    /// into both sides of a branch.
     fn wait_elsewhere(&self, op: &WarpOp, missing: u32, mask: u32) -> bool {
         let there =
             self.warp.groups.iter().filter(|g| self.waits_for(g, op, mask)).fold(0, |a, g| a | g.mask);

@@ -175,7 +175,8 @@ fn a_launch_in_clusters_is_checked() {
 }
 
 /// Each block stores 100 and its number in the grid to its `DATA`, and reads that of the next block
-/// of its cluster by `load`, which has the local address in `%r3` and the next block's rank in `%r4`.
+/// of its cluster by `load`, which has the local address in `%r3` and the next block's rank in
+/// `%r4`.
 fn reads_neighbour(load: &str) -> String {
     format!(
         "mov.u32 %r1, %ctaid.x; add.u32 %r2, %r1, 100; mov.u32 %r3, DATA;
@@ -214,8 +215,8 @@ fn blocks_read_each_others_shared_memory() {
 
 #[test]
 fn addresses_tell_their_block() {
-    // For the other block of two: ranks of its address and of the own one, and whether each is in the
-    // own window or in that of the cluster.
+    // For the other block of two: ranks of its address and of the own one, and whether each is in
+    // the own window or in that of the cluster.
     let body = "mov.u32 %r1, %cluster_ctarank; xor.b32 %r2, %r1, 1;
         cvta.shared.u64 %rd1, DATA; mapa.u64 %rd2, %rd1, %r2; mapa.shared::cluster.u32 %r3, DATA, %r2;
         getctarank.u64 %r10, %rd1; getctarank.u64 %r11, %rd2; getctarank.shared::cluster.u32 %r12, %r3;
@@ -375,8 +376,8 @@ fn an_mbarrier_of_another_block_takes_arrivals_alone() {
     }
 }
 
-/// Block `from` copies to all blocks of the cluster; each waits on its mbarrier for `bytes` bytes and
-/// stores the word at offset 64 of its `DATA`.
+/// Block `from` copies to all blocks of the cluster; each waits on its mbarrier for `bytes` bytes
+/// and stores the word at offset 64 of its `DATA`.
 fn copied(copy: &str, bytes: u32) -> String {
     format!(
         "mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, MBAR; mov.u32 %r3, DATA; mov.u32 %r6, %ctaid.x;

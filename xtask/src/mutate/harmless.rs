@@ -11,7 +11,8 @@ struct Harmless {
     kernel: &'static str,
     /// Start of the opcode.
     opcode: &'static str,
-    /// A part of the kernel's own source line, or of one of the [`above`](Self::above) lines above it.
+    /// A part of the kernel's own source line, or of one of the [`above`](Self::above) lines above
+    /// it.
     source: &'static str,
     above: usize,
     why: &'static str,

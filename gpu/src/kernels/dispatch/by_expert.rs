@@ -4,12 +4,12 @@
 //! No token is fixed: a block with more copies to make sends fewer rows. Stores limit a
 //! multiprocessor, and with fixed tokens the block with the most rows by chance is the last one.
 //!
-//! Soundness: each token has one claim, so one warp sends its rows and its record. A warp that sends
-//! waits for no other rank behind the ready words, so all tokens are sent as soon as one block runs.
-//! A record is sent when the row's stores to other ranks have landed for the thread that sends it.
-//! Its scales leave by ordinary stores of all lanes in front of the record: a barrier of the warp
-//! orders them before the release. A stage is loaded again once the stores from it have read it, and
-//! the lanes that read its scales have met.
+//! Soundness: each token has one claim, so one warp sends its rows and its record. A warp that
+//! sends waits for no other rank behind the ready words, so all tokens are sent as soon as one
+//! block runs. A record is sent when the row's stores to other ranks have landed for the thread
+//! that sends it. Its scales leave by ordinary stores of all lanes in front of the record: a
+//! barrier of the warp orders them before the release. A stage is loaded again once the stores from
+//! it have read it, and the lanes that read its scales have met.
 
 use super::claims::{Claims, Piece};
 use super::copies::{self, Copies, copy_rings_behind};

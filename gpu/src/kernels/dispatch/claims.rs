@@ -6,19 +6,23 @@
 //! The counter ([`LocalState::claims`](crate::layout::LocalState::claims)) has the epoch above the
 //! number of claims. Each warp starts it in front of its first claim, so nothing resets it.
 //!
-//! Claims that are made ahead are on their way while the warp sends as many tokens, and no instruction
-//! looks at them before. An atomic waits behind the stores of its multiprocessor, longer than a token
-//! takes where there are few of those. So several tokens are claimed at once, but for the last ones.
+//! Claims that are made ahead are on their way while the warp sends as many tokens, and no
+//! instruction looks at them before. An atomic waits behind the stores of its multiprocessor,
+//! longer than a token takes where there are few of those. So several tokens are claimed at once,
+//! but for the last ones.
 //!
 //! Soundness: each token has one claim or is fixed, so one warp sends it. Claims order nothing.
 
 use crate::layout::{CLAIMS_SHIFT, Comm, LOCAL_CLAIMS};
 use crate::simt::*;
 
-/// Most tokens that a warp claims at once. They are neighbours, whose destinations share a cache line.
+/// Most tokens that a warp claims at once. They are neighbours, whose destinations share a cache
+/// line.
 const AT_ONCE: u32 = 4;
 /// Tokens for each warp of the grid that are claimed one at a time, the last of the rank.
 const LAST: u32 = 16;
+/// Blocks from which on all are: their multiprocessors wait for the links.
+const MANY_BLOCKS: u32 = 24;
 
 /// The tokens of a warp, by number: fixed ones, then claimed ones.
 pub struct Claims {
@@ -38,9 +42,9 @@ pub struct Claims {
 }
 
 impl Claims {
-    /// The tokens of a warp, of `num_tokens`: up to `fixed` ones, every `step`-th from `first` on and
-    /// in front of `end`, at most [`MAX_FIXED_TOKENS`](crate::layout::MAX_FIXED_TOKENS). `warps` of the
-    /// grid send.
+    /// The tokens of a warp, of `num_tokens`: up to `fixed` ones, every `step`-th from `first` on
+    /// and in front of `end`, at most [`MAX_FIXED_TOKENS`](crate::layout::MAX_FIXED_TOKENS).
+    /// `warps` of the grid send.
     #[device]
     pub fn behind_fixed(
         (first, end, step): (u32, u32, u32),
@@ -50,12 +54,12 @@ impl Claims {
     ) -> Claims {
         let (first_claimed, token) = (fixed * warps, first + laneid() * step);
         let values = (if token < end { token } else { num_tokens }).wrapping_sub(first_claimed);
-        let last = num_tokens.saturating_sub(LAST * warps);
+        let last = if nctaid() < MANY_BLOCKS { num_tokens.saturating_sub(LAST * warps) } else { 0 };
         Claims { first_claimed, last, values, next: 0, coming: 1, made: fixed }
     }
 
-    /// Starts the counter, and claims the first `count` tokens of a warp that has no fixed ones, less
-    /// than 32. The whole warp calls it, and waits for them.
+    /// Starts the counter, and claims the first `count` tokens of a warp that has no fixed ones,
+    /// less than 32. The whole warp calls it, and waits for them.
     ///
     /// # Safety
     /// Words are in this rank's own memory.
@@ -118,8 +122,8 @@ impl Claims {
         self.next = atom_relaxed_gpu_add_u64_if(claims, comm.local.0 + LOCAL_CLAIMS, count, self.next);
     }
 
-    /// Claims token number `nth` at once: the next look at a token waits for it. The whole warp calls
-    /// it.
+    /// Claims token number `nth` at once: the next look at a token waits for it. The whole warp
+    /// calls it.
     ///
     /// # Safety
     /// The counter has been started.
@@ -130,8 +134,8 @@ impl Claims {
         }
     }
 
-    /// The warp's token number `nth`, one of the last 32 that it has taken; no token of the rank where
-    /// none was left. The whole warp calls it.
+    /// The warp's token number `nth`, one of the last 32 that it has taken; no token of the rank
+    /// where none was left. The whole warp calls it.
     ///
     /// # Safety
     /// As a collective.
@@ -141,8 +145,8 @@ impl Claims {
     }
 }
 
-/// Starts the counter of the operation `epoch`: the first warp's call counts, since that epoch is the
-/// largest.
+/// Starts the counter of the operation `epoch`: the first warp's call counts, since that epoch is
+/// the largest.
 #[device]
 unsafe fn raise(comm: &Comm, epoch: u64) {
     red_relaxed_gpu_max_u64(comm.local.0 + LOCAL_CLAIMS, epoch << CLAIMS_SHIFT);

@@ -250,13 +250,14 @@ impl Faults {
         }
     }
 
-    /// What is said beside the record, found when the first check finds one: later ones say the same.
+    /// What is said beside the record, found when the first check finds one: later ones say the
+    /// same.
     fn once(&self, find: impl FnOnce(&Self) -> String) -> Box<str> {
         lock(&self.context).get_or_insert_with(|| find(self).into()).clone()
     }
 
-    /// Possible causes of an expired wait, for the end of its report: the buffer's context, and on a
-    /// device in check mode the kernels' longest waits.
+    /// Possible causes of an expired wait, for the end of its report: the buffer's context, and on
+    /// a device in check mode the kernels' longest waits.
     fn find_causes(&self) -> String {
         self.find_context() + &self.longest_waits()
     }

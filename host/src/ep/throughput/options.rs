@@ -204,9 +204,9 @@ pub struct Tuning {
     pub dispatch_stage_bytes: u32,
     /// Most stages per warp in dispatch, 2 to 28.
     pub dispatch_stages: u32,
-    /// Blocks of a dispatch within a node from which on warps claim the tokens that do not fill their
-    /// stages, at least 1. Fewer multiprocessors are slower than the links, and claims cost them more
-    /// than they gain.
+    /// Blocks of a dispatch within a node from which on warps claim the tokens that do not fill
+    /// their stages, at least 1. Fewer multiprocessors are slower than the links, and claims cost
+    /// them more than they gain.
     pub dispatch_claiming_blocks: u32,
     /// Warps per block in combine, 1 to 16.
     pub combine_warps: u32,
