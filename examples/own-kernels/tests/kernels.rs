@@ -311,8 +311,9 @@ fn a_barrier_that_is_missing_is_reported_with_the_line_of_the_kernel() {
         let call = Histogram::call(dv.global(), counts.global(), 5000, bins);
         (vec![(0, call)], (dv, counts))
     });
+    // A value is counted in a bin that another warp has not set to zero yet.
     let text = error.to_string();
-    assert!(text.contains("data race") && text.contains("src/histogram.rs:"), "{text}");
+    assert!(text.contains("unwritten shared memory") && text.contains("src/histogram.rs:"), "{text}");
 }
 
 #[test]

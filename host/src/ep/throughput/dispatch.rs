@@ -1034,10 +1034,9 @@ impl Buffer {
                         }
                         return Ok(());
                     }
-                    let tuning = &self.options.tuning;
-                    if grid >= tuning.dispatch_claiming_blocks
-                        && args.num_tokens > args.fixed_tokens * ring.warps * grid
-                    {
+                    let (tokens, fixed) = (args.num_tokens, args.fixed_tokens * ring.warps * grid);
+                    let claimed = tokens.saturating_sub(fixed);
+                    if grid >= self.options.tuning.dispatch_claiming_blocks && claimed >= tokens.div_ceil(4) {
                         call_within!(stream, node, claiming: DispatchClaiming | DispatchManyClaiming, shape, args)
                     } else {
                         call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
