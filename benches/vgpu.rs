@@ -382,6 +382,8 @@ impl Exchange {
             first_expert: 0,
             metadata_warps: if cached { 1 } else { METADATA_WARPS },
             narrow_ids: 0,
+            fixed_tokens: DISPATCH_STAGES,
+            reserved: 0,
         };
         let shared = ring_bytes(DISPATCH_WARPS, DISPATCH_STAGES, ROW_BYTES) + JOINED_BYTES;
         let threads = (DISPATCH_WARPS + args.metadata_warps) * 32;
