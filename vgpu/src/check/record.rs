@@ -49,12 +49,12 @@ impl Row {
 /// Whether an access is a read and a write in one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Update {
-    /// It is not.
+    /// A read or a write alone.
     No,
-    /// It is, and writes a value that does not depend on the old one, such as `exch`. The old value
-    /// may be one that nothing has written.
+    /// One that writes a value which does not depend on the old one, such as `exch`. Nothing need
+    /// have written the old value.
     Replaces,
-    /// It is, and computes with the old value.
+    /// One that computes with the old value.
     Modifies,
 }
 

@@ -339,7 +339,7 @@ fn atomics_that_compute_with_unwritten_memory_are_reported() {
         assert!(error.contains("unwritten global memory, at 'fresh' + 0x8"), "{body}: {error}");
         run(body, true).unwrap();
     }
-    // What it has written is no more unwritten.
+    // The exchange has written the word.
     let exchange = "atom.global.exch.b32 %r1, [%rd40+8], 1;";
     run(exchange, false).unwrap();
     run(&format!("{exchange}\natom.global.add.u32 %r1, [%rd40+8], 1;"), false).unwrap();

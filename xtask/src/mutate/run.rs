@@ -516,18 +516,19 @@ mod tests {
         assert_eq!(FaultOutcome::from_json(&json!({"nearness": 3})), None);
     }
 
+    /// Runs a shell script on faulty kernels in place of the sound text `a`.
+    fn of_script(directory: &Path, script: &str) -> Runner {
+        workspace::write(&directory.join("sound.ptx"), "a\n").unwrap();
+        let words = ["sh", "-c", script].map(str::to_owned).to_vec();
+        Runner { what: Runs::Program(words), directory: directory.to_owned(), limit: Duration::from_secs(20) }
+    }
+
     #[test]
     fn a_program_runs_on_faulty_kernels_in_place_of_its_own() {
         let directory = tempfile::tempdir().unwrap();
         let faulty = "[ \"$(cat \"$EPOXIDE_VGPU_FAULTY/faulty.ptx\")\" = b ] && exit 1; \
                       [ \"$(cat \"$EPOXIDE_VGPU_FAULTY/sound.ptx\")\" = a ] || exit 2";
-        let words = ["sh", "-c", faulty].map(str::to_owned).to_vec();
-        let runner = Runner {
-            what: Runs::Program(words),
-            directory: directory.path().to_owned(),
-            limit: Duration::from_secs(20),
-        };
-        workspace::write(&directory.path().join("sound.ptx"), "a\n").unwrap();
+        let runner = of_script(directory.path(), faulty);
         let workloads = [Workload { arguments: "sh".to_owned(), executed: HashSet::from([1]) }];
         let of = |edits: Vec<(usize, String)>, line| {
             let fault = Fault { edits, through: vec![line], ..fault() };
@@ -547,12 +548,7 @@ mod tests {
             "echo >>{0}; case $(wc -l <{0}) in 1) exit 0;; 2) exit 1;; 3) echo gpu/src/kernels/k.rs:41; exit 1;; esac",
             count.display()
         );
-        let runner = Runner {
-            what: Runs::Program(["sh", "-c", &script].map(str::to_owned).to_vec()),
-            directory: directory.path().to_owned(),
-            limit: Duration::from_secs(20),
-        };
-        workspace::write(&directory.path().join("sound.ptx"), "a\n").unwrap();
+        let runner = of_script(directory.path(), &script);
         let workload = || Workload { arguments: "sh".to_owned(), executed: HashSet::from([1]) };
         let fault = Fault { through: vec![1], ..fault() };
         let nearness_of = |runs: usize| {

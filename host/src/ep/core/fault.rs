@@ -250,8 +250,7 @@ impl Faults {
         }
     }
 
-    /// What is said beside the record, found when the first check finds one: later ones say the
-    /// same.
+    /// The text beside the record, found when the first check finds one: later checks give the same.
     fn once(&self, find: impl FnOnce(&Self) -> String) -> Box<str> {
         lock(&self.context).get_or_insert_with(|| find(self).into()).clone()
     }
