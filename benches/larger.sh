@@ -81,7 +81,7 @@ else
     device=(--device cuda) large=(--tokens 4096 "${shape[@]}") small=(--tokens 128 "${shape[@]}") ll_sizes=("${shape[@]}")
     iters=100 most_iters=200 few_iters=20 trips=100000 replays=20000 repeat=9 nccl_tokens=1..8192 puts=64
     all_sms=4,8,12,16,24,32,48,64,132 some_sms=24,4
-    random=(--tokens 32 --hidden 512 --experts 16 --topk 4 --num-sms 24) few=(--tokens 64 --hidden 512 --experts 16 --topk 4)
+    random=(--tokens 32 --hidden 512 --experts 16 --topk 4 --num-sms 24) few=(--tokens 72 --hidden 128 --experts 16 --topk 4)
     batch=(--tokens 300 --hidden 128 --experts 64 --topk 8)
     tools=(memcheck racecheck synccheck initcheck)
 fi
