@@ -225,7 +225,7 @@ impl<T: Number> Array<T> {
         self.len == 0
     }
 
-    /// Copies it to the host. Numbers that nobody wrote are poison.
+    /// Copies it to the host. Numbers that nothing has written are poison; [`Array::written`] tells which.
     ///
     /// # Errors
     /// In check mode, a race with a kernel that has not ended, or that a fault has stopped.
@@ -246,6 +246,14 @@ impl<T: Number> Array<T> {
         let mut bytes = vec![0; (end - start) * size_of::<T>()];
         self.memory.read(self.addr() + (start * size_of::<T>()) as u64, &mut bytes)?;
         Ok(bytes.chunks_exact(size_of::<T>()).map(T::get).collect())
+    }
+
+    /// Whether something has written all bytes of each number. Its contents say nothing of the
+    /// others. Known in check mode and under weak memory: in other modes all are true.
+    #[must_use]
+    pub fn written(&self) -> Vec<bool> {
+        let bytes = self.memory.written(self.addr(), (self.len * size_of::<T>()) as u64);
+        bytes.chunks_exact(size_of::<T>()).map(|number| number.iter().all(|byte| *byte)).collect()
     }
 
     /// Copies `numbers` to its begin.

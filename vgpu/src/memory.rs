@@ -779,6 +779,16 @@ impl Memory {
         crate::check::report::origin(&world, found.shadow, addr - found.start)
     }
 
+    /// Whether something has written each of `bytes` bytes at `addr`. True without a checker.
+    pub(crate) fn written(&self, addr: u64, bytes: u64) -> Vec<bool> {
+        let (found, checker) = (self.snapshot().find(addr, bytes), self.checker());
+        let (Some(found), Some(checker)) = (found, checker) else { return vec![true; bytes as usize] };
+        let world = checker.world();
+        let shadow = world.shadows.get(found.shadow as usize);
+        let at = addr - found.start;
+        (at..at + bytes).map(|at| shadow.is_none_or(|shadow| shadow.is_written(at))).collect()
+    }
+
     /// Copies `bytes` bytes from host memory to device address `dst`.
     ///
     /// # Safety

@@ -70,7 +70,7 @@ pub struct Args {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     devices: u32,
     /// Print the buffer of argument N (from 0) of device 0 behind the last run, or write it to a
-    /// file
+    /// file. With --check or --weak, elements that nothing has written are '-', or zero in a file
     #[arg(long = "out", value_name = "N[=FILE]", value_parser = output)]
     outputs: Vec<(usize, Option<PathBuf>)>,
     /// Report races, missing fences and reads of unwritten memory
@@ -152,8 +152,29 @@ struct Outcome {
     reports: Vec<Report>,
     /// A launch that check mode refuses.
     other: Option<Finding>,
-    /// The bytes of the buffers that are asked for.
-    outputs: Vec<Vec<u8>>,
+    /// The buffers that are asked for.
+    outputs: Vec<Output>,
+}
+
+/// The contents of a buffer.
+#[derive(Clone, PartialEq, Eq)]
+struct Output {
+    /// Elements that nothing has written are zero here.
+    bytes: Vec<u8>,
+    /// By element: whether something has written it, as far as the mode knows.
+    written: Vec<bool>,
+}
+
+impl Output {
+    /// The contents of a buffer with elements of `size` bytes.
+    fn of(array: &Array<u8>, size: usize) -> Result<Self> {
+        let mut bytes = array.download()?;
+        let by_byte = array.written();
+        let written: Vec<bool> = by_byte.chunks_exact(size).map(|own| own.iter().all(|byte| *byte)).collect();
+        let elements = bytes.chunks_exact_mut(size).zip(&written);
+        elements.filter(|(_, written)| !**written).for_each(|(element, _)| element.fill(0));
+        Ok(Self { bytes, written })
+    }
 }
 
 impl Args {
@@ -273,7 +294,7 @@ impl Args {
             Ok(()) => {
                 for (number, _) in &self.outputs {
                     let array = buffers[0][*number].as_ref().context("no such buffer")?;
-                    outcome.outputs.push(array.download()?);
+                    outcome.outputs.push(Output::of(array, self.buffer(*number)?.ty.size())?);
                 }
             }
             // The fault or the hang is among the reports.
@@ -315,8 +336,8 @@ impl Args {
 struct Runs {
     collected: Collected,
     /// The outputs of the last run that has them, and of the first, with its number.
-    last: Vec<Vec<u8>>,
-    first: Option<(u64, Vec<Vec<u8>>)>,
+    last: Vec<Output>,
+    first: Option<(u64, Vec<Output>)>,
     /// The first two runs whose outputs differ.
     differs: Option<(u64, u64)>,
 }
@@ -522,16 +543,19 @@ fn explored_json((runs, coverage): (u64, Coverage)) -> Value {
 
 /// Writes the buffers that are asked for to their files; the others become notes. Returns them as
 /// JSON.
-fn write_outputs(args: &Args, last: &[Vec<u8>], document: &mut Document) -> Result<Value> {
+fn write_outputs(args: &Args, last: &[Output], document: &mut Document) -> Result<Value> {
     let mut all = vec![];
-    for ((number, file), bytes) in args.outputs.iter().zip(last) {
+    for ((number, file), Output { bytes, written }) in args.outputs.iter().zip(last) {
         let ty = args.buffer(*number)?.ty;
         if let Some(file) = file {
             std::fs::write(file, bytes).with_context(|| format!("cannot write {}", file.display()))?;
             all.push(json!({ "argument": number, "file": file.display().to_string() }));
             continue;
         }
-        let numbers = bytes.chunks_exact(ty.size()).map(|number| ty.show(number));
+        let numbers = bytes.chunks_exact(ty.size()).zip(written).map(|(number, written)| match written {
+            true => ty.show(number),
+            false => "-".to_owned(),
+        });
         let shown: Vec<String> = numbers.take(MOST_PRINTED).collect();
         let more = bytes.len() / ty.size() - shown.len();
         let rest = if more == 0 { String::new() } else { format!(" and {more} more") };

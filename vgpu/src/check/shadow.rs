@@ -682,6 +682,11 @@ impl Shadow {
         Some(self.histories.get(id))
     }
 
+    /// Whether something has written the byte at `at`. True in hidden memory.
+    pub(crate) fn is_written(&self, at: u64) -> bool {
+        self.hidden || self.history(at).unwrap_or(self.histories.get(UNTOUCHED)).written
+    }
+
     /// The last write of the byte at `at`, if it was a kernel's.
     pub(super) fn last_write(&self, at: u64) -> Option<Record> {
         let write = self.history(at)?.write.at(at, Kind::Write);

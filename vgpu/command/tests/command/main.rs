@@ -101,6 +101,50 @@ fn without_checks_a_kernel_runs_and_its_buffers_are_printed_or_written() {
     assert_eq!(code, 1, "its first word is 0: {text}");
 }
 
+/// Writes the first half of the second word of `own`, and reads nothing.
+const WRITE_HALF: &str = "
+.version 8.1
+.target sm_90
+.address_size 64
+.visible .entry half(.param .u64 own)
+{
+.reg .b16 %h<2>;
+.reg .b64 %rd<2>;
+ld.param.u64 %rd1, [own];
+mov.u16 %h1, 7;
+st.global.u16 [%rd1+4], %h1;
+st.global.u16 [%rd1+8], %h1;
+st.global.u16 [%rd1+10], %h1;
+ret;
+}
+";
+
+#[test]
+fn elements_that_nothing_has_written_are_no_numbers() {
+    let mut ptx = tempfile::NamedTempFile::new().unwrap();
+    std::io::Write::write_all(&mut ptx, WRITE_HALF.as_bytes()).unwrap();
+    let path = ptx.path().to_str().unwrap();
+    let call = |buffer: &str, more: &[&str]| {
+        let call = ["run", path, "--block", "1", "--arg", buffer, "--seeds", "0..4"];
+        vgpu(&[&call, more].concat())
+    };
+    for mode in ["--check", "--weak"] {
+        let (code, text) = call("buf:u32:3", &[mode, "--out", "0"]);
+        assert_eq!(code, 0, "{text}");
+        assert!(text.contains("argument 0: - - 458759\n") && !text.contains("differ"), "{text}");
+        let (_, text) = call("buf:u16:6", &[mode, "--out", "0"]);
+        assert!(text.contains("argument 0: - - 7 - 7 7\n") && !text.contains("differ"), "{text}");
+        let (_, text) = call("buf:u32:3=iota", &[mode, "--out", "0"]);
+        assert!(text.contains("argument 0: 0 7 458759\n"), "{text}");
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let (_, text) = call("buf:u32:3", &[mode, "--out", &format!("0={}", file.path().display())]);
+        assert_eq!(std::fs::read(file.path()).unwrap(), [0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 7, 0], "{text}");
+    }
+    // Other modes do not know them.
+    let (_, text) = call("buf:u32:3", &["--out", "0"]);
+    assert!(!text.contains("argument 0: -") && text.contains("differ"), "{text}");
+}
+
 #[test]
 fn a_race_is_reported_with_names_lines_seeds_and_a_class() {
     let (code, text) = last_block(&["--check", "--seeds", "0..20"]);
