@@ -44,8 +44,14 @@ fi
 python=$work/venv/bin/python
 export PYTHONDONTWRITEBYTECODE=1
 
+# Progress goes to stderr, so that stdout has the results alone.
+progress() {
+    echo "check.sh: $*" >&2
+}
+
 # The compiler of the lists.
 [ -x "$work/venv/bin/nvcc-found" ] || {
+    progress "downloads the compiler, nvcc 13.5.37"
     python3 -m venv "$work/venv"
     "$work/venv/bin/pip" install --quiet \
         nvidia-cuda-nvcc==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-nvvm==13.5.37 \
@@ -58,6 +64,7 @@ cuda=$(dirname "$(dirname "$(readlink "$work/venv/bin/nvcc-found")")")
 # The folder of a wheel's files, WORK/NAME, of a package and version.
 wheel() {
     [ -d "$work/$1" ] || {
+        progress "downloads $2"
         "$work/venv/bin/pip" download --quiet --no-deps -d "$work/wheels" "$2"
         "$python" -m zipfile -e "$work/wheels/$(echo "${2%%=*}" | tr - _)"-*.whl "$work/$1.part"
         mv "$work/$1.part" "$work/$1"
@@ -69,16 +76,20 @@ if [ "$project" = tensor-cores ]; then
     wheel flashinfer flashinfer-python==0.7.2.post1
     wheel fla fla-core==0.6.0
     wheel sageattention sageattention==1.0.6
+    progress "installs triton 3.9.0 and numpy 2.4.6"
     "$work/venv/bin/pip" install --quiet triton==3.9.0 numpy==2.4.6
     [ -f "$work/cutlass.ptx" ] && [ "$work/cutlass.ptx" -nt "$here/cutlass_gemm.cu" ] || {
+        progress "compiles kernels of CUTLASS"
         "$cuda/bin/nvcc" -std=c++17 -arch=sm_80 -ptx -w --expt-relaxed-constexpr "-I$cuda/include/cccl" \
             "-I$work/flashinfer/flashinfer/data/cutlass/include" -o "$work/cutlass.ptx.part" \
             "$here/cutlass_gemm.cu"
         mv "$work/cutlass.ptx.part" "$work/cutlass.ptx"
     }
     cd "$here/../.."
+    progress "builds the virtual GPU"
     cargo build --quiet --release -p epoxide-vgpu-cuda
     target=${CARGO_TARGET_DIR:-target}
+    progress "compiles kernels of Triton, and runs $project"
     "$python" -W ignore "$here/tensor_cores.py" "$target/release/libepoxide_vgpu_cuda.so" "$work" \
         "$here/tensor-cores.txt"
     exit
@@ -133,6 +144,7 @@ esac
 
 steps=$("$python" "$here/$script" "$source" "$work/$project")
 arguments=
+progress "compiles kernels of $project in $(echo "$steps" | wc -w) steps"
 for step in $steps; do
     ptx=$work/$project/$step/kernels.ptx
     # Line information says which line a report is at.
@@ -141,6 +153,9 @@ for step in $steps; do
     arguments="$arguments $step=$ptx"
 done
 cd "$here/../.."
+progress "builds the virtual GPU"
+cargo build --quiet --release -p epoxide-vgpu --example peers
+progress "runs $project"
 # shellcheck disable=SC2086 # One word for each step.
 cargo run --quiet --release -p epoxide-vgpu --example peers -- \
     "$project" "$here/$project.txt" $arguments
