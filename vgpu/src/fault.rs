@@ -44,7 +44,7 @@ pub enum LaunchError {
         actual: usize,
     },
     /// The number of arguments is not that of the parameters.
-    #[error("kernel '{kernel}' takes {expected} arguments, {actual} were given")]
+    #[error("kernel '{kernel}' takes {expected} arguments, {actual} were given{}", indented(params))]
     ArgumentCount {
         /// Kernel name.
         kernel: String,
@@ -52,18 +52,25 @@ pub enum LaunchError {
         expected: usize,
         /// Arguments given.
         actual: usize,
+        /// [A line for each parameter](crate::Kernel::param_lines).
+        params: Vec<String>,
     },
     /// An argument is larger or smaller than its parameter.
-    #[error("parameter '{param}' of kernel '{kernel}' has {expected} bytes, its argument has {actual}")]
+    #[error(
+        "parameter {param} of kernel '{kernel}' has {expected} bytes, its argument has {actual}{}",
+        indented(params)
+    )]
     ArgumentBytes {
         /// Kernel name.
         kernel: String,
-        /// Parameter name.
-        param: String,
+        /// Number of the parameter, from 0.
+        param: usize,
         /// Bytes the kernel declares.
         expected: usize,
         /// Bytes of the argument.
         actual: usize,
+        /// [A line for each parameter](crate::Kernel::param_lines).
+        params: Vec<String>,
     },
     /// A grid or block dimension is zero or too large.
     #[error("bad launch of '{kernel}': {what} is {value:?} (each must be from 1 to {max:?})")]
@@ -154,6 +161,11 @@ pub enum LaunchError {
     /// Memory of the launch itself, such as that of module variables, could not be allocated.
     #[error("memory of the launch: {0}")]
     Memory(#[from] MemoryError),
+}
+
+/// Lines behind the first one of an error.
+fn indented(lines: &[String]) -> String {
+    lines.iter().map(|line| format!("\n  {line}")).collect()
 }
 
 /// In which launch an access was, as seen from another.

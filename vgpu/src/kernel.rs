@@ -120,6 +120,19 @@ impl Kernel {
         &self.params
     }
 
+    /// A line for each parameter, for messages: its number from 0, its size and its name, as in
+    /// `parameter 2: 8 bytes, 'out'`. The name is missing where a compiler has made it of the
+    /// kernel's, mangled, and the number: `_Z3addPfj_param_1`.
+    #[must_use]
+    pub fn param_lines(&self) -> Vec<String> {
+        let line = |(number, param): (usize, &ParamInfo)| {
+            let is_made = param.name == format!("{}_param_{number}", self.name);
+            let name = if is_made { String::new() } else { format!(", '{}'", param.name) };
+            format!("parameter {number}: {} bytes{name}", param.size)
+        };
+        self.params.iter().enumerate().map(line).collect()
+    }
+
     /// Length of the parameter block in bytes.
     #[must_use]
     pub fn param_bytes(&self) -> usize {
@@ -135,20 +148,17 @@ impl Kernel {
         let mut values = vec![];
         arguments.iter().for_each(|argument| argument.pack_each(&mut values));
         if values.len() != expected {
-            return Err(LaunchError::ArgumentCount { kernel, expected, actual: values.len() });
+            let (actual, params) = (values.len(), self.param_lines());
+            return Err(LaunchError::ArgumentCount { kernel, expected, actual, params });
         }
         let mut block = vec![];
-        for (param, value) in self.params.iter().zip(values) {
+        for (number, (param, value)) in self.params.iter().zip(values).enumerate() {
             block.resize(param.offset, 0);
             block.extend_from_slice(&value);
             let (expected, actual) = (param.size, value.len());
             if expected != actual {
-                return Err(LaunchError::ArgumentBytes {
-                    kernel,
-                    param: param.name.clone(),
-                    expected,
-                    actual,
-                });
+                let params = self.param_lines();
+                return Err(LaunchError::ArgumentBytes { kernel, param: number, expected, actual, params });
             }
         }
         Ok(block)

@@ -1011,8 +1011,10 @@ mod tests {
             let module = module();
             Machine::new(1).launch_with(0, &module, "add", ONE, arguments).unwrap_err().to_string()
         };
-        assert_eq!(call(&[]), "kernel 'add' takes 1 arguments, 0 were given");
-        assert_eq!(call(&[&5u32]), "parameter 'at' of kernel 'add' has 8 bytes, its argument has 4");
+        assert_eq!(call(&[]), "kernel 'add' takes 1 arguments, 0 were given\n  parameter 0: 8 bytes, 'at'");
+        let text =
+            "parameter 0 of kernel 'add' has 8 bytes, its argument has 4\n  parameter 0: 8 bytes, 'at'";
+        assert_eq!(call(&[&5u32]), text);
         let array = machine.alloc::<half::bf16>(0, "x", 2).unwrap();
         array.upload(&[half::bf16::ONE; 2]).unwrap();
         assert!(!array.is_empty() && array.len() == 2);
@@ -1061,6 +1063,24 @@ mod tests {
         machine.run().unwrap();
         assert_eq!(out.download().unwrap(), [5]);
         let error = machine.launch_with(0, &module, "sub", ONE, &[&[9u32, 4, 1], &out]).unwrap_err();
-        assert_eq!(error.to_string(), "kernel 'sub' takes 3 arguments, 4 were given");
+        let text = error.to_string();
+        assert!(text.starts_with("kernel 'sub' takes 3 arguments, 4 were given\n"), "{text}");
+    }
+
+    #[test]
+    fn parameters_that_a_compiler_has_named_are_numbers_and_sizes_in_errors() {
+        let name = "_Z5scalePfj";
+        let kernel = format!(
+            "{HEAD}.visible .entry {name}(.param .u64 {name}_param_0, .param .u32 {name}_param_1) {{ ret; }}\n"
+        );
+        let module = Module::parse(&kernel).unwrap();
+        let call = |arguments: &[&dyn Argument]| {
+            Machine::new(1).launch_with(0, &module, name, ONE, arguments).unwrap_err().to_string()
+        };
+        let lines = "\n  parameter 0: 8 bytes\n  parameter 1: 4 bytes";
+        let count = format!("kernel '{name}' takes 2 arguments, 1 were given{lines}");
+        assert_eq!(call(&[&5u64]), count);
+        let size = format!("parameter 1 of kernel '{name}' has 4 bytes, its argument has 8{lines}");
+        assert_eq!(call(&[&5u64, &5u64]), size);
     }
 }

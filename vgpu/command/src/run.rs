@@ -286,7 +286,7 @@ impl Args {
             let arguments: Vec<&dyn epoxide_vgpu::Argument> =
                 packed.iter().map(|packed| packed as &dyn epoxide_vgpu::Argument).collect();
             let launched = machine.launch_with(device, module, kernel, shape, &arguments);
-            launched.map_err(|error| with_parameters(&error, module))?;
+            launched.map_err(|error| anyhow::Error::msg(names::make_readable(&error.to_string(), module)))?;
         }
         let ended = machine.run();
         let mut outcome = Outcome { reports: machine.reports(), ..Outcome::default() };
@@ -399,21 +399,6 @@ fn note(seeds: &mut Vec<u64>, seed: u64) {
     if seeds.len() < MOST_SEEDS {
         seeds.push(seed);
     }
-}
-
-/// The error of a launch by readable names. Where the arguments do not fit, the parameters follow.
-fn with_parameters(error: &MachineError, module: &Module) -> anyhow::Error {
-    let mut text = names::make_readable(&error.to_string(), module);
-    let kernel = match error {
-        MachineError::Launch(
-            LaunchError::ArgumentCount { kernel, .. } | LaunchError::ArgumentBytes { kernel, .. },
-        ) => module.kernel(kernel),
-        _ => None,
-    };
-    for (number, param) in kernel.iter().flat_map(|kernel| kernel.params()).enumerate() {
-        text += &format!("\n  parameter {number}: {} bytes, '{}'", param.size, param.name);
-    }
-    anyhow::Error::msg(text)
 }
 
 /// Runs the kernel under all seeds, and prints the reports.

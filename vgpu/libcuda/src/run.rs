@@ -3,7 +3,7 @@
 
 use std::ffi::{c_char, c_int, c_uint};
 
-use epoxide_vgpu::{CheckConfig, DeviceConfig, GridConfig, Machine, MachineError, Module};
+use epoxide_vgpu::{CheckConfig, DeviceConfig, GridConfig, LaunchError, Machine, MachineError, Module};
 
 use crate::abi::{In, Out, Res};
 
@@ -78,8 +78,8 @@ fn run(
     let module = Module::parse(&ptx).map_err(|error| (BAD_PTX, error.to_string()))?;
     let kernel = module.find(&entry).map_err(|error| bad(error.to_string()))?;
     if args.len() != kernel.params().len() {
-        let (takes, got) = (kernel.params().len(), args.len());
-        return Err(bad(format!("kernel '{entry}' takes {takes} arguments, {got} were given")));
+        let (expected, actual, params) = (kernel.params().len(), args.len(), kernel.param_lines());
+        return Err(bad(LaunchError::ArgumentCount { kernel: entry, expected, actual, params }.to_string()));
     }
     let config = DeviceConfig {
         schedule_seed: Some(options.seed).filter(|seed| *seed != 0),
@@ -89,9 +89,8 @@ fn run(
     let mut machine = Machine::with_config(1, config, (options.check != 0).then(CheckConfig::default));
     let mut params = vec![0; kernel.param_bytes()];
     let mut arrays = vec![];
-    for (param, arg) in kernel.params().iter().zip(args) {
-        let read =
-            || given(&format!("data of parameter '{}'", param.name), arg.data.before().get_all(arg.bytes));
+    for (number, (param, arg)) in kernel.params().iter().zip(args).enumerate() {
+        let read = || given(&format!("data of parameter {number}"), arg.data.before().get_all(arg.bytes));
         let value = match arg.kind {
             VALUE => read()?,
             IN | OUT | IN_OUT => {
@@ -104,11 +103,12 @@ fn run(
                 arrays.push((array, arg));
                 addr
             }
-            kind => return Err(bad(format!("parameter '{}' has kind {kind}: 0 to 3 exist", param.name))),
+            kind => return Err(bad(format!("parameter {number} has kind {kind}: 0 to 3 exist"))),
         };
         if value.len() != param.size {
-            let (name, size, got) = (&param.name, param.size, value.len());
-            return Err(bad(format!("parameter '{name}' has {size} bytes, its argument has {got}")));
+            let (expected, actual, params) = (param.size, value.len(), kernel.param_lines());
+            let error = LaunchError::ArgumentBytes { kernel: entry, param: number, expected, actual, params };
+            return Err(bad(error.to_string()));
         }
         params[param.offset..param.offset + param.size].copy_from_slice(&value);
     }
