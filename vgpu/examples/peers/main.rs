@@ -7,6 +7,8 @@
 //! A step is the source of a project as shipped or with repairs. Each runs with a number of seeds. A
 //! step whose name ends with `-in-step` assumes that lanes in step are ordered, `ConvergedWarps`.
 //! The list has the reports of each step.
+//!
+//! At the end it lists the kernels that ran without check mode and had all results of the oracle.
 
 mod deepep;
 mod deepep_ll;
@@ -19,7 +21,9 @@ mod one_sided;
 use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 
-use epoxide_vgpu::{CheckConfig, Class, DeviceConfig, Fault, FaultKind, Machine, MachineError, Module};
+use epoxide_vgpu::{
+    CheckConfig, Class, DeviceConfig, Fault, FaultKind, Kernel, Machine, MachineError, Module,
+};
 
 /// Runs of each step, and of a step that varies the repaired source.
 const SEEDS: u64 = 24;
@@ -194,6 +198,20 @@ fn run_step(project: &Project, step: &str, module: &Module) -> Result<Outcome, B
     Ok(outcome)
 }
 
+/// The kernels of one run without check mode, by their mangled names. None where a result is not the
+/// oracle's. Kernels of the host side are `extern "C"`, so that no compiler mangles their names.
+fn right_kernels(project: &Project, step: &str, ptx: &str) -> Result<BTreeSet<String>, Box<dyn Error>> {
+    let module = Module::parse(ptx)?;
+    let of_project = || module.kernels().filter(|kernel| kernel.name().starts_with("_Z"));
+    of_project().for_each(|kernel| kernel.record_coverage());
+    let check = CheckConfig { races: false, ..CheckConfig::default() };
+    if !(project.run)(&Case { module: &module, step, seed: 0, check })?.is_empty() {
+        return Ok(BTreeSet::new());
+    }
+    let has_run = |kernel: &Kernel| kernel.coverage().is_some_and(|executed| executed.contains(&true));
+    Ok(of_project().filter(|kernel| has_run(kernel)).map(|kernel| kernel.name().to_owned()).collect())
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [name, list, steps @ ..] = arguments.as_slice() else {
@@ -202,7 +220,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let project = project(name)?;
     let text = std::fs::read_to_string(list).map_err(|error| format!("{list}: {error}"))?;
     let expected = read_list(&text);
-    let mut differs = false;
+    let (mut differs, mut right) = (false, BTreeSet::new());
     for step in steps {
         let (name, path) = step.split_once('=').ok_or("a step is NAME=FILE.ptx")?;
         let ptx = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
@@ -223,6 +241,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("    - x {report}   NOT SEEN");
             differs = true;
         }
+        right.extend(right_kernels(&project, name, &ptx)?);
     }
+    println!("{} kernels with all results of the oracle, without check mode:", right.len());
+    right.iter().for_each(|kernel| println!("  {kernel}"));
     if differs { Err(format!("the reports are not those of {list}").into()) } else { Ok(()) }
 }
