@@ -19,7 +19,7 @@ use epoxide_gpu::kernels::{
 use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
 
 use super::dispatch::PLAN_THREADS;
-use super::options::Tuning;
+use super::options::{MOST_DISPATCH_WARPS, Tuning};
 use super::wire::WireTables;
 use super::{Config, Topology};
 use crate::driver::{Device, Kernel, Module};
@@ -531,7 +531,10 @@ impl Kernels {
                 let most = if row_bytes <= SHORT_ROW { SHORT_ROW_WARPS } else { LONG_ROW_WARPS };
                 ((t.dispatch_warps + 3).min(MOST_WARPS_BY_EXPERT), most)
             }
-            Spread::OneNode(..) => (t.dispatch_warps, DISPATCH_WARPS),
+            Spread::OneNode(..) => {
+                let more = row_bytes <= SHORT_ROW && num_sms >= t.dispatch_claiming_blocks;
+                ((t.dispatch_warps + u32::from(more)).min(MOST_DISPATCH_WARPS), DISPATCH_WARPS)
+            }
             Spread::SeveralNodes(..) if is_by_expert => (t.internode_dispatch_warps, 2 * DISPATCH_WARPS),
             Spread::SeveralNodes(..) => (t.internode_dispatch_warps, DISPATCH_WARPS),
         };

@@ -16,6 +16,9 @@ use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
+/// Most warps of a block that send rows in a dispatch, beside those that send metadata.
+pub(super) const MOST_DISPATCH_WARPS: u32 = 8;
+
 /// The sizes that a pool must have room for. The same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
@@ -189,7 +192,8 @@ impl Options {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tuning {
     /// Warps per block in dispatch, 1 to 8. A dispatch of rows by expert within a node has three
-    /// more, at most 10.
+    /// more, at most 10. Rows of up to 8,192 bytes have one more, at most 8, from
+    /// `dispatch_claiming_blocks` on: three do not fill the links there.
     pub dispatch_warps: u32,
     /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half
     /// of the blocks send.
@@ -247,7 +251,7 @@ impl Tuning {
             }
             Err(Error::argument(name, value, format!("must be {} to {}", range.start(), range.end())))
         };
-        check("dispatch_warps", self.dispatch_warps, 1..=8)?;
+        check("dispatch_warps", self.dispatch_warps, 1..=MOST_DISPATCH_WARPS)?;
         check("internode_dispatch_warps", self.internode_dispatch_warps, 1..=8)?;
         check("dispatch_metadata_warps", self.dispatch_metadata_warps, 1..=4)?;
         check("dispatch_copy_warps", self.dispatch_copy_warps, 1..=6)?;
