@@ -452,11 +452,15 @@ fn next_row(lines: &[Line], at: usize, rows: &mut BTreeMap<usize, usize>, sites:
                     operands.filter(|part| part.starts_with("%rd")).map(|part| (part.to_owned(), index)),
                 );
             } else if let Some(new) = with_next_row(line) {
-                let site = *rows.entry(index).or_insert_with(|| {
+                // The compiler computes some products in two branches, for the same accesses.
+                let is_same = |other: &Line| other.text == line.text && other.own == line.own;
+                let all: Vec<usize> = (0..lines.len()).filter(|other| is_same(&lines[*other])).collect();
+                let first = all.first().copied().unwrap_or(index);
+                let site = *rows.entry(first).or_insert_with(|| {
                     sites.push(Site {
                         kind: Kind::NextRow,
-                        at: index,
-                        edits: vec![(index, new)],
+                        at: first,
+                        edits: all.into_iter().map(|index| (index, new.clone())).collect(),
                         other: Some(at),
                         through: vec![],
                     });
@@ -622,6 +626,15 @@ mod tests {
         );
         let next = "{ .reg .b64 q; add.u64 q, %rd2, 1; mad.lo.s64 %rd1, q, %rd3, %rd4; }";
         assert_eq!(found, [one("next-row", 101, next)]);
+        // The product of another branch is the same fault: either may be the one that is used.
+        let product = "mul.wide.u32 %rd1, %r1, 4;";
+        let store = "st.global.b32 [%rd1], %r2;";
+        let branches = format!("@%p1 bra $L1;\n{product}\nbra $L2;\n$L1:\n{product}\n$L2:\n{store}");
+        let found =
+            enumerate(&bodies(&ptx(&branches).replace(".loc 1 105 0", ".loc 1 102 0"), &["k"]).unwrap());
+        let edits = |fault: &Fault| fault.edits.iter().map(|(_, text)| text.clone()).collect::<Vec<_>>();
+        let next = "{ .reg .b32 q; add.u32 q, %r1, 1; mul.wide.u32 %rd1, q, 4; }";
+        assert_eq!((found.len(), found[0].own.1, edits(&found[0])), (1, 102, vec![next.to_owned(); 2]));
     }
 
     #[test]

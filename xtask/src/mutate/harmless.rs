@@ -254,7 +254,7 @@ const HARMLESS: [Harmless; 29] = [
 ];
 
 /// Whether a pattern with `*` for any part is that of a whole name.
-fn is_like(name: &str, pattern: &str) -> bool {
+pub fn is_like(name: &str, pattern: &str) -> bool {
     let Some((first, rest)) = pattern.split_once('*') else { return name == pattern };
     let Some(name) = name.strip_prefix(first) else { return false };
     let cuts = name.char_indices().map(|(at, _)| at).chain([name.len()]);

@@ -42,6 +42,9 @@ pub struct Options {
     /// Only faults whose id holds this text
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
+    /// Only faults of these kernels; `*` in a name is any part of one
+    #[arg(long = "kernel", value_name = "NAME", value_delimiter = ',')]
+    kernels: Vec<String>,
     /// Keep outcomes in this file, a JSON object per line; those that are there already are not run
     /// again
     #[arg(long, value_name = "FILE")]
@@ -153,6 +156,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     if let Some(only) = &options.only {
         faults.retain(|fault| fault.id.contains(only.as_str()));
     }
+    retain_kernels(&mut faults, &options.kernels)?;
     if options.list {
         print!("{}", list(ws, &faults));
         return Ok(());
@@ -210,6 +214,21 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
             100.0 * share,
             100.0 * options.at_least
         );
+    }
+    Ok(())
+}
+
+/// Keeps the faults of these kernels; all where none is named. An error is a name without a fault.
+fn retain_kernels(faults: &mut Vec<Fault>, kernels: &[String]) -> Result<()> {
+    let is_of = |fault: &Fault, pattern: &String| harmless::is_like(&fault.kernel, pattern);
+    for pattern in kernels {
+        ensure!(
+            faults.iter().any(|fault| is_of(fault, pattern)),
+            "--kernel {pattern:?}: no fault is in a kernel of this name; see --list"
+        );
+    }
+    if !kernels.is_empty() {
+        faults.retain(|fault| kernels.iter().any(|pattern| is_of(fault, pattern)));
     }
     Ok(())
 }
@@ -439,6 +458,25 @@ mod tests {
         let others = ["first_tokens", "low_latency_gather_columns"];
         assert_eq!(without, [&others, &of_the_example[..]].concat(), "kernels that order nothing");
         assert!(faults::sample(faults, 100, 0).len() == 100);
+    }
+
+    #[test]
+    fn kernels_are_chosen_by_name_and_by_pattern() {
+        let all = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &names(epoxide_gpu::PTX)).unwrap());
+        let kernels_of = |patterns: &[&str]| {
+            let mut faults = all.clone();
+            let patterns: Vec<_> = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
+            retain_kernels(&mut faults, &patterns).map(|()| {
+                let kernels: std::collections::BTreeSet<_> =
+                    faults.into_iter().map(|fault| fault.kernel).collect();
+                kernels.into_iter().collect::<Vec<_>>().join(" ")
+            })
+        };
+        assert_eq!(kernels_of(&["notify", "dispatch"]).unwrap(), "dispatch notify");
+        assert_eq!(kernels_of(&["*_notify"]).unwrap(), "internode_notify");
+        assert_eq!(kernels_of(&[]).unwrap(), kernels_of(&["*"]).unwrap());
+        let error = kernels_of(&["notify", "notifies"]).unwrap_err().to_string();
+        assert!(error.contains("--kernel \"notifies\""), "{error}");
     }
 
     #[test]
