@@ -770,8 +770,9 @@ impl Memory {
     }
 
     /// The instruction that has last written the byte at `addr`, and the memory that its block has
-    /// read, with the last writes there: lines for the report of a wrong value. `None` without a
-    /// checker, or where no kernel has written the byte last.
+    /// read, with the last writes there: lines for the report of a wrong value. Where no kernel has
+    /// written the byte last, the writes of the nearest words. `None` without a checker, or without
+    /// any such write.
     #[must_use]
     pub fn origin(&self, addr: u64) -> Option<String> {
         let found = self.snapshot().find(addr, 1)?;

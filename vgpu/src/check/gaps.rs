@@ -63,6 +63,22 @@ fn reader(world: &World, me: &Me<'_>, read: &Sight) -> Reader {
     Reader { by: read.by, fence: widest.map(|(site, _)| site), is_ahead }
 }
 
+/// A relaxed read by the lane of the later access, of a word that the flag's reader, another warp of
+/// its block, has released. As an acquire it would order the later access behind the flag.
+fn handed_on(world: &World, me: &Me<'_>, reader: &Reader) -> Option<Sight> {
+    let here = clock::block_of(me.own);
+    let own_lane = clock::place_of(me.own).and_then(|(_, within)| within?.1).unwrap_or(0);
+    let warp_of = |by: Key| by & !clock::WITHIN_WARP;
+    // All warps read by one instruction, of which the last read is kept.
+    let is_mine =
+        |read: &Sight| me.recent.iter().any(|(pc, lanes)| *pc == read.pc && lanes >> own_lane & 1 != 0);
+    let is_of_reader = |write: &Strong| write.releases && warp_of(write.by) == warp_of(reader.by);
+    let writes = |_, place| releases_at(world, me, place).map(|found| &found.writes);
+    let mut steps = world.history.steps_to(here, here, writes).filter(|step| !step.read.sem.acquires());
+    let found = steps.find(|step| step.write.as_ref().is_some_and(is_of_reader) && is_mine(&step.read));
+    found.map(|step| step.read)
+}
+
 /// The releases of the place that a read has read.
 fn releases_at<'a>(world: &'a World, me: &'a Me<'_>, place: Place) -> Option<&'a Releases> {
     match place {
@@ -157,7 +173,14 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
         }
     }
     if gaps.is_empty() && last && !reader.is_ahead {
-        gaps.push(gap(Side::Reader, GapKind::Uncovered, None, at_read()));
+        gaps.push(match handed_on(world, me, &reader) {
+            Some(read) => Gap {
+                needs: scope_name(Scope::Cta),
+                at: party(grids, "read".into(), me.own, read.pc, me.own),
+                ..gap(Side::Reader, GapKind::NoFence, None, at_read())
+            },
+            None => gap(Side::Reader, GapKind::Uncovered, None, at_read()),
+        });
     }
     gaps
 }

@@ -529,7 +529,7 @@ pub(crate) fn fault(
     }
 }
 
-/// The kernels' writes of the nearest words before and after an unwritten one of global memory.
+/// The kernels' writes of the nearest words before and after one of global memory.
 fn near_writes(world: &World, place: Place, at: u64, me: Key) -> Vec<Party> {
     let Place::Global { shadow, .. } = place else { return vec![] };
     let Some(memory) = world.shadows.get(shadow as usize) else { return vec![] };
@@ -568,10 +568,24 @@ fn instruction(world: &World, actor: Key, pc: u32) -> Option<(*const Kernel, u32
 const MOST_SOURCES: usize = 8;
 
 /// The last write of a byte by a kernel, and the global memory that its block has read, with the
-/// last writes there. The reads of the writer's warp come first, the latest first of all. `None`
-/// where no kernel has written the byte last.
+/// last writes there. The reads of the writer's warp come first, the latest first of all. Where no
+/// kernel has written the byte last, the same of the kernels' writes of the nearest words: an add
+/// that is missing leaves none. `None` without any.
 pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> {
-    let write = world.shadows.get(shadow as usize)?.last_write(offset)?;
+    let memory = world.shadows.get(shadow as usize)?;
+    let (mut text, write) = match memory.last_write(offset) {
+        Some(write) => {
+            let by = actor_of(&write);
+            let by = party(&world.grids, manner(write.how, true), by, write.pc, by);
+            (format!("last written by a {by}"), write)
+        }
+        None => {
+            let (_, write) = memory.written_near(offset).into_iter().flatten().next()?;
+            let near = near_writes(world, Place::Global { shadow, offset }, offset, actor_of(&write));
+            let beside = near.iter().map(|write| format!("\n  beside it: {write}")).collect::<String>();
+            (format!("last written by no kernel{beside}"), write)
+        }
+    };
     let by = actor_of(&write);
     let (block, warp) = (clock::block_of(by), by & !clock::WITHIN_WARP);
     let mut reads: Vec<(u32, u64, Record, Option<Record>)> = vec![];
@@ -581,8 +595,6 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
     }
     let is_of_warp = |read: &Record| read.actor & !clock::WITHIN_WARP == warp;
     reads.sort_by_key(|(_, _, read, _)| (!is_of_warp(read), std::cmp::Reverse(read.tick)));
-    let mut text =
-        format!("last written by a {}", party(&world.grids, manner(write.how, true), by, write.pc, by));
     let instruction = |record: &Record| instruction(world, record.actor, record.pc);
     let mut known = vec![];
     for (number, at, read, write) in reads {

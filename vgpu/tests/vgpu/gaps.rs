@@ -230,6 +230,57 @@ fn a_flag_of_too_narrow_a_scope_is_a_race_itself_and_is_named() {
 }
 
 #[test]
+fn a_flag_that_one_warp_hands_on_needs_an_acquire_of_the_others() {
+    // Thread 0 waits for the flag, and the second warp for a word of shared memory.
+    let reader = |load: &str| {
+        format!(
+            "mov.u32 %r1, DATA;
+            @%p2 bra POLLED;
+            WAIT: ld.acquire.gpu.global.u32 %r3, [%rd40+400];
+            setp.eq.u32 %p3, %r3, 0;
+            @%p3 bra WAIT;
+            POLLED: @%p2 bra TOLD;
+            st.release.cta.shared.u32 [%r1], %r7;
+            TOLD: setp.lt.u32 %p4, %r40, 32;
+            @%p4 ret;
+            AGAIN: {load}
+            setp.eq.u32 %p3, %r3, 0;
+            @%p3 bra AGAIN;
+            ld.global.u32 %r5, [%rd2]; // data"
+        )
+    };
+    let run = |seed: u64, load: &str| {
+        let head = "
+        mov.u32 %r8, DATA;
+        mov.u32 %r9, 0;
+        setp.ne.u32 %p2, %r40, 0;
+        @!%p2 st.relaxed.cta.shared.u32 [%r8], %r9;
+        bar.sync 0;
+        mov.u32 %r7, 1;
+        mul.wide.u32 %rd1, %r40, 4;
+        add.s64 %rd2, %rd40, %rd1;
+        mov.u32 %r1, %ctaid.x;
+        setp.ne.u32 %p1, %r1, 0;
+        @%p1 bra READER;";
+        let store = "st.release.gpu.global.u32 [%rd40+400], %r7;";
+        let body = format!("{head}\n{DATA}\n{MEET}\n{store}\nret;\nREADER:\n{}", reader(load));
+        let ptx = kernel(SHARED, &body);
+        let module = Module::parse(&ptx).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
+        let mut machine = Machine::with_config(1, device(seed), Some(CheckConfig::default()));
+        let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+        machine.launch_with(0, &module, "k", launch(2, 64), &[&buf]).unwrap();
+        machine.run()
+    };
+    for_each_seed(broken_seeds(), |seed| {
+        run(seed, "ld.acquire.cta.shared.u32 %r3, [%r1];").unwrap();
+        let Err(MachineError::Fault(fault)) = run(seed, "ld.relaxed.cta.shared.u32 %r3, [%r1];") else {
+            panic!("no report")
+        };
+        assert_gaps("handed on", &gaps(*fault), &[(R, NoFence, ".cta", "ld.relaxed.cta.shared")]);
+    });
+}
+
+#[test]
 fn a_missing_proxy_fence_names_the_fence_that_stands_in_its_place() {
     let body = |before: &str, between: &str| {
         format!(
