@@ -49,6 +49,27 @@ pub fn origin(device: &Device, at: DevicePtr) -> String {
     origin.map_or_else(String::new, |origin| format!("\n  {origin}"))
 }
 
+/// Lines about where a wrong number of received rows came from, in the handle that has it.
+pub fn origin_of_rows(device: &Device, handle: &DispatchHandle) -> String {
+    origin(device, handle.num_recv_tokens_on_device().ptr())
+}
+
+/// Compares the first rows of a tensor, which the host has in `got`, with the expected ones. A
+/// difference names the origin of the wrong value.
+pub fn first_rows<T: Display + Copy>(
+    device: &Device,
+    what: &str,
+    from: &Tensor,
+    (columns, got, expected): (usize, &[T], &[T]),
+    same: impl Fn(&T, &T) -> bool,
+) -> Difference {
+    let difference = table_by(what, columns, got, expected, &same)?;
+    let at = got.iter().zip(expected).position(|(got, expected)| !same(got, expected)).unwrap_or(0);
+    let (row, column) = (at / columns.max(1), at % columns.max(1));
+    let place = row as u64 * from.row_stride() + (column * size_of::<T>()) as u64;
+    Some(difference + &origin(device, from.ptr().add(place)))
+}
+
 /// Compares two values.
 pub fn value<T: PartialEq + Debug>(what: &str, got: T, expected: T) -> Difference {
     (got != expected).then(|| format!("{what}: expected {expected:?}, got {got:?}"))

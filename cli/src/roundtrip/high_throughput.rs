@@ -223,17 +223,23 @@ fn check_rank_numbers(rank: &mut Rank, plan: &Plan, output: &Received) -> Result
     let (shape, hidden) = (output.recv_x.shape(), output.recv_x.columns());
     let expected_shape = [u64::from(plan.num_recv_tokens), hidden];
     if let Some(difference) = compare::value("recv_x shape", shape, &expected_shape[..]) {
-        rank.note(Some(difference));
+        let origin = compare::origin_of_rows(rank.buffer.device(), &output.handle);
+        rank.note(Some(difference + &origin));
         return Ok(());
     }
     let values = received_numbers(rank, output)?;
     for (row, (values, &(source, _))) in values.chunks_exact(hidden as usize).zip(&plan.recv_src).enumerate()
     {
         let wrong = |value: &f32| value.is_nan() || (value - source as f32).abs() > RECV_TOLERANCE;
-        rank.note(values.iter().position(wrong).map(|column| {
-            let got = values[column];
-            format!("recv_x, row {row}, column {column}: expected {source}, the source rank, got {got}")
-        }));
+        let difference = values.iter().position(wrong).map(|column| {
+            let (got, from) = (values[column], &output.recv_x);
+            let at = row as u64 * from.row_stride() + column as u64 * from.dtype().size();
+            let origin = compare::origin(rank.buffer.device(), from.ptr().add(at));
+            format!(
+                "recv_x, row {row}, column {column}: expected {source}, the source rank, got {got}{origin}"
+            )
+        });
+        rank.note(difference);
     }
     Ok(())
 }

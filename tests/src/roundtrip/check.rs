@@ -437,7 +437,9 @@ impl Rank {
                 difference = difference
                     .or_else(|| compare::value("recv_x_scales shape", scales.shape(), &shape[..]))
                     .or_else(|| {
-                        compare::bits("recv_x_scales", case.scales.count() as usize, &got, &expected)
+                        let tables = (case.scales.count() as usize, &got[..], &expected[..]);
+                        let same_bits = |got: &f32, want: &f32| got.to_bits() == want.to_bits();
+                        compare::first_rows(self.device(), "recv_x_scales", scales, tables, same_bits)
                     });
             }
             (got, _) => {
@@ -448,8 +450,10 @@ impl Rank {
         }
         let difference = difference.or(self.compare_columns(case, turn, sources, output)?);
         let rows = output.handle.num_recv_tokens(&self.stream)?;
-        let difference =
-            difference.or_else(|| compare::value("num_recv_tokens", rows as usize, sources.len()));
+        let wrong_count = compare::value("num_recv_tokens", rows as usize, sources.len())
+            .map(|difference| difference + &compare::origin_of_rows(self.device(), &output.handle));
+        // A wrong number of rows makes the rows wrong as well.
+        let difference = wrong_count.or(difference);
         self.note(difference.map(|difference| format!("{what}: {difference}")));
         Ok(())
     }
@@ -497,18 +501,27 @@ impl Rank {
         let weights_of = |&source: &(u32, u32)| case.received_weights(self.rank, source);
         let want_weights: Vec<f32> = plan.recv_src.iter().flat_map(weights_of).collect();
         let want_src: Vec<i32> = plan.recv_src.iter().map(|&(_, token)| token as i32).collect();
-        let ids: Vec<i64> = payload::values_of(&self.first_rows(ids, rows)?);
-        let weights: Vec<f32> = payload::values_of(&self.first_rows(weights, rows)?);
-        let src_idx: Vec<i32> = payload::values_of(&self.first_rows(src_idx, rows)?);
+        let got_ids: Vec<i64> = payload::values_of(&self.first_rows(ids, rows)?);
+        let got_weights: Vec<f32> = payload::values_of(&self.first_rows(weights, rows)?);
+        let got_src: Vec<i32> = payload::values_of(&self.first_rows(src_idx, rows)?);
+        let (device, want_ids) = (self.device(), plan.recv_topk_idx.concat());
+        let of_ids = (columns, &got_ids[..], &want_ids[..]);
+        let of_weights = (columns, &got_weights[..], &want_weights[..]);
+        let of_src = (1, &got_src[..], &want_src[..]);
+        let same_bits = |got: &f32, want: &f32| got.to_bits() == want.to_bits();
         // Empty where the host did not wait; the handle has them on the device.
         let waited = output.num_recv_tokens.is_some();
         let per_expert = if waited { &plan.num_recv_tokens_per_expert[..] } else { &[] };
-        Ok(compare::table("recv_topk_idx", columns, &ids, &plan.recv_topk_idx.concat())
-            .or(compare::bits("recv_topk_weights", columns, &weights, &want_weights))
-            .or(compare::table("recv_src_idx", 1, &src_idx, &want_src))
+        Ok(compare::first_rows(device, "recv_topk_idx", ids, of_ids, i64::eq)
+            .or_else(|| compare::first_rows(device, "recv_topk_weights", weights, of_weights, same_bits))
+            .or_else(|| compare::first_rows(device, "recv_src_idx", src_idx, of_src, i32::eq))
             .or_else(|| {
                 let got = &output.num_recv_tokens_per_expert[..];
+                let wrong = got.iter().zip(per_expert).position(|(got, want)| got != want).unwrap_or(0);
+                let counts = output.handle.num_recv_tokens_per_expert();
+                let at = counts.ptr().add((wrong * size_of::<i32>()) as u64);
                 compare::value("num_recv_tokens_per_expert_list", got, per_expert)
+                    .map(|difference| difference + &compare::origin(device, at))
             })
             .or(self.compare_sources(expected, output)?)
             .or(compare::handle(&self.stream, &output.handle, plan, expected.internode.as_ref())?))
@@ -521,7 +534,9 @@ impl Rank {
             (Some(plan), Some(meta)) => {
                 let rows = plan.recv_src_meta.len() as u64;
                 let got: Vec<i32> = payload::values_of(&self.first_rows(meta, rows)?);
-                Ok(compare::table("recv_src_meta", 2, &got, &plan.recv_src_meta.concat()))
+                let want = plan.recv_src_meta.concat();
+                let tables = (2, &got[..], &want[..]);
+                Ok(compare::first_rows(self.device(), "recv_src_meta", meta, tables, i32::eq))
             }
             (plan, meta) => {
                 Ok(Some(format!("recv_src_meta: expected {}, got {}", plan.is_some(), meta.is_some())))

@@ -38,7 +38,9 @@ impl Rank {
     /// Captures layout, dispatch and combine in a graph and replays it `replays` times, each with
     /// another routing and other rows. All have one size and one alignment, which are arguments of
     /// the graph. The outputs of a replay are compared with the oracle, and so are those of the
-    /// same calls without the graph right behind it. `step` is called after each.
+    /// same calls without the graph right behind it, whose combine takes its rows from a tensor:
+    /// the next replay's rows then overwrite the ones that it has copied into the pool. `step` is
+    /// called after each.
     pub(super) fn replay_graph(&mut self, cases: &Cases, replays: u64, step: impl Fn()) -> Result<Replays> {
         let case = |replay: u64| {
             let style = Style::ALL[replay as usize % Style::ALL.len()];
@@ -47,8 +49,9 @@ impl Rank {
         let first = case(0);
         let inputs = self.graph_inputs(&first)?;
         let mut place = self.place()?;
-        let work =
-            |buffer: &mut Buffer, order: StreamOrder<'_>| enqueue(buffer, &mut place, order, &first, &inputs);
+        let work = |buffer: &mut Buffer, order: StreamOrder<'_>| {
+            enqueue(buffer, &mut place, order, (&first, &inputs), None)
+        };
         let recorded = self.buffer.capture(&self.stream, work)?;
 
         let mut found = Replays::default();
@@ -70,8 +73,11 @@ impl Rank {
             self.verify(&case, 2 * replay, &expected, &place, recorded.output(), &what)?;
 
             self.prepare(&case, 2 * replay + 1, &expected, &place)?;
+            let sources = &expected.plan.recv_src;
+            let rows = Tensor::alloc(self.device(), DType::Bf16, &[sources.len() as u64, case.hidden()])?;
+            self.write_returned(&case, 2 * replay + 1, sources, &rows)?;
             let order = StreamOrder::on(&self.stream);
-            let eager = enqueue(&mut self.buffer, &mut place, order, &case, &inputs)?;
+            let eager = enqueue(&mut self.buffer, &mut place, order, (&case, &inputs), Some(&rows))?;
             let what = format!("the same calls without a graph, behind replay {replay}");
             self.verify(&case, 2 * replay + 1, &expected, &place, &eager, &what)?;
             found.verified += 1;
@@ -149,13 +155,14 @@ fn is_verified(replay: u64, replays: u64) -> bool {
     replay < 100 || replay.is_multiple_of(10) || replay + 1 == replays
 }
 
-/// Enqueues the three operations; the host does not wait. The experts' rows are in the pool.
+/// Enqueues the three operations; the host does not wait. The experts' rows are `given`, else in the
+/// pool.
 fn enqueue(
     buffer: &mut Buffer,
     place: &mut Place,
     order: StreamOrder<'_>,
-    case: &Case,
-    inputs: &Inputs,
+    (case, inputs): (&Case, &Inputs),
+    given: Option<&Tensor>,
 ) -> Result<Trip> {
     let layout = buffer.get_dispatch_layout(&inputs.topk_idx, case.routing.num_experts, order)?;
     let counts = Counts::OnDevice { capacity: buffer.capacity() };
@@ -164,11 +171,18 @@ fn enqueue(
     let request = inputs.x_scales.iter().fold(request, DispatchRequest::scales);
     let request = inputs.columns.iter().fold(request, DispatchRequest::column);
     let dispatched = buffer.dispatch(place, request, order)?;
-    let rows = dispatched.combine_rows(DType::Bf16, case.hidden())?;
-    let request = CombineRequest::new(&rows, &dispatched.handle);
-    let weights = dispatched.recv_topk_weights.iter();
-    let combined = buffer.combine(weights.fold(request, CombineRequest::topk_weights), order)?;
-    drop(rows);
+    let combined = {
+        let rows;
+        let request = match given {
+            Some(given) => CombineRequest::new(given, &dispatched.handle),
+            None => {
+                rows = dispatched.combine_rows(DType::Bf16, case.hidden())?;
+                CombineRequest::new(&rows, &dispatched.handle)
+            }
+        };
+        let weights = dispatched.recv_topk_weights.iter();
+        buffer.combine(weights.fold(request, CombineRequest::topk_weights), order)?
+    };
     Ok(Trip { layout, dispatched: dispatched.detach(), combined })
 }
 
