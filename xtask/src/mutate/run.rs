@@ -25,23 +25,26 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// node, across mapped nodes, through queues, and with nodes kept apart whose kernels store to wire
 /// memory of a peer. Its rows have one piece or several, with scales, with sizes that differ
 /// between ranks, and are replayed. Some fill the rings of all warps more than once, and on 18
-/// blocks warps claim the tokens behind the first ones. Low latency
-/// runs with few tokens, whose rows go as packets, and with more tokens than a block has threads.
+/// blocks warps claim the tokens behind the first ones. Across nodes a rank once has more
+/// experts than a warp has lanes, and 300 tokens come in so many chunks that some arrive while a
+/// warp looks at the number of those before. Low latency runs with few tokens, whose rows go as
+/// packets, and with more tokens than a block has threads.
 /// The latter has more experts than a rank has blocks. 34 blocks have one that lists rows. Across
 /// nodes its rows have several warps.
-const WORKLOADS: [&str; 24] = [
+const WORKLOADS: [&str; 25] = [
     "--mode intranode --ranks-per-node 4",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
-    "--mode internode --nodes 2 --ranks-per-node 2 --transport shm",
-    "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes",
+    "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --graph-replays 2",
+    "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes --experts 160 --graph-replays 2",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes --tokens 96 --hidden 6144",
+    "--mode internode --nodes 2 --ranks-per-node 1 --transport direct --keep-nodes --tokens 300 --hidden 32 --iterations 3",
     "--mode intranode --ranks-per-node 4 --dtype fp8 --iterations 3 --random",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --dtype fp8 --iterations 3 --random",
     "--mode intranode --ranks-per-node 3 --dtype fp8 --quantise --iterations 3 --random",
     "--mode intranode --ranks-per-node 2 --hidden 160 --dtype mxfp8 --quantise --iterations 3 --random",
     "--mode intranode --ranks-per-node 2 --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
-    "--mode intranode --ranks-per-node 2 --tokens 600 --num-sms 18",
+    "--mode intranode --ranks-per-node 2 --tokens 800 --num-sms 18",
     "--mode low-latency --ranks-per-node 3 --iterations 4 --random",
     "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --tokens 200 --experts 36 --iterations 2",
