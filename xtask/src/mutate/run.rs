@@ -44,7 +44,7 @@ const WORKLOADS: [&str; 25] = [
     "--mode intranode --ranks-per-node 2 --hidden 160 --dtype mxfp8 --quantise --iterations 3 --random",
     "--mode intranode --ranks-per-node 2 --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
-    "--mode intranode --ranks-per-node 2 --tokens 800 --num-sms 18",
+    "--mode intranode --ranks-per-node 2 --tokens 1000 --num-sms 18",
     "--mode low-latency --ranks-per-node 3 --iterations 4 --random",
     "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --tokens 200 --experts 36 --iterations 2",
