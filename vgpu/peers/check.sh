@@ -4,6 +4,7 @@
 #
 #   vgpu/peers/check.sh one-sided [WORK]
 #   vgpu/peers/check.sh tensor-cores [WORK]
+#   vgpu/peers/check.sh cuda-cores [WORK]
 #   vgpu/peers/check.sh deepep [WORK] CHECKOUT
 #   vgpu/peers/check.sh deepep-ll [WORK] CHECKOUT
 #   vgpu/peers/check.sh mscclpp [WORK] CHECKOUT
@@ -15,13 +16,13 @@
 # git repository of the project, with or without a work tree.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-usage='usage: check.sh one-sided|tensor-cores [WORK]
+usage='usage: check.sh one-sided|tensor-cores|cuda-cores [WORK]
        check.sh deepep|deepep-ll|mscclpp|mscclpp-nvls|nccl-ep|nccl-allreduce [WORK] CHECKOUT'
 project=${1:?$usage}
 shift
 checkout=
 case $project in
-one-sided | tensor-cores) ;;
+one-sided | tensor-cores | cuda-cores) ;;
 deepep | deepep-ll | mscclpp | mscclpp-nvls | nccl-ep | nccl-allreduce)
     [ $# -gt 0 ] || { echo "$usage" >&2; exit 2; }
     for last; do :; done
@@ -29,8 +30,8 @@ deepep | deepep-ll | mscclpp | mscclpp-nvls | nccl-ep | nccl-allreduce)
     [ $# -gt 1 ] || set --
     ;;
 *)
-    known='one-sided, tensor-cores, deepep, deepep-ll, mscclpp, mscclpp-nvls, nccl-ep and nccl-allreduce'
-    echo "no project '$project': there are $known" >&2
+    echo "no project '$project'" >&2
+    echo "$usage" >&2
     exit 2
     ;;
 esac
@@ -49,17 +50,20 @@ progress() {
     echo "check.sh: $*" >&2
 }
 
-# The compiler of the lists.
-[ -x "$work/venv/bin/nvcc-found" ] || {
-    progress "downloads the compiler, nvcc 13.5.37"
-    python3 -m venv "$work/venv"
-    "$work/venv/bin/pip" install --quiet \
-        nvidia-cuda-nvcc==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-nvvm==13.5.37 \
-        nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6
-    ln -s "$("$python" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])')/bin/nvcc" \
-        "$work/venv/bin/nvcc-found"
+[ -x "$python" ] || python3 -m venv "$work/venv"
+
+# Downloads nvcc, which compiles all but kernels of Triton. Sets `cuda` to its folder.
+compiler() {
+    [ -x "$work/venv/bin/nvcc-found" ] || {
+        progress "downloads the compiler, nvcc 13.5.37"
+        "$work/venv/bin/pip" install --quiet \
+            nvidia-cuda-nvcc==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-nvvm==13.5.37 \
+            nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6
+        ln -s "$("$python" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])')/bin/nvcc" \
+            "$work/venv/bin/nvcc-found"
+    }
+    cuda=$(dirname "$(dirname "$(readlink "$work/venv/bin/nvcc-found")")")
 }
-cuda=$(dirname "$(dirname "$(readlink "$work/venv/bin/nvcc-found")")")
 
 # The folder of a wheel's files, WORK/NAME, of a package and version.
 wheel() {
@@ -71,13 +75,9 @@ wheel() {
     }
 }
 
-# Kernels with tensor cores have a host side in Python, which compares with numpy.
-if [ "$project" = tensor-cores ]; then
-    wheel flashinfer flashinfer-python==0.7.2.post1
-    wheel fla fla-core==0.6.0
-    wheel sageattention sageattention==1.0.6
-    progress "installs triton 3.9.0 and numpy 2.4.6"
-    "$work/venv/bin/pip" install --quiet triton==3.9.0 numpy==2.4.6
+# Compiles CUTLASS's kernels with tensor cores.
+cutlass() {
+    compiler
     [ -f "$work/cutlass.ptx" ] && [ "$work/cutlass.ptx" -nt "$here/cutlass_gemm.cu" ] || {
         progress "compiles kernels of CUTLASS"
         "$cuda/bin/nvcc" -std=c++17 -arch=sm_80 -ptx -w --expt-relaxed-constexpr "-I$cuda/include/cccl" \
@@ -85,16 +85,38 @@ if [ "$project" = tensor-cores ]; then
             "$here/cutlass_gemm.cu"
         mv "$work/cutlass.ptx.part" "$work/cutlass.ptx"
     }
+}
+
+# Runs the kernels of a host side in Python, which compares with numpy.
+wheels() {
+    "$python" -W ignore "$here/$1" "$target/release/libepoxide_vgpu_cuda.so" "$work" "$here/$project.txt"
+}
+
+case $project in
+tensor-cores | cuda-cores)
+    wheel flashinfer flashinfer-python==0.7.2.post1
+    wheel fla fla-core==0.6.0
+    wheel sageattention sageattention==1.0.6
+    progress "installs triton 3.9.0 and numpy 2.4.6"
+    "$work/venv/bin/pip" install --quiet triton==3.9.0 numpy==2.4.6
+    [ "$project" = cuda-cores ] || cutlass
     cd "$here/../.."
     progress "builds the virtual GPU"
     cargo build --quiet --release -p epoxide-vgpu-cuda
     target=${CARGO_TARGET_DIR:-target}
     progress "compiles kernels of Triton, and runs $project"
-    "$python" -W ignore "$here/tensor_cores.py" "$target/release/libepoxide_vgpu_cuda.so" "$work" \
-        "$here/tensor-cores.txt"
+    if [ "$project" = tensor-cores ]; then
+        wheels tensor_cores.py
+    else
+        wheels cuda_cores.py
+        progress "runs $project in check mode"
+        EPOXIDE_VGPU_CHECK=1 wheels cuda_cores.py
+    fi
     exit
-fi
+    ;;
+esac
 
+compiler
 # The source of the list, and the flags that it needs.
 case $project in
 one-sided)
