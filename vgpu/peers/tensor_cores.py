@@ -227,9 +227,9 @@ def verdicts(gpu):
     for cases in [flashinfer_products(), fla_kernels(), sage_attention()]:
         yield from triton_verdicts(gpu, cases, has_tensor_cores)
     ptx = (WORK / "cutlass.ptx").read_text()
-    module = gpu.load(ptx)
     for name in re.findall(r"\.visible \.entry (\w+)\(", ptx):
-        yield f"cutlass.{name}.sm_80", verdict(gpu, lambda: [cutlass(gpu, module, name)])
+        # A module for each kernel, since a fault ends the context of the one before.
+        yield f"cutlass.{name}.sm_80", verdict(gpu, lambda: [cutlass(gpu, gpu.load(ptx), name)])
 
 
 main(verdicts, "with tensor cores")
