@@ -238,7 +238,7 @@ fn blocks_that_run_first_send_the_tokens_of_others() {
     if on_gpus() {
         return;
     }
-    // Four blocks with one warp that sends, and two rows in its ring.
+    // Four blocks with two warps that send, since the rows are short, and two rows in each ring.
     let tuning =
         Tuning { dispatch_warps: 1, dispatch_stages: 2, dispatch_claiming_blocks: 1, ..Tuning::default() };
     let mut setup = Setup::new(2, 2, TOKENS as u32, 2 * HIDDEN).tuning(tuning);
@@ -263,7 +263,7 @@ fn blocks_that_run_first_send_the_tokens_of_others() {
             let fixed = loads[&3];
             // Eight lanes load the rows of a token; each block sends the metadata of as many
             // tokens.
-            let others = 8 * (TOKENS - 4 * 2);
+            let others = 8 * (TOKENS - 4 * 2 * 2);
             assert_eq!(loads, BTreeMap::from([(0, fixed + others), (1, fixed), (2, fixed), (3, fixed)]));
         }
         rank.group.barrier(PATIENCE)
