@@ -225,15 +225,18 @@ pub enum ClusterSizes {
 }
 
 impl GridConfig {
-    /// A launch in one dimension: `blocks` of `threads`, with so much dynamic shared memory per
-    /// block.
+    /// A launch in one dimension: `blocks` of `threads`, with so many bytes of dynamic shared memory
+    /// per block. `GridConfig::new(2, 128, 0)` is CUDA's `<<<2, 128>>>`. The fields have the other
+    /// dimensions.
     #[must_use]
     pub const fn new(blocks: u32, threads: u32, dynamic_shared_bytes: u32) -> Self {
         Self { grid: [blocks, 1, 1], block: [threads, 1, 1], dynamic_shared_bytes, cluster: None }
     }
 
     /// The same launch in clusters of so many blocks in x, y, z, up to 8 in all. The blocks of a
-    /// cluster run together and access each other's shared memory.
+    /// cluster run together and access each other's shared memory. The grid must have a multiple of
+    /// them in each dimension: `GridConfig::new(8, 128, 0).in_clusters_of([2, 1, 1])` has four
+    /// clusters.
     #[must_use]
     pub const fn in_clusters_of(self, blocks: [u32; 3]) -> Self {
         Self { cluster: Some(Cluster { blocks, sizes: ClusterSizes::Portable }), ..self }

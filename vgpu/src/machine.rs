@@ -225,7 +225,8 @@ impl<T: Number> Array<T> {
         self.len == 0
     }
 
-    /// Copies it to the host. Numbers that nothing has written are poison; [`Array::written`] tells which.
+    /// Copies it to the host. Numbers that nothing has written are poison; [`Array::written`] tells
+    /// which.
     ///
     /// # Errors
     /// In check mode, a race with a kernel that has not ended, or that a fault has stopped.

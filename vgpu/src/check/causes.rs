@@ -69,7 +69,16 @@ impl Report {
         self.is_alike(other) || same_flags && a.missing == b.missing
     }
 
-    /// Groups reports by their causes. `name_of` gives the readable name of a kernel.
+    /// Groups reports by their causes. `name_of` gives the readable name of a kernel. Displayed, a
+    /// summary has a line for each cause, and one for each of its reports.
+    ///
+    /// ```
+    /// use epoxide_vgpu::{Machine, Report};
+    ///
+    /// let machine = Machine::checked(2, 0);
+    /// // Behind `machine.run()`:
+    /// print!("{}", Report::summary(&machine.reports(), &|kernel| kernel.to_owned()));
+    /// ```
     #[must_use]
     pub fn summary(reports: &[Report], name_of: &dyn Fn(&str) -> String) -> Summary {
         let mut summary = Summary::default();

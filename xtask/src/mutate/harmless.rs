@@ -45,7 +45,7 @@ const HARMLESS: [Harmless; 46] = [
     },
     Harmless {
         kinds: &[Kind::ProxyFenceDropped],
-        kernel: "dispatch",
+        kernel: "dispatch*",
         opcode: "fence.proxy.async.shared::cta",
         source: "ring.init()",
         above: 2,
