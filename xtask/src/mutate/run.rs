@@ -25,14 +25,13 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// node, across mapped nodes, through queues, and with nodes kept apart whose kernels store to wire
 /// memory of a peer. Its rows have one piece or several, with scales, with sizes that differ
 /// between ranks, and are replayed. Some fill the rings of all warps more than once, and on 18
-/// blocks warps claim the tokens behind the first ones. Across nodes a rank once has more
-/// experts than a warp has lanes, and 300 tokens come in so many chunks that some arrive while a
-/// warp looks at the number of those before. Low latency runs with few tokens, whose rows go as
-/// packets, and with more tokens than a block has threads.
-/// The latter has more experts than a rank has blocks. 34 blocks have one that lists rows. Across
-/// nodes its rows have several warps.
+/// blocks warps claim the tokens behind the first ones. Within a node and across nodes a rank once
+/// has more experts than a warp has lanes. 300 tokens across nodes come in so many chunks that some
+/// arrive while a warp looks at the number of those before. Low latency runs with few tokens, whose
+/// rows go as packets, and with more tokens than a block has threads, where a rank has more experts
+/// than blocks. 34 blocks have one that lists rows. Across nodes its rows have several warps.
 const WORKLOADS: [&str; 25] = [
-    "--mode intranode --ranks-per-node 4",
+    "--mode intranode --ranks-per-node 4 --experts 160",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --graph-replays 2",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes --experts 160 --graph-replays 2",
