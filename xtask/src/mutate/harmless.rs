@@ -18,7 +18,7 @@ struct Harmless {
     why: &'static str,
 }
 
-const HARMLESS: [Harmless; 47] = [
+const HARMLESS: [Harmless; 48] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
@@ -221,11 +221,19 @@ const HARMLESS: [Harmless; 47] = [
     },
     Harmless {
         kinds: &[Kind::WarpSyncDropped],
-        kernel: "low_latency_dispatch_*by_expert*",
+        kernel: "low_latency_dispatch_*",
         opcode: "bar.warp.sync",
-        source: "barrier_arrive_part::<4>(self.both);",
+        source: "barrier_arrive_part::<4>(",
         above: 0,
         why: "`barrier.arrive` takes threads one by one, each behind what it has done",
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "low_latency_dispatch_*",
+        opcode: "bar.warp.sync",
+        source: "barrier_sync_part::<4>(both);",
+        above: 0,
+        why: "`barrier.sync` takes threads one by one, and the lanes of these warps have not parted in front of it",
     },
     Harmless {
         kinds: &[Kind::SystemToDevice],
