@@ -25,7 +25,12 @@ pub fn table<T: PartialEq + Display + Copy>(
 
 /// Compares like [`table`], for floats that must be the same bits.
 pub fn bits(what: &str, columns: usize, got: &[f32], expected: &[f32]) -> Difference {
-    table_by(what, columns, got, expected, |got, expected| got.to_bits() == expected.to_bits())
+    table_by(what, columns, got, expected, same_bits)
+}
+
+/// Whether two floats are the same bits.
+pub fn same_bits(got: &f32, expected: &f32) -> bool {
+    got.to_bits() == expected.to_bits()
 }
 
 fn table_by<T: Display + Copy>(
@@ -35,12 +40,26 @@ fn table_by<T: Display + Copy>(
     expected: &[T],
     same: impl Fn(&T, &T) -> bool,
 ) -> Difference {
+    first_of_table(what, columns, got, expected, same).map(|(difference, ..)| difference)
+}
+
+/// The first difference of a table, with its row and column. The first place of all where the
+/// numbers of entries differ.
+fn first_of_table<T: Display + Copy>(
+    what: &str,
+    columns: usize,
+    got: &[T],
+    expected: &[T],
+    same: impl Fn(&T, &T) -> bool,
+) -> Option<(String, usize, usize)> {
     if got.len() != expected.len() {
-        return Some(format!("{what}: expected {} entries, got {}", expected.len(), got.len()));
+        let text = format!("{what}: expected {} entries, got {}", expected.len(), got.len());
+        return Some((text, 0, 0));
     }
     let at = got.iter().zip(expected).position(|(got, expected)| !same(got, expected))?;
     let (row, column) = (at / columns.max(1), at % columns.max(1));
-    Some(format!("{what}, row {row}, column {column}: expected {}, got {}", expected[at], got[at]))
+    let text = format!("{what}, row {row}, column {column}: expected {}, got {}", expected[at], got[at]);
+    Some((text, row, column))
 }
 
 /// Lines about where a wrong value in device memory came from. Empty on a device without checks.
@@ -63,9 +82,7 @@ pub fn first_rows<T: Display + Copy>(
     (columns, got, expected): (usize, &[T], &[T]),
     same: impl Fn(&T, &T) -> bool,
 ) -> Difference {
-    let difference = table_by(what, columns, got, expected, &same)?;
-    let at = got.iter().zip(expected).position(|(got, expected)| !same(got, expected)).unwrap_or(0);
-    let (row, column) = (at / columns.max(1), at % columns.max(1));
+    let (difference, row, column) = first_of_table(what, columns, got, expected, same)?;
     let place = row as u64 * from.row_stride() + (column * size_of::<T>()) as u64;
     Some(difference + &origin(device, from.ptr().add(place)))
 }

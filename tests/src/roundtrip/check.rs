@@ -438,8 +438,8 @@ impl Rank {
                     .or_else(|| compare::value("recv_x_scales shape", scales.shape(), &shape[..]))
                     .or_else(|| {
                         let tables = (case.scales.count() as usize, &got[..], &expected[..]);
-                        let same_bits = |got: &f32, want: &f32| got.to_bits() == want.to_bits();
-                        compare::first_rows(self.device(), "recv_x_scales", scales, tables, same_bits)
+                        let same = compare::same_bits;
+                        compare::first_rows(self.device(), "recv_x_scales", scales, tables, same)
                     });
             }
             (got, _) => {
@@ -508,12 +508,13 @@ impl Rank {
         let of_ids = (columns, &got_ids[..], &want_ids[..]);
         let of_weights = (columns, &got_weights[..], &want_weights[..]);
         let of_src = (1, &got_src[..], &want_src[..]);
-        let same_bits = |got: &f32, want: &f32| got.to_bits() == want.to_bits();
         // Empty where the host did not wait; the handle has them on the device.
         let waited = output.num_recv_tokens.is_some();
         let per_expert = if waited { &plan.num_recv_tokens_per_expert[..] } else { &[] };
         Ok(compare::first_rows(device, "recv_topk_idx", ids, of_ids, i64::eq)
-            .or_else(|| compare::first_rows(device, "recv_topk_weights", weights, of_weights, same_bits))
+            .or_else(|| {
+                compare::first_rows(device, "recv_topk_weights", weights, of_weights, compare::same_bits)
+            })
             .or_else(|| compare::first_rows(device, "recv_src_idx", src_idx, of_src, i32::eq))
             .or_else(|| {
                 let got = &output.num_recv_tokens_per_expert[..];
