@@ -1,13 +1,22 @@
 //! The command `vgpu` as a user calls it: output in all forms, and exit codes.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use serde_json::Value;
+use tempfile::NamedTempFile;
 
 /// A file of this folder.
 fn file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/command").join(name)
+}
+
+/// A file that goes away, with this text.
+fn temporary(text: &str) -> NamedTempFile {
+    let mut file = NamedTempFile::new().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file
 }
 
 /// Calls the command. Gives the exit code and standard output, or standard error where there is no
@@ -121,8 +130,7 @@ ret;
 
 #[test]
 fn elements_that_nothing_has_written_are_no_numbers() {
-    let mut ptx = tempfile::NamedTempFile::new().unwrap();
-    std::io::Write::write_all(&mut ptx, WRITE_HALF.as_bytes()).unwrap();
+    let ptx = temporary(WRITE_HALF);
     let path = ptx.path().to_str().unwrap();
     let call = |buffer: &str, more: &[&str]| {
         let call = ["run", path, "--block", "1", "--arg", buffer, "--seeds", "0..4"];
@@ -136,7 +144,7 @@ fn elements_that_nothing_has_written_are_no_numbers() {
         assert!(text.contains("argument 0: - - 7 - 7 7\n") && !text.contains("differ"), "{text}");
         let (_, text) = call("buf:u32:3=iota", &[mode, "--out", "0"]);
         assert!(text.contains("argument 0: 0 7 458759\n"), "{text}");
-        let file = tempfile::NamedTempFile::new().unwrap();
+        let file = NamedTempFile::new().unwrap();
         let (_, text) = call("buf:u32:3", &[mode, "--out", &format!("0={}", file.path().display())]);
         assert_eq!(std::fs::read(file.path()).unwrap(), [0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 7, 0], "{text}");
     }
@@ -166,8 +174,7 @@ fn a_race_is_reported_with_names_lines_seeds_and_a_class() {
 #[test]
 fn a_kernel_with_its_fences_has_no_report() {
     let text = std::fs::read_to_string(file("last_block.ptx")).unwrap();
-    let mut mended = tempfile::NamedTempFile::new().unwrap();
-    std::io::Write::write_all(&mut mended, text.replace("//FENCE", "membar.gl;").as_bytes()).unwrap();
+    let mended = temporary(&text.replace("//FENCE", "membar.gl;"));
     let path = mended.path().to_str().unwrap();
     let call = [&["run", path, "last_block"], &LAST_BLOCK[..], &["--seeds", "0..20", "--out", "2"]].concat();
     for mode in ["--check", "--weak"] {
@@ -189,8 +196,7 @@ fn every_schedule_of_a_small_kernel_is_run() {
         vgpu(&[&call, &two[..], more].concat())
     };
     let text = std::fs::read_to_string(file("last_block.ptx")).unwrap();
-    let mut mended = tempfile::NamedTempFile::new().unwrap();
-    std::io::Write::write_all(&mut mended, text.replace("//FENCE", "membar.gl;").as_bytes()).unwrap();
+    let mended = temporary(&text.replace("//FENCE", "membar.gl;"));
     for mode in ["--check", "--weak"] {
         let (code, text) = call(mended.path(), &[mode, "--explore", "20"]);
         assert_eq!(code, 0, "{text}");
@@ -215,11 +221,10 @@ fn every_schedule_of_a_small_kernel_is_run() {
 
 #[test]
 fn an_accept_list_silences_reports_and_names_entries_without_use() {
-    let mut list = tempfile::NamedTempFile::new().unwrap();
     let lines = "# known\n\
                  race last_block( last_block.cu:7 last_block.cu:4 -- found by the tests\n\
                  race * ptx:1 -- stale\n";
-    std::io::Write::write_all(&mut list, lines.as_bytes()).unwrap();
+    let list = temporary(lines);
     let path = list.path().to_str().unwrap();
     let (code, text) = last_block(&["--check", "--seeds", "0..5", "--accept", path]);
     assert_eq!(code, 0, "{text}");
@@ -302,8 +307,7 @@ fn reports_of_one_cause_are_grouped() {
     let text = std::fs::read_to_string(file("last_block.ptx")).unwrap();
     let read = "ld.global.f32 %f3, [%rd1];";
     let text = text.replacen(read, &format!("{read}\n.loc 1 9 9\n{read}"), 1);
-    let mut twice = tempfile::NamedTempFile::new().unwrap();
-    std::io::Write::write_all(&mut twice, text.as_bytes()).unwrap();
+    let twice = temporary(&text);
     let path = twice.path().to_str().unwrap();
     let call = [&["run", path, "last_block"], &LAST_BLOCK[..], &["--check"]].concat();
     let (code, text) = vgpu(&call);
@@ -359,8 +363,7 @@ ret;
 
 #[test]
 fn devices_have_a_multicast_address_of_all_buffers() {
-    let mut ptx = tempfile::NamedTempFile::new().unwrap();
-    std::io::Write::write_all(&mut ptx, ADD_TO_ALL.as_bytes()).unwrap();
+    let ptx = temporary(ADD_TO_ALL);
     let path = ptx.path().to_str().unwrap();
     let call = |more: &[&str]| {
         let arguments = ["--block", "1", "--arg", "buf:u32:2=iota", "--arg", "all:0", "--arg", "device"];
