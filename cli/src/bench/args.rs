@@ -242,7 +242,7 @@ impl ReturnPathFlag {
 /// Launch shapes that were asked for; the library's own where not.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct TuningFlags {
-    /// Warps per block in dispatch.
+    /// Warps per block in dispatch; rows by expert have three more, short ones of many blocks one.
     #[arg(long, help_heading = SHAPES)]
     pub dispatch_warps: Option<u32>,
     /// Warps per block that send metadata, in dispatch within one node.

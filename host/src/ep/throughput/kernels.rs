@@ -31,6 +31,7 @@ const DISPATCH_WARPS: u32 = 150;
 /// to [`SHORT_ROW`] bytes, and longer ones. A warp has about a token's rows in flight.
 const SHORT_ROW_WARPS: u32 = 600;
 const LONG_ROW_WARPS: u32 = 390;
+/// Bytes of a row up to which a dispatch within a node has more warps.
 const SHORT_ROW: u32 = 8192;
 /// Most of them in a block: it also has warps that send metadata and warps that copy.
 const MOST_WARPS_BY_EXPERT: u32 = 10;
@@ -532,6 +533,7 @@ impl Kernels {
                 ((t.dispatch_warps + 3).min(MOST_WARPS_BY_EXPERT), most)
             }
             Spread::OneNode(..) => {
+                // Three warps of short rows do not fill the links where the multiprocessors could.
                 let more = row_bytes <= SHORT_ROW && num_sms >= t.dispatch_claiming_blocks;
                 ((t.dispatch_warps + u32::from(more)).min(MOST_DISPATCH_WARPS), DISPATCH_WARPS)
             }
