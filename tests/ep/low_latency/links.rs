@@ -99,7 +99,11 @@ fn travels_back(case: &LowLatencyCase, from: u32) -> (&'static str, u32, u64) {
     let tokens = case.routing.num_tokens(from);
     let has_many = tokens > 2 * case.sm_count && tokens > case.packet_tokens;
     match case.quantise_back {
-        _ if case.combine_rows == ReturnPath::InPool => ("low_latency_combine_pooled", case.hidden * 2, 0),
+        _ if case.combine_rows == ReturnPath::InPool => {
+            let is_two = case.routing.num_ranks() <= 2;
+            let kernel = if is_two { "low_latency_combine_two_pooled" } else { "low_latency_combine_pooled" };
+            (kernel, case.hidden * 2, 0)
+        }
         Quantise::Not if case.combine_rows == ReturnPath::ByRow && has_many => {
             ("low_latency_combine_summed", case.hidden * 2, 0)
         }

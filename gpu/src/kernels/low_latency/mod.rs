@@ -60,7 +60,7 @@ pub use {
         LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
         LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
         LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
-        LowLatencyCombinePooled, LowLatencyCombineSummed,
+        LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyCombineTwoPooled,
     },
     dispatch::{
         LowLatencyDispatch, LowLatencyDispatchByExpert, LowLatencyDispatchMany,

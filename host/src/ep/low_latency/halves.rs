@@ -8,16 +8,16 @@ use epoxide_gpu::kernels::{
     LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32, LowLatencyCombineFp8,
     LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32, LowLatencyCombineManyFp8,
     LowLatencyCombineManyPooled, LowLatencyCombineManySummed, LowLatencyCombinePooled,
-    LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchBatch, LowLatencyDispatchByExpert,
-    LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchByExpertScalePackets, LowLatencyDispatchMany,
-    LowLatencyDispatchManyBatch, LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8,
-    LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8, LowLatencyDispatchScalePackets,
-    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
-    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
-    LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
-    LowLatencyWait, LowLatencyWaitMany, low_latency_by_expert_shared_bytes,
-    low_latency_dispatch_batch_shared_bytes, low_latency_dispatch_shared_bytes,
-    low_latency_internode_by_expert_shared_bytes,
+    LowLatencyCombineSummed, LowLatencyCombineTwoPooled, LowLatencyDispatch, LowLatencyDispatchBatch,
+    LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchByExpertScalePackets,
+    LowLatencyDispatchMany, LowLatencyDispatchManyBatch, LowLatencyDispatchManyByExpert,
+    LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8,
+    LowLatencyDispatchScalePackets, LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16,
+    LowLatencyInternodeCombineF32, LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch,
+    LowLatencyInternodeDispatchByExpert, LowLatencyInternodeDispatchByExpertMxfp8,
+    LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait, LowLatencyWait, LowLatencyWaitMany,
+    low_latency_by_expert_shared_bytes, low_latency_dispatch_batch_shared_bytes,
+    low_latency_dispatch_shared_bytes, low_latency_internode_by_expert_shared_bytes,
 };
 use epoxide_gpu::layout::{
     BATCH_TOPK, DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
@@ -306,8 +306,12 @@ impl Buffer {
                     let call = LowLatencyCombineManyPooled::call(args);
                     stream.call(pooled_combine, grid, THREADS, within, call)
                 }
-                (Arguments::PooledCombine(args), _) => {
+                (Arguments::PooledCombine(args), _) if self.num_ranks() > 2 => {
                     let call = LowLatencyCombinePooled::call(args);
+                    stream.call(pooled_combine, grid, THREADS, within, call)
+                }
+                (Arguments::PooledCombine(args), _) => {
+                    let call = LowLatencyCombineTwoPooled::call(args);
                     stream.call(pooled_combine, grid, THREADS, within, call)
                 }
                 (Arguments::Combine(args), None) if is_many => {

@@ -30,11 +30,11 @@ use epoxide_gpu::kernels::{
     AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32,
     LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
     LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
-    LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyDispatch, LowLatencyDispatchBatch,
-    LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8, LowLatencyDispatchByExpertScalePackets,
-    LowLatencyDispatchMany, LowLatencyDispatchManyBatch, LowLatencyDispatchManyByExpert,
-    LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8, LowLatencyDispatchMxfp8,
-    LowLatencyDispatchScalePackets, LowLatencyGather, LowLatencyGatherColumns,
+    LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyCombineTwoPooled, LowLatencyDispatch,
+    LowLatencyDispatchBatch, LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8,
+    LowLatencyDispatchByExpertScalePackets, LowLatencyDispatchMany, LowLatencyDispatchManyBatch,
+    LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8,
+    LowLatencyDispatchMxfp8, LowLatencyDispatchScalePackets, LowLatencyGather, LowLatencyGatherColumns,
     LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
     LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
     LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
@@ -185,7 +185,8 @@ impl Kernels {
         };
         let (summed, pooled) = match kind {
             Kind::Many => (LowLatencyCombineManySummed::INFO, LowLatencyCombineManyPooled::INFO),
-            _ => (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO),
+            _ if topology.ranks() > 2 => (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO),
+            _ => (LowLatencyCombineSummed::INFO, LowLatencyCombineTwoPooled::INFO),
         };
         let batch = match kind {
             Kind::Many => LowLatencyDispatchManyBatch::INFO,

@@ -26,7 +26,7 @@ mod receive;
 mod send;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub use self::pooled::{LowLatencyCombineManyPooled, LowLatencyCombinePooled};
+pub use self::pooled::{LowLatencyCombineManyPooled, LowLatencyCombinePooled, LowLatencyCombineTwoPooled};
 pub(super) use self::receive::spoil_rows;
 use self::receive::{first_ranks, receive, spoil};
 use self::send::{ReturnCounts, publish_rows, return_pieces, send};

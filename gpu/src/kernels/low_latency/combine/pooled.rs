@@ -32,16 +32,32 @@ use crate::simt::*;
 few_and_many! {
     kernel(threads = 512, barriers = 3, registers = 128, dependent, block = 512);
     few(shared = super::super::LOW_LATENCY_SHARED_BYTES) many(shared = super::super::LOW_LATENCY_MANY_SHARED_BYTES);
-    requires(..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32, args.by_expert == 0);
+    requires(
+        ..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32, args.by_expert == 0,
+        args.common.comm.num_ranks > 2
+    );
     ranks(args.common.comm);
     fn(args: LowLatencyCombineArgs);
 
     /// Sums the BF16 rows of every rank's pool, which are weighted and summed over experts already.
-    low_latency_combine_pooled, low_latency_combine_many_pooled<R> { combine::<R>(&args) }
+    low_latency_combine_pooled, low_latency_combine_many_pooled<R> { combine::<R, false>(&args) }
+}
+
+/// The same as `low_latency_combine_pooled` between two ranks.
+#[kernel(
+    threads = 512, barriers = 3, registers = 128, dependent, block = 512,
+    shared = super::super::LOW_LATENCY_SHARED_BYTES,
+    requires(
+        ..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32, args.by_expert == 0,
+        args.common.comm.num_ranks <= 2
+    )
+)]
+pub unsafe fn low_latency_combine_two_pooled(args: LowLatencyCombineArgs) {
+    combine::<Few, true>(&args);
 }
 
 #[device]
-unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
+unsafe fn combine<R: Ranks, const TWO: bool>(args: &LowLatencyCombineArgs) {
     let (common, comm) = (&args.common, &args.common.comm);
     let shared = R::shared();
     let sends = common.phases & phase::SEND != 0;
@@ -50,7 +66,7 @@ unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
     fence_call(publishes);
     let opening = Opening::<R>::load::<true>(common, tid() == 0);
     let pushing = Pushing::first(args, sends);
-    let pieces = Pieces::of(args);
+    let pieces = Pieces::<TWO>::of(args);
     let first = pieces.at(Piece::first_to_receive());
     let ranks: R = ranks_of(args, first.token);
     if tid() == 0 {
@@ -97,11 +113,15 @@ unsafe fn combine<R: Ranks>(args: &LowLatencyCombineArgs) {
 /// The pieces of sums: first those of tokens whose rows come as packets, then those of tokens whose
 /// rows are gathered.
 ///
-/// Rows of many tokens are gathered in pieces of 2,048 bytes: 256 rows of 7168 elements have fewer
-/// of them than 132 multiprocessors have warps, so that no warp waits for reads twice. Few tokens
-/// are in pieces of 1,536 bytes, for which more warps read.
+/// Between `TWO` ranks rows of many tokens are gathered in pieces of 2,048 bytes: 256 rows of 7168
+/// elements have fewer of them than 132 multiprocessors have warps, so that no warp waits for reads
+/// twice. Few tokens are in pieces of 1,536 bytes, for which more warps read.
+///
+/// Between more ranks a warp reads pieces of 1,024 bytes of up to four rows at once. The sum has the
+/// order of the ranks, so warps with two rows in flight would all read from ranks 0 and 1 first, and
+/// half of the links would idle: 256 tokens took 51 us in place of 45 between four H200.
 #[derive(Clone, Copy)]
-struct Pieces {
+struct Pieces<const TWO: bool> {
     /// Tokens whose rows come as packets.
     pushed_tokens: u32,
     /// Pieces of one of their rows.
@@ -116,14 +136,20 @@ struct Pieces {
     all: u32,
 }
 
-impl Pieces {
+impl<const TWO: bool> Pieces<TWO> {
     #[device]
     fn of(args: &LowLatencyCombineArgs) -> Self {
         let tokens = args.common.num_tokens;
         let pushed_tokens = pushed_tokens(&args.common).min(tokens);
         let are_small = in_packets(&args.common, tokens);
-        let (small, large) = (PieceOf::<3>::count(args.row_bytes), PieceOf::<4>::count(args.row_bytes));
-        let of_gathered = if are_small { small } else { large };
+        let small = PieceOf::<3>::count(args.row_bytes);
+        let of_gathered = if !TWO {
+            PieceOf::<2>::count(args.row_bytes)
+        } else if are_small {
+            small
+        } else {
+            PieceOf::<4>::count(args.row_bytes)
+        };
         let pushed = pushed_tokens * small;
         let all = pushed + (tokens - pushed_tokens) * of_gathered;
         Pieces { pushed_tokens, of_pushed: small, pushed, are_small, of_gathered, all }
@@ -185,10 +211,12 @@ impl Pieces {
                 (next.token, next.index) = (next.token + 1, next.index - self.of_gathered);
             }
             let next_ranks: R = ranks_of(args, next.token);
-            if self.are_small {
-                sum::<R, 3>(args, &at.piece(), ranks);
+            if !TWO {
+                sum::<R, 4, 2>(args, &at.piece(), ranks);
+            } else if self.are_small {
+                sum::<R, 2, 3>(args, &at.piece(), ranks);
             } else {
-                sum::<R, 4>(args, &at.piece(), ranks);
+                sum::<R, 2, 4>(args, &at.piece(), ranks);
             }
             (at, ranks) = (next, next_ranks.of_warp());
         }
@@ -201,8 +229,10 @@ impl Pieces {
     unsafe fn spoil(&self, args: &LowLatencyCombineArgs, first: u32) {
         stride!(number in first..self.all, nctaid() * (ntid() / 32) => {
             let at = self.at(number);
-            if number < self.pushed || self.are_small {
+            if number < self.pushed || (TWO && self.are_small) {
                 spoil_piece::<false, 3>(args, &at.piece());
+            } else if !TWO {
+                spoil_piece::<false, 2>(args, &at.piece());
             } else {
                 spoil_piece::<false, 4>(args, &at.piece());
             }
@@ -260,9 +290,9 @@ unsafe fn has_rank_given_up<R: Ranks>(comm: &Comm, opened: Opened<R>, rank: u32)
     seen >= epoch
 }
 
-/// Sums a piece of the rows of `ranks`. The whole warp calls it.
+/// Sums a piece of the rows of `ranks`, up to `ROWS` of which are in flight. The whole warp calls it.
 #[device]
-unsafe fn sum<R: Ranks, const VECTORS: usize>(
+unsafe fn sum<R: Ranks, const ROWS: usize, const VECTORS: usize>(
     args: &LowLatencyCombineArgs,
     piece: &PieceOf<VECTORS>,
     ranks: R,
@@ -275,7 +305,7 @@ unsafe fn sum<R: Ranks, const VECTORS: usize>(
     let insides = ats.map(|at| inside(at, args.row_bytes));
     let mut sums = [[0.0; 8]; VECTORS];
     let row = |rank| (R::pool(comm, rank) + of_row, 1.0);
-    add_ranks::<Bf16, R, 2, VECTORS>(ranks, &insides, &mut sums, row);
+    add_ranks::<Bf16, R, ROWS, VECTORS>(ranks, &insides, &mut sums, row);
     let to = args.combined_x.row(piece.token, args.row_bytes);
     few!(4, vector in 0..VECTORS => {
         if ats[vector] < args.row_bytes {
