@@ -4,7 +4,7 @@
 //! rebuild that PTX from the kernels in `gpu/`, check it and the virtual GPU that runs it, and
 //! prepare machines that lack CUDA.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod coverage;
 mod deny;
