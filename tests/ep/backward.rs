@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use epoxide::Result;
 use epoxide::throughput::{CombineRequest, Counts, DispatchRequest, Place, Received};
 use epoxide::transport::TransportKind;
-use epoxide::{DType, StreamOrder, Tensor};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::{NodeLinks, Rank, Setup};
 use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::{bytes_of, mix, rng_of};
@@ -410,11 +410,14 @@ fn arguments_are_checked() {
         let stream = rank.stream.clone();
         let order = StreamOrder::on(&stream);
         let (mut first, mut second) = (rank.place()?, rank.buffer.place(1)?);
-        let received = given.dispatch(rank, &mut first)?;
+        let mut received = given.dispatch(rank, &mut first)?;
         let rows = received.recv_x.rows();
         let of = |dtype, rows| Tensor::alloc(stream.device(), dtype, &[rows, HIDDEN as u64]);
         let (grads, made) = (of(DType::Bf16, rows)?, of(DType::Bf16, rows * 2)?);
         let wide = of(DType::F32, rows * 2)?;
+        for tensor in [&grads, &made] {
+            tensor.write(&stream, &vec![bf16::ONE; tensor.rows() as usize * HIDDEN])?;
+        }
         let mut weights = |grads, made| rank.buffer.weights_backward(&received, grads, made, order);
         refused(weights(&grads, &grads), &["expert_rows", "num_recv_tokens * num_topk"]);
         refused(weights(&made, &made), &["grad_rows"]);
@@ -422,6 +425,12 @@ fn arguments_are_checked() {
         let in_pool = received.combine_rows(DType::Bf16, HIDDEN as u64)?;
         refused(weights(&grads, &made), &["place = 0", "given out"]);
         drop(in_pool);
+        // Ids that the caller has put into the results are not read.
+        let few = TypedTensor::from_host(&stream, &[1, 9], &[0i64; 9])?;
+        let want = weights(&grads, &made)?.grad_topk_weights.values(&stream)?;
+        received.recv_topk_idx = Some(few);
+        let got = rank.buffer.weights_backward(&received, &grads, &made, order)?;
+        assert_eq!(got.grad_topk_weights.values(&stream)?, want);
         // Rows that came without ids.
         let grad = given.own(rank, grad_of)?;
         let again = rank.buffer.combine_backward(&mut second, &grad, &received.handle, order)?;

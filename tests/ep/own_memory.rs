@@ -170,9 +170,14 @@ fn copies_go_to_tensors_that_fit() {
         refused(copied, &["out_topk_weights = given", "no weights travelled"]);
         drop(received);
         let request = valid.request_of(&x);
-        let received = rank.dispatch(place, request)?;
+        let mut received = rank.dispatch(place, request)?;
         let weights: TypedTensor<'_, f32> = typed(rank, &[out.rows(), 3]);
         let copied = rank.buffer.copy_received(&received, &out, Some(&weights), order);
+        refused(copied, &["out_topk_weights has shape", "num_topk = 2"]);
+        // The shape is that of the dispatch, whatever the caller has put into its results.
+        let more: TypedTensor<'_, f32> = typed(rank, &[out.rows(), 4096]);
+        received.recv_topk_weights = Some(more.clone());
+        let copied = rank.buffer.copy_received(&received, &out, Some(&more), order);
         refused(copied, &["out_topk_weights has shape", "num_topk = 2"]);
         Ok(())
     });

@@ -106,24 +106,20 @@ impl Buffer {
     ) -> Result<GradWeights> {
         let (capturing, place, handle) = self.begin_on(received, order)?;
         place.check_rows_free()?;
-        let by_expert = handle.tables.by_expert;
-        let num_topk = match (by_expert, &received.recv_topk_idx) {
-            (Some(tables), _) => tables.num_topk,
-            (None, Some(ids)) => ids.columns() as u32,
-            (None, None) => {
-                let rule = "its rows came without ids: give the dispatch topk_weights";
-                return Err(Error::argument("received", "without recv_topk_idx", rule));
-            }
-        };
-        let entries = match (by_expert, &received.recv_topk_idx, &received.recv_src_entry) {
-            (None, Some(ids), _) => ids.ptr(),
-            (Some(_), _, Some(entries)) => entries.ptr(),
-            _ => {
+        let (by_expert, rows) = (handle.tables.by_expert, handle.output_rows());
+        // Fields of `Received` are the caller's to replace: shapes are the handle's, and ids and
+        // sources are read in the place.
+        let num_topk = match by_expert {
+            Some(tables) if received.recv_src_entry.is_some() => tables.num_topk,
+            Some(_) => {
                 let rule = "its rows came without their entries: give the one of the uncached dispatch";
                 return Err(Error::argument("received", "without recv_src_entry", rule));
             }
+            None => handle.num_topk.filter(|_| received.recv_topk_idx.is_some()).ok_or_else(|| {
+                let rule = "its rows came without ids: give the dispatch topk_weights";
+                Error::argument("received", "without recv_topk_idx", rule)
+            })?,
         };
-        let rows = handle.output_rows();
         let dtypes = [DType::Bf16, DType::F32];
         grad_rows.expect_strided(
             "grad_rows",
@@ -149,17 +145,15 @@ impl Buffer {
             let empty = by_expert.is_none().then(|| pieces.array("empty rows", rows, 16));
             (products, empty)
         })?;
+        let layout = &place.room().layout;
         let args = WeightGradientsArgs {
             grad_rows: grad_rows.ptr(),
             grad_stride: grad_rows.row_stride(),
             expert_rows: expert_rows.ptr(),
             expert_stride: expert_rows.row_stride(),
-            entries,
-            src_idx: match (by_expert, &received.recv_src_idx) {
-                (Some(_), Some(tokens)) => tokens.ptr(),
-                _ => DevicePtr::NULL,
-            }
-            .into(),
+            // Rows by expert have an entry each, in the place of ids.
+            entries: place.at(layout.recv_topk_idx),
+            src_idx: by_expert.map_or(DevicePtr::NULL, |_| place.at(layout.recv_src_idx)).into(),
             header: handle.tables.header,
             out: products_at.into(),
             num_rows: rows as u32,

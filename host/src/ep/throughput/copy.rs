@@ -81,14 +81,14 @@ impl Buffer {
             let value = format!("{hidden} x {dtype} ({} bytes per row)", out.row_bytes());
             return Err(Error::argument("hidden", value, rule));
         }
-        let weights = match (out_topk_weights, &received.recv_topk_weights) {
-            (Some(given), Some(of_dispatch)) => {
-                let given_rows = ("num_recv_tokens", Some(rows));
-                let topk = ("num_topk", Some(of_dispatch.columns()));
-                let dims = [given_rows, topk];
-                let dims = if of_dispatch.shape().len() == 1 { &dims[..1] } else { &dims[..] };
+        // Fields of `Received` are the caller's to replace: the shape is the handle's.
+        let num_topk = handle.num_topk.filter(|_| received.recv_topk_weights.is_some());
+        let weights = match (out_topk_weights, num_topk) {
+            (Some(given), Some(num_topk)) => {
+                let dims = [("num_recv_tokens", Some(rows)), ("num_topk", Some(num_topk.into()))];
+                let dims = if handle.tables.by_expert.is_some() { &dims[..1] } else { &dims[..] };
                 given.expect("out_topk_weights", &[DType::F32], dims)?;
-                Some((given.ptr(), rows * of_dispatch.columns() * 4))
+                Some((given.ptr(), rows * given.columns() * 4))
             }
             (Some(_), None) => {
                 let rule =
