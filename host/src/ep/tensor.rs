@@ -203,10 +203,28 @@ impl fmt::Debug for Tensor<'_> {
     }
 }
 
+/// Bytes of `[rows]` or `[rows, columns]` elements.
+fn bytes_of(dtype: DType, shape: &[u64]) -> Result<u64> {
+    if !matches!(shape.len(), 1 | 2) {
+        let rule = "must be [rows] or [rows, columns]: multiply further dimensions";
+        return Err(Error::argument("shape", format!("{shape:?}"), rule));
+    }
+    let bytes = shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul(*dim));
+    bytes.filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(|| {
+        let rule = format!("must have at most 2^63 bytes, as {dtype}");
+        Error::argument("shape", format!("{shape:?}"), rule)
+    })
+}
+
 impl Tensor<'static> {
-    /// A tensor of its own memory, with unspecified contents.
+    /// A tensor of its own memory, with unspecified contents. `shape` is `[rows]` or `[rows,
+    /// columns]`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where `shape` has no or more than two dimensions, or more than 2^63
+    /// bytes, and errors of the driver.
     pub fn alloc(device: &Device, dtype: DType, shape: &[u64]) -> Result<Tensor<'static>> {
-        let bytes = shape.iter().product::<u64>() * dtype.size();
+        let bytes = bytes_of(dtype, shape)?;
         let memory = Memory::alloc(device, bytes.max(1), MemoryKind::Device, "tensor")?;
         let tensor = Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory));
         Ok(Tensor { filled: Some(Arc::default()), ..tensor })
@@ -216,7 +234,7 @@ impl Tensor<'static> {
     ///
     /// # Errors
     /// [`Error::Shape`] where `data` does not have as many elements as `shape`, [`Error::DType`]
-    /// where `T` is not of `dtype`.
+    /// where `T` is not of `dtype`, and those of [`Tensor::alloc`].
     pub fn from_host<T: Element>(
         stream: &Stream,
         dtype: DType,
@@ -233,8 +251,8 @@ impl<'a> Tensor<'a> {
     /// A tensor in memory of another owner, such as a framework.
     ///
     /// # Safety
-    /// The memory is on the device that the tensor is used on, and holds `shape` contiguous
-    /// elements of `dtype`. It is live for `'a` and until the streams that use the tensor meanwhile
+    /// `shape` is `[rows]` or `[rows, columns]`. The memory is on the device that the tensor is used
+    /// on, and holds `shape` contiguous elements of `dtype`. It is live for `'a` and until the streams that use the tensor meanwhile
     /// have passed.
     pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
         Tensor { filled: Some(Arc::default()), ..Tensor::new(ptr, dtype, shape, None) }
@@ -573,7 +591,7 @@ impl<T: Element> TypedTensor<'static, T> {
     /// A tensor of its own memory with the values of `data`.
     ///
     /// # Errors
-    /// [`Error::Shape`] where `data` does not have as many elements as `shape`.
+    /// The same as [`Tensor::from_host`].
     pub fn from_host(stream: &Stream, shape: &[u64], data: &[T]) -> Result<TypedTensor<'static, T>> {
         Ok(TypedTensor(Tensor::from_host(stream, T::DTYPE, shape, data)?, PhantomData))
     }

@@ -111,10 +111,15 @@ impl<'a> DispatchLayout<'a> {
             return Ok(());
         }
         let (token, k) = (first >> 8, first & 0xff);
+        if token >= self.num_tokens.into() || k >= self.num_topk.into() {
+            let rule =
+                "must be the stream that the layout was made on, or wait for it: the layout is not there yet";
+            return Err(Error::argument("stream", "another one", rule));
+        }
         let at = token * self.num_topk as u64 + k;
         let id = if self.topk_idx.dtype() == DType::I32 {
             let mut id = [0u8; 4];
-            // SAFETY: the kernel found the entry in these ids, which are contiguous.
+            // SAFETY: the entry is one of these ids, as was just checked, and they are contiguous.
             unsafe { stream.read(&mut id, self.topk_idx.ptr().add(at * 4))? };
             i32::from_le_bytes(id).into()
         } else {

@@ -49,6 +49,10 @@ fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
     2 * row_stride(shape.max_row_bytes()) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)
 }
 
+/// Most bytes of a row, and most scales of it: all sizes that follow from them fit in their types.
+const MOST_ROW_BYTES: u64 = 1 << 24;
+const MOST_SCALES: u32 = u16::MAX as u32;
+
 /// Regions of a place that each may lose up to one alignment.
 const REGIONS: u64 = 9;
 
@@ -69,11 +73,20 @@ pub fn pool_layouts(
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
     check_count(places)?;
-    if shape.max_row_bytes() == 0 || !shape.max_row_bytes().is_multiple_of(16) {
+    if !(1..=MOST_ROW_BYTES).contains(&shape.max_row_bytes()) || !shape.max_row_bytes().is_multiple_of(16) {
         return Err(Error::argument(
             "hidden",
             format!("{} bytes per row", shape.max_row_bytes()),
-            "hidden * element size must be a positive multiple of 16 bytes",
+            format!(
+                "hidden * element size must be a positive multiple of 16 bytes, at most {MOST_ROW_BYTES}"
+            ),
+        ));
+    }
+    if shape.max_scales > MOST_SCALES {
+        return Err(Error::argument(
+            "max_scales",
+            shape.max_scales,
+            format!("must be at most {MOST_SCALES}"),
         ));
     }
     if shape.max_topk == 0 || shape.max_topk > MAX_TOPK {
