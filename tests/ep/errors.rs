@@ -1,10 +1,16 @@
 //! Bad input, on one node and on several: every error names the argument, its value and the rule,
 //! and leaves the buffer usable.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use epoxide::driver::Stream;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::internal::Fields;
-use epoxide::throughput::{Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Place};
+use epoxide::throughput::{
+    Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Options, Place, Shape,
+};
 use epoxide::transport::TransportKind;
-use epoxide::{DType, StreamOrder};
+use epoxide::{DType, StreamOrder, Tensor};
 use epoxide_testing::harness::{Rank, Setup};
 
 use crate::spread::{Spread, in_every_spread};
@@ -16,6 +22,72 @@ in_every_spread! {
     ranks_must_make_equal_buffers,
     ranks_must_make_equal_dispatches,
     a_handle_of_another_buffer_is_refused,
+}
+
+#[test]
+fn tensors_have_one_or_two_dimensions_and_less_than_2_to_the_63_bytes() {
+    let device = VirtualGpu::new(VirtConfig::default());
+    let of = |shape: &[u64]| Tensor::alloc(&device, DType::I32, shape);
+    for shape in [&[][..], &[1024, 1024, 0], &[2, 2, 2]] {
+        refused(of(shape), &[&format!("shape = {shape:?}"), "[rows] or [rows, columns]"]);
+    }
+    for shape in [[4, 1 << 62], [u64::MAX, u64::MAX], [1 << 61, 1]] {
+        refused(of(&shape), &[&format!("shape = {shape:?}"), "at most 2^63 bytes"]);
+    }
+    assert_eq!(of(&[0, u64::MAX]).unwrap().rows(), 0);
+}
+
+#[test]
+fn sizes_that_fit_no_type_are_refused() {
+    let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::F32, max_topk: 8, max_scales: 0 };
+    let sizes = |shape| Options::new(shape).sizes(8);
+    sizes(shape).unwrap();
+    for hidden in [1 << 23, 1 << 60, u64::MAX / 16 * 4] {
+        refused(sizes(Shape { hidden, ..shape }), &["hidden", "bytes per row", "at most 16777216"]);
+    }
+    for max_scales in [1 << 16, 1 << 30, u32::MAX] {
+        let text = format!("max_scales = {max_scales}");
+        refused(sizes(Shape { max_scales, ..shape }), &[&text, "at most 65535"]);
+    }
+}
+
+/// Memory is freed behind the streams of its device: others may still use it then.
+#[test]
+fn streams_of_another_device_are_refused() {
+    then_dispatch(setup(Spread::OneNode), |rank, valid, place| {
+        let stream = Stream::new(&VirtualGpu::new(VirtConfig::default()))?;
+        let order = StreamOrder::on(&stream);
+        let refusal = ["order = on a stream of", "stream of the buffer's device"];
+        refused(rank.buffer.dispatch(place, valid.request(), order), &refusal);
+        let step = rank.buffer.capture(&rank.stream.clone(), |_, _| Ok(()))?;
+        refused(step.launch(&stream), &["stream = one of", "device that the graph was recorded on"]);
+        Ok(())
+    });
+}
+
+#[test]
+fn a_panic_in_a_capture_ends_it() {
+    then_dispatch(setup(Spread::OneNode), |rank, valid, place| {
+        let (stream, counts) = (rank.stream.clone(), rank.on_device());
+        for panics_in in [1, 2] {
+            let mut run = 0;
+            let captured = catch_unwind(AssertUnwindSafe(|| {
+                rank.buffer.capture(&stream, |_, _| {
+                    run += 1;
+                    assert_ne!(run, panics_in, "meant to fail");
+                    Ok(())
+                })
+            }));
+            assert!(captured.is_err());
+            assert!(!stream.is_capturing()?);
+        }
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            let received = buffer.dispatch(place, valid.request().counts(counts), order)?;
+            Ok(received.detach())
+        })?;
+        step.launch(&stream)?;
+        step.check(&stream)
+    });
 }
 
 /// Kernels count in each other's memory; over such a link every operation would run into its

@@ -28,6 +28,11 @@ impl Device {
         self.driver.info()
     }
 
+    /// Whether the other one is a clone of it, or was opened as the same device.
+    pub(crate) fn is(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.driver, &other.driver)
+    }
+
     /// Bytes of device memory now free.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::ffi::OsString;
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
@@ -502,9 +503,15 @@ impl Stream {
             let _still = self.device.driver.streams().hold();
             self.device.driver.capture_begin(self.handle)?;
         }
-        let outcome = work();
-        // The capture must end in either case, or the stream stays unusable.
+        let outcome = catch_unwind(AssertUnwindSafe(work));
+        // The capture must end in any case, or the stream stays unusable.
         let graph = self.device.driver.capture_end(self.handle);
+        let outcome = outcome.unwrap_or_else(|panic| {
+            if let Ok(handle) = graph {
+                self.device.driver.graph_destroy(handle);
+            }
+            resume_unwind(panic)
+        });
         let handle = match (outcome, graph) {
             (Ok(()), Ok(handle)) => handle,
             (Err(error), Ok(handle)) => {
@@ -811,7 +818,17 @@ impl Graph {
     /// # Safety
     /// All recorded addresses are live until the stream has passed the run.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
+        self.check_stream(stream)?;
         self.device.driver.graph_launch(self.handle, stream.handle)
+    }
+
+    /// An error where the stream is of another device.
+    pub(crate) fn check_stream(&self, stream: &Stream) -> Result<()> {
+        if stream.device.is(&self.device) {
+            return Ok(());
+        }
+        let rule = "must be one of the device that the graph was recorded on: make it there";
+        Err(Error::argument("stream", format!("one of {}", stream.device.info().name), rule))
     }
 }
 

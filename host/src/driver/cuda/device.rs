@@ -1,8 +1,8 @@
 //! [`CudaDevice`], and the binding of its context to the calling thread.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 use cust::context::Context;
 use cust::device::Device as CustDevice;
@@ -20,7 +20,7 @@ const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
 
 /// One CUDA device, through its primary context.
 ///
-/// May be used from any thread and opened more than once. Other users of the primary context in
+/// May be used from any thread and opened more than once: it is the same device then. Other users of the primary context in
 /// this process (candle, burn, the CUDA runtime) see the same streams and addresses.
 #[derive(Debug)]
 pub struct CudaDevice {
@@ -73,6 +73,12 @@ impl CudaDevice {
                 ),
             ));
         }
+        // One object for all who open a device: a free of memory waits for the streams of its list.
+        static OPEN: Mutex<BTreeMap<u32, Weak<CudaDevice>>> = Mutex::new(BTreeMap::new());
+        let is_open = || lock(&OPEN).get(&ordinal).and_then(Weak::upgrade);
+        if let Some(driver) = is_open() {
+            return Ok(Device { driver });
+        }
         let context = context::retain_primary(device)?;
         let sharing = sharing(device);
         let pool = {
@@ -90,6 +96,10 @@ impl CudaDevice {
             files: Mutex::default(),
             kernels: Mutex::default(),
         });
+        // Another thread may have opened it meanwhile.
+        let mut open = lock(&OPEN);
+        let driver = open.get(&ordinal).and_then(Weak::upgrade).unwrap_or(driver);
+        open.insert(ordinal, Arc::downgrade(&driver));
         Ok(Device { driver })
     }
 

@@ -150,15 +150,16 @@ impl Arena {
 
     /// Waits until no stream uses any free block, so that work that is only recorded may use them.
     pub fn wait_free(&self, timeout: Duration) -> Result<()> {
-        for (_, fence) in &lock(&self.state).free {
-            if !fence.wait_timeout(timeout)? {
-                return Err(Error::timeout(
-                    "capture",
-                    format!("work before it has not ended in {timeout:?}"),
-                ));
-            }
-        }
-        Ok(())
+        // Results that are dropped meanwhile must not wait for this.
+        let mut free = std::mem::take(&mut lock(&self.state).free);
+        let waited = free.iter().try_for_each(|(_, fence)| match fence.wait_timeout(timeout)? {
+            true => Ok(()),
+            false => Err(Error::timeout("capture", format!("work before it has not ended in {timeout:?}"))),
+        });
+        let state = &mut *lock(&self.state);
+        free.append(&mut state.free);
+        state.free = free;
+        waited
     }
 
     /// A fence behind all work enqueued on the device's streams so far.

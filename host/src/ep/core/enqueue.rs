@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::sequence::Sequence;
 use crate::driver::{Device, Event, Stream, give_up};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The stream of an operation, the work that it waits for, and the work that waits for it.
 ///
@@ -33,6 +33,17 @@ pub struct StreamOrder<'a> {
 }
 
 impl<'a> StreamOrder<'a> {
+    /// An error where the stream is not one of `device`, whose streams a free of memory waits for.
+    pub(super) fn check_device(&self, device: &Device) -> Result<()> {
+        let of = self.caller.device();
+        if of.is(device) {
+            return Ok(());
+        }
+        let rule =
+            format!("must be on a stream of the buffer's device, {}: make one there", device.info().name);
+        Err(Error::argument("order", format!("on a stream of {}", of.info().name), rule))
+    }
+
     /// Runs on the caller's stream itself. Can be captured in a graph.
     pub fn on(stream: &'a Stream) -> Self {
         StreamOrder { caller: stream, previous_event: None, on_comm_stream: false, asynchronous: false }

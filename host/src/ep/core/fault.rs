@@ -291,7 +291,7 @@ impl Faults {
     fn is_on(&self, device: &Device) -> bool {
         let (own, other) = (&self.device.info().pci_bus_id, &device.info().pci_bus_id);
         // A GPU may have been opened twice; virtual ones have no address.
-        Arc::ptr_eq(&self.device.driver, &device.driver) || (!own.is_empty() && own == other)
+        self.device.is(device) || (!own.is_empty() && own == other)
     }
 
     /// Whether a kernel of the buffer has recorded that a wait failed.

@@ -96,11 +96,10 @@ pub trait Instruments: HasCore {
     /// Errors of the driver.
     fn take_trace(&mut self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let core = self.core();
-        let Some(trace) = core.trace.take() else { return Ok((Vec::new(), 0)) };
-        if !core.enqueuer.sequence().wait(core.patience())? {
-            return Err(Error::timeout("take_trace", "the last operation has not ended"));
+        if core.trace.is_some() && !core.enqueuer.sequence().wait(core.patience())? {
+            return Err(Error::timeout("take_trace", core.unended("the last operation")));
         }
-        trace.read(stream)
+        core.trace.take().map_or(Ok((Vec::new(), 0)), |trace| trace.read(stream))
     }
 
     /// The ranks of other nodes whose wire memory is device memory that kernels here write

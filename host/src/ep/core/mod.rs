@@ -253,9 +253,10 @@ impl<R> Core<R> {
     /// The tokens that a combine has left without their sums.
     pub fn missing_tokens(&self) -> Result<Vec<u32>> {
         if !self.wait_all()? {
-            let reason =
-                format!("what the device's streams were given has not ended in {:?}", self.patience());
-            return Err(Error::timeout("missing_tokens", reason));
+            return Err(Error::timeout(
+                "missing_tokens",
+                self.unended("what the device's streams were given"),
+            ));
         }
         let missing = (0..).zip(self.faults.missing()?);
         Ok(missing.filter_map(|(token, is_missing)| (is_missing != 0).then_some(token)).collect())
@@ -264,6 +265,14 @@ impl<R> Core<R> {
     /// Waits for all work enqueued on the device's streams; false where it takes too long.
     pub fn wait_all(&self) -> Result<bool> {
         self.arena.wait_all(self.patience())
+    }
+
+    /// The text for work that takes longer than [`Core::patience`].
+    pub fn unended(&self, work: &str) -> String {
+        format!(
+            "{work} has not ended in {:?}: look for a kernel on the device that never ends",
+            self.patience()
+        )
     }
 
     /// How long the host waits for the buffer's operations, whose own waits end before.
@@ -275,6 +284,7 @@ impl<R> Core<R> {
     /// only recorded.
     pub fn begin(&self, order: StreamOrder<'_>) -> Result<bool> {
         self.check()?;
+        order.check_device(&self.device)?;
         self.is_capturing(order)
     }
 

@@ -236,7 +236,8 @@ impl<R> PlaceState<R> {
 impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
     fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()> {
         self.place.check_free(&self)?;
-        // This run waits for readers of the previous run's results on other streams.
+        // Rows of the run before are the step's own: `Step::launch` leaves their readers to its
+        // caller.
         if self.check_current().is_err() {
             self.place.fence_readers()?;
             self.place.order_before(stream)?;

@@ -1,6 +1,7 @@
 //! Steps: operations that are recorded once and run any number of times, and what recordings keep.
 
 use std::fmt::Debug;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use super::fault::Faults;
@@ -28,17 +29,18 @@ pub struct Step<T> {
 
 impl<T> Step<T> {
     /// Runs it on `stream`, behind the buffer's last operation and behind all readers of rows that
-    /// other dispatches left in its places. `stream` waits for readers of the previous run's
-    /// results on other streams. Collective; the host does not wait.
+    /// other dispatches left in its places. The caller lets `stream` wait for readers of the
+    /// previous run's results on other streams. Collective; the host does not wait.
     ///
     /// # Errors
     /// The error of an operation that has failed by now, a run before this one included:
     /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::StaleHandle`] where the buffer was
     /// dropped, and errors of the driver. [`Error::Argument`] where rows of one of its places are
-    /// in use by an eager dispatch. Failures of this run show in [`Step::check`], and in the next
+    /// in use by an eager dispatch, or `stream` is of another device. Failures of this run show in [`Step::check`], and in the next
     /// launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
+        self.graph.check_stream(stream)?;
         let submission = self.sequence.begin(stream, Some("step"))?;
         self.captured.begin_again(stream)?;
         // SAFETY: the step owns the memory that the recording uses. The submission proves that the
@@ -74,20 +76,22 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
     ) -> Result<Step<T>> {
         let order = StreamOrder::on(stream);
         buffer.core().begin_rehearsal();
-        let rehearsed = work(buffer, order);
+        let rehearsed = catch_unwind(AssertUnwindSafe(|| work(buffer, order)));
         let core = buffer.core();
         core.end_rehearsal();
-        drop(rehearsed?);
+        drop(rehearsed.unwrap_or_else(|panic| resume_unwind(panic))?);
         core.arena.wait_free(core.patience())?;
         core.recordings.step = Some(Captured::default());
         let mut output = None;
-        let graph = stream.capture(|| {
-            output = Some(work(buffer, order)?);
-            Ok(())
-        });
+        let graph = catch_unwind(AssertUnwindSafe(|| {
+            stream.capture(|| {
+                output = Some(work(buffer, order)?);
+                Ok(())
+            })
+        }));
         let core = buffer.core();
         let captured = core.recordings.step.take().unwrap_or_default();
-        let graph = graph?;
+        let graph = graph.unwrap_or_else(|panic| resume_unwind(panic))?;
         let output = output.ok_or_else(|| Error::internal("capture", "nothing was recorded"))?;
         let (sequence, faults) = (core.enqueuer.sequence().clone(), core.faults.clone());
         Ok(Step { graph, output, captured, sequence, faults })

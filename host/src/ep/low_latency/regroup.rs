@@ -111,7 +111,7 @@ impl Buffer {
         self.core.check_unbroken()?;
         agree(group, &self.options)?;
         if !self.core.wait_all()? {
-            return Err(Error::timeout("regroup", "what the device's streams were given has not ended"));
+            return Err(Error::timeout("regroup", self.core.unended("what the device's streams were given")));
         }
         let mut own = LocalState::zeroed();
         let stream = self.core.stream();
