@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::exit::FirstFailure;
 use super::heart::{self, Heart, Losses};
-use super::plan::Launch;
+use super::plan::{Launch, deadline};
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
@@ -298,7 +298,7 @@ impl Launchers {
             // Without its store there is nothing to wait at.
             Some(trouble @ Trouble::Lost { node: 0, .. }) if self.node != 0 => Err(trouble.into()),
             Some(_) => {
-                limit.get_or_insert_with(|| Instant::now() + grace + SLACK);
+                limit.get_or_insert_with(|| deadline(grace.saturating_add(SLACK)));
                 Ok(())
             }
             None => Ok(()),
@@ -379,12 +379,12 @@ impl Drop for Launchers {
 mod tests {
     use super::*;
 
-    #[test]
-    fn keys_that_are_set_count_even_if_a_launcher_gave_up_since() {
+    /// The launcher of the only node.
+    fn alone() -> Launchers {
         let timeout = Duration::from_secs(60);
         let options = TcpStoreOptions { linger: LINGER, ..TcpStoreOptions::new(timeout) };
         let store = host_at("127.0.0.1", 0, &options).unwrap();
-        let launchers = Launchers {
+        Launchers {
             heart: None,
             losses: Losses::default(),
             store: Arc::new(store),
@@ -392,7 +392,12 @@ mod tests {
             nodes: 1,
             run_id: "run".into(),
             timeout,
-        };
+        }
+    }
+
+    #[test]
+    fn keys_that_are_set_count_even_if_a_launcher_gave_up_since() {
+        let launchers = alone();
         let gone = || Trouble::Lost { node: 1, why: "gave up".into() }.into();
         let wait = |key: &str, sets: bool| {
             launchers.wait(&[key.into()], None, "a key", None, |_| {
@@ -404,5 +409,22 @@ mod tests {
         };
         assert!(matches!(wait("missing", false), Err(Interrupted::Error(_))));
         assert!(wait("set in time", true).is_ok());
+    }
+
+    #[test]
+    fn other_nodes_may_have_any_grace() {
+        let mut launchers = alone();
+        launchers.nodes = 2;
+        launchers.report(0, &Trouble::Signal(libc::SIGTERM)).unwrap();
+        std::thread::scope(|scope| {
+            let end = scope.spawn(|| launchers.end(0, Duration::MAX, None));
+            // So that the other node is waited for.
+            while !launchers.store.check(&end_key(0, 0)).unwrap() {
+                std::thread::sleep(POLL);
+            }
+            std::thread::sleep(4 * POLL);
+            launchers.store.set(&end_key(0, 1), b"").unwrap();
+            assert_eq!(end.join().unwrap().unwrap(), Some(Trouble::Signal(libc::SIGTERM)));
+        });
     }
 }

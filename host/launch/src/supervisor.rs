@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::child::{die_with_parent, heed_interrupts};
 use super::exit::{FirstFailure, LaunchEnd, RankExit};
 use super::launchers::{Interrupted, Launchers, Trouble};
-use super::plan::Launch;
+use super::plan::{Launch, deadline};
 use super::rank_environment::RankEnvironment;
 use super::relay::{Kind, RankOutput, Relay};
 use super::signals::{Signals, ends};
@@ -321,11 +321,11 @@ impl Launch {
                 } else if ended_by.replace(signal).is_none() {
                     ranks.signal(signal);
                     report(Trouble::Signal(signal));
-                    phase = Phase::Ending(Instant::now() + self.grace);
+                    phase = Phase::Ending(deadline(self.grace));
                 } else if !matches!(phase, Phase::Killed(_)) {
                     // A second signal means: do not wait.
                     ranks.signal(libc::SIGKILL);
-                    phase = Phase::Killed(Instant::now() + self.killed);
+                    phase = Phase::Killed(deadline(self.killed));
                 }
             }
             if let Some(first) = ranks.look()?
@@ -336,22 +336,22 @@ impl Launch {
                 tracing::info!(rank = first.rank, "{}", first.exit);
                 report(Trouble::Rank(first.clone()));
                 failure = Some(first);
-                phase = Phase::Settling(Instant::now() + self.settle);
+                phase = Phase::Settling(deadline(self.settle));
             }
             if matches!(phase, Phase::Running) && elsewhere()? {
                 ended_elsewhere = true;
-                phase = Phase::Settling(Instant::now() + self.settle);
+                phase = Phase::Settling(deadline(self.settle));
             }
             phase = match phase {
                 Phase::Settling(end) if Instant::now() >= end => {
                     ranks.signal(libc::SIGTERM);
                     // A stopped process acts on SIGTERM only once it goes on.
                     ranks.signal(libc::SIGCONT);
-                    Phase::Ending(Instant::now() + self.grace)
+                    Phase::Ending(deadline(self.grace))
                 }
                 Phase::Ending(end) if Instant::now() >= end => {
                     ranks.signal(libc::SIGKILL);
-                    Phase::Killed(Instant::now() + self.killed)
+                    Phase::Killed(deadline(self.killed))
                 }
                 Phase::Killed(end) if Instant::now() >= end && ranks.running() > 0 => {
                     let reason =

@@ -94,6 +94,25 @@ fn a_hanging_process_is_ended() {
 }
 
 #[test]
+fn waits_may_be_longer_than_the_clock_can_tell() {
+    let long = Launch { grace: Duration::MAX, killed: Duration::MAX, relay: false, ..Launch::new(2) };
+    for (settle, fails, other) in [
+        // The other rank ends by itself.
+        (Duration::MAX, "exit 7", "exit 0"),
+        // The other rank ends at SIGTERM.
+        (Duration::ZERO, "exit 7", "exec sleep 1000"),
+    ] {
+        let launch = Launch { settle, ..long.clone() };
+        let ended = launch.run(None, |environment| {
+            let mut command = Command::new("sh");
+            command.args(["-c", if environment.rank() == 1 { fails } else { other }]);
+            Ok(command)
+        });
+        assert_eq!(ended.unwrap().code(), 7, "{settle:?}");
+    }
+}
+
+#[test]
 fn a_command_that_does_not_start_is_named() {
     let error = spawn_ranks(2, TIMEOUT, |_| Ok(Command::new("/no/such/program"))).unwrap_err();
     assert!(error.to_string().contains("rank 0, /no/such/program"), "{error}");
