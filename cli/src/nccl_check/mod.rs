@@ -26,6 +26,9 @@ use crate::options::DeviceKind;
 use crate::output;
 use crate::ranks::{cuda_devices, open_device};
 
+/// Seconds of a day, more than any operation takes. Sums of such times are times that a clock has.
+const DAY: u64 = 24 * 3600;
+
 /// Options of `epoxide nccl-check`.
 #[derive(Debug, Clone, clap::Args)]
 #[command(
@@ -41,12 +44,12 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     library: Option<PathBuf>,
 
-    /// Seconds until a stage that is meant to hang is given up
-    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Seconds until a stage that is meant to hang is given up, at most a day
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=DAY))]
     deadline: u64,
 
-    /// Seconds that anything else may take
-    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..))]
+    /// Seconds that anything else may take, at most a day
+    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=DAY))]
     timeout: u64,
 
     /// This process is a rank: a flag for the command's own processes

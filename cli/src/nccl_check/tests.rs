@@ -5,6 +5,7 @@ use epoxide::group::{HashStore, Store};
 use epoxide_testing::{alone, fake_nccl, tier};
 
 use super::*;
+use crate::testing::parse;
 
 #[test]
 fn the_stages_pass_where_all_is_well() {
@@ -55,4 +56,16 @@ fn ranks_are_told_who_they_are() {
     let place: RankOf = "killed:1:4:/tmp/a:b".parse().unwrap();
     assert_eq!((place.act, place.rank, place.size, place.folder), (Act::Killed, 1, 4, "/tmp/a:b".into()));
     assert!("killed:1:4".parse::<RankOf>().is_err() && "gone:1:4:/tmp".parse::<RankOf>().is_err());
+}
+
+#[test]
+fn times_have_bounds() {
+    let of = |flag: &str, seconds: u64| parse::<Args>(["nccl-check", flag, &seconds.to_string()]);
+    for flag in ["--deadline", "--timeout"] {
+        assert!(of(flag, 1).is_ok() && of(flag, DAY).is_ok());
+        for seconds in [0, DAY + 1, u64::MAX] {
+            let error = of(flag, seconds).unwrap_err().to_string();
+            assert!(error.contains(flag) && error.contains("1..=86400"), "{error}");
+        }
+    }
 }
