@@ -51,7 +51,7 @@ impl Config {
     /// # Errors
     /// [`Error::Argument`] naming the field that breaks a rule. All are positive and `num_sms` is
     /// even. Each send chunk is smaller than its ring, and the RDMA chunk is at most half of its
-    /// ring.
+    /// ring. The rounded RDMA ring fits 32 bits.
     pub fn new(num_sms: u32, nvl_send: u32, nvl_recv: u32, rdma_send: u32, rdma_recv: u32) -> Result<Self> {
         let rule = |ok: bool, argument, value: u32, rule: String| {
             if ok { Ok(()) } else { Err(Error::argument(argument, value, rule)) }
@@ -76,7 +76,14 @@ impl Config {
             nvl_send,
             format!("must be below num_max_nvl_chunked_recv_tokens = {nvl_recv}"),
         )?;
-        let rdma_recv = rdma_recv.next_multiple_of(rdma_send);
+        let rdma_recv = rdma_recv.checked_next_multiple_of(rdma_send).ok_or_else(|| {
+            let most = largest_multiple(rdma_send);
+            let rule = format!(
+                "is rounded up to a multiple of num_max_rdma_chunked_send_tokens = {rdma_send}, which must fit 32 bits; \
+                 give at most {most}"
+            );
+            Error::argument("num_max_rdma_chunked_recv_tokens", rdma_recv, rule)
+        })?;
         rule(
             rdma_send <= rdma_recv / 2,
             "num_max_rdma_chunked_send_tokens",
@@ -130,10 +137,14 @@ impl Config {
     }
 
     /// The same with the smallest NVLink ring, not below the present one, that suits `nodes` nodes.
+    ///
+    /// Where such a ring does not fit 32 bits, the ring is the largest multiple of `nodes` that
+    /// does. Chunks that are too large for it are then refused where the configuration is used.
     pub fn for_nodes(self, nodes: u32) -> Self {
         let chunk = self.num_max_rdma_chunked_send_tokens.max(self.num_max_nvl_chunked_send_tokens);
-        let least = (chunk + 1) * nodes;
-        let ring = self.num_max_nvl_chunked_recv_tokens.max(least).next_multiple_of(nodes.max(1));
+        let (nodes, least) = (nodes.max(1), chunk.saturating_add(1).saturating_mul(nodes));
+        let ring = self.num_max_nvl_chunked_recv_tokens.max(least).checked_next_multiple_of(nodes);
+        let ring = ring.unwrap_or_else(|| largest_multiple(nodes));
         Config { num_max_nvl_chunked_recv_tokens: ring, ..self }
     }
 
@@ -155,42 +166,57 @@ impl Config {
     }
 
     /// Bytes of NVLink buffer that the hint of the original interface gives, for rows of
-    /// `hidden_bytes` and `num_ranks` ranks with `ranks_per_node` to a node.
+    /// `hidden_bytes` and `num_ranks` ranks with `ranks_per_node` to a node. A hint that does not
+    /// fit 64 bits is the largest multiple of 128.
     pub fn nvl_buffer_size_hint(&self, hidden_bytes: u64, num_ranks: u32, ranks_per_node: u32) -> u64 {
         let (channels, ranks) = (self.num_channels() as u64, num_ranks.min(ranks_per_node) as u64);
         let nodes = (num_ranks / ranks_per_node.max(1)).max(1) as u64;
-        let slots = channels * ranks * self.num_max_nvl_chunked_recv_tokens as u64;
-        let control = channels * ranks * (2 * nodes + 3) * 4;
-        align(control + slots * (hidden_bytes + 8 + HINT_COLUMNS * (8 + 4 + 4)))
+        let slots = product(&[channels, ranks, self.num_max_nvl_chunked_recv_tokens as u64]);
+        let control = product(&[channels, ranks, 2 * nodes + 3, 4]);
+        let slot = hidden_bytes.saturating_add(8 + HINT_COLUMNS * (8 + 4 + 4));
+        align(control.saturating_add(slots.saturating_mul(slot)))
     }
 
-    /// Bytes of RDMA buffer that the hint of the original interface gives; 0 on one node.
+    /// Bytes of RDMA buffer that the hint of the original interface gives; 0 on one node. A hint
+    /// that does not fit 64 bits is the largest multiple of 128.
     pub fn rdma_buffer_size_hint(&self, hidden_bytes: u64, num_ranks: u32, ranks_per_node: u32) -> u64 {
         if num_ranks <= ranks_per_node {
             return 0;
         }
         let (channels, peers) = (self.num_channels() as u64, ranks_per_node as u64);
-        let nodes = (num_ranks / ranks_per_node) as u64;
-        let slots = channels * nodes * self.num_max_rdma_chunked_recv_tokens as u64 * 2;
-        let control = channels * nodes * (2 * peers + 2) * 2 * 4 + channels * nodes * 2 * 8;
-        align(control + slots * (hidden_bytes + 8 + HINT_COLUMNS * (8 + 4 + 4) + 16))
+        let nodes = (num_ranks / ranks_per_node.max(1)) as u64;
+        let slots = product(&[channels, nodes, self.num_max_rdma_chunked_recv_tokens as u64, 2]);
+        let control = product(&[channels, nodes, (2 * peers + 2) * 2 * 4 + 2 * 8]);
+        let slot = hidden_bytes.saturating_add(8 + HINT_COLUMNS * (8 + 4 + 4) + 16);
+        align(control.saturating_add(slots.saturating_mul(slot)))
     }
 }
 
 /// Bytes of RDMA buffer for the low-latency mode, for `max_tokens` tokens per rank of `hidden` BF16
-/// elements.
+/// elements. A hint that does not fit 64 bits is the largest multiple of 128.
 pub fn low_latency_rdma_size_hint(max_tokens: u64, hidden: u64, num_ranks: u64, num_experts: u64) -> u64 {
     let _ = num_ranks; // the hint is the same for every number of ranks
-    let dispatch = 16 + (2 * hidden).max(hidden + 4 * (hidden / 128));
-    let combine = 2 * hidden;
-    let send = (max_tokens * dispatch).max(num_experts * max_tokens * combine);
-    let receive = num_experts * max_tokens * dispatch.max(combine);
-    let total = 2 * (send + receive + 8 * num_experts);
-    (total + SIZE_ALIGN) / SIZE_ALIGN * SIZE_ALIGN
+    let combine = hidden.saturating_mul(2);
+    let dispatch = combine.max(hidden.saturating_add(4 * (hidden / 128))).saturating_add(16);
+    let send = max_tokens.saturating_mul(dispatch).max(product(&[num_experts, max_tokens, combine]));
+    let receive = product(&[num_experts, max_tokens, dispatch.max(combine)]);
+    let half = send.saturating_add(receive).saturating_add(num_experts.saturating_mul(8));
+    half.saturating_mul(2).saturating_add(SIZE_ALIGN) / SIZE_ALIGN * SIZE_ALIGN
 }
 
+/// `bytes` rounded up to a multiple of [`SIZE_ALIGN`]; the largest one where that does not fit.
 fn align(bytes: u64) -> u64 {
-    bytes.next_multiple_of(SIZE_ALIGN)
+    bytes.checked_next_multiple_of(SIZE_ALIGN).unwrap_or(u64::MAX / SIZE_ALIGN * SIZE_ALIGN)
+}
+
+/// The product; the largest number where it does not fit.
+fn product(factors: &[u64]) -> u64 {
+    factors.iter().fold(1, |product, factor| product.saturating_mul(*factor))
+}
+
+/// The largest multiple of `of` that fits 32 bits; `of` is not 0.
+fn largest_multiple(of: u32) -> u32 {
+    u32::MAX / of * of
 }
 
 #[cfg(test)]
@@ -228,6 +254,43 @@ mod tests {
     #[test]
     fn rdma_ring_is_rounded_up_to_chunks() {
         assert_eq!(Config::new(20, 6, 256, 6, 256).unwrap().num_max_rdma_chunked_recv_tokens, 258);
+    }
+
+    #[test]
+    fn a_ring_that_cannot_be_rounded_is_refused_with_the_largest_one() {
+        let error = Config::new(20, 6, 256, 2_000_000_000, 4_000_000_001).unwrap_err().to_string();
+        assert!(error.starts_with("num_max_rdma_chunked_recv_tokens = 4000000001"), "{error}");
+        assert!(error.contains("= 2000000000") && error.ends_with("give at most 4000000000"), "{error}");
+        assert!(Config::new(20, 6, 256, 2_000_000_000, 4_000_000_000).is_ok());
+    }
+
+    #[test]
+    fn rings_of_many_nodes_stay_multiples() {
+        let large = Config::new(20, 6, 256, 2_000_000_000, 4_000_000_000).unwrap().for_nodes(3);
+        let error = large.check_nodes(3).unwrap_err().to_string();
+        assert!(error.starts_with("num_max_nvl_chunked_recv_tokens = 4294967295"), "{error}");
+        // A ring that cannot be rounded up, with chunks that fit a smaller one.
+        let ring = Config::new(20, 6, u32::MAX, 6, 258).unwrap().for_nodes(4);
+        assert_eq!(ring.num_max_nvl_chunked_recv_tokens, u32::MAX - 3);
+        assert!(ring.check_nodes(4).is_ok());
+        let chunk = Config { num_max_nvl_chunked_send_tokens: u32::MAX, ..Config::default() }.for_nodes(1);
+        assert_eq!(chunk.num_max_nvl_chunked_recv_tokens, u32::MAX);
+    }
+
+    #[test]
+    fn hints_that_do_not_fit_are_the_largest() {
+        const LARGEST: u64 = u64::MAX - 127;
+        let large = Config::new(u32::MAX - 1, 6, u32::MAX, 1, u32::MAX).unwrap();
+        assert_eq!(large.nvl_buffer_size_hint(u64::MAX, u32::MAX, u32::MAX), LARGEST);
+        assert_eq!(large.nvl_buffer_size_hint(14336, u32::MAX, 8), LARGEST);
+        assert_eq!(large.rdma_buffer_size_hint(u64::MAX, u32::MAX, 1), LARGEST);
+        assert_eq!(large.rdma_buffer_size_hint(14336, u32::MAX, u32::MAX - 1), LARGEST);
+        assert_eq!(large.rdma_buffer_size_hint(14336, 8, 0), LARGEST);
+        for (tokens, hidden, experts) in [(u64::MAX, 7168, 288), (128, u64::MAX, 288), (128, 7168, u64::MAX)]
+        {
+            assert_eq!(low_latency_rdma_size_hint(tokens, hidden, 8, experts), LARGEST);
+        }
+        assert_eq!(low_latency_rdma_size_hint(u64::MAX, u64::MAX, u64::MAX, u64::MAX), LARGEST);
     }
 
     #[test]
