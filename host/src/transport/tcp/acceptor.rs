@@ -1,7 +1,7 @@
 //! Setup of connections: the calling side, and the admission of callers.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Instant;
 
@@ -131,9 +131,22 @@ pub(super) fn dial(
     Ok(Dialed { socket, challenge })
 }
 
-fn take(socket: &mut TcpStream, bytes: &mut [u8], deadline: Instant) -> std::io::Result<()> {
-    socket.set_read_timeout(Some(left(deadline)))?;
-    socket.read_exact(bytes)
+/// Reads all of `bytes` until the deadline. A peer that sends them one by one does not stretch it.
+fn take(socket: &mut TcpStream, mut bytes: &mut [u8], deadline: Instant) -> std::io::Result<()> {
+    while !bytes.is_empty() {
+        socket.set_read_timeout(Some(left(deadline)))?;
+        match socket.read(bytes) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(read) => bytes = &mut bytes[read..],
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        // Behind the read: bytes that have come in time count.
+        if !bytes.is_empty() && Instant::now() >= deadline {
+            return Err(ErrorKind::TimedOut.into());
+        }
+    }
+    Ok(())
 }
 
 /// Takes the answer to a hello.

@@ -13,7 +13,7 @@ use rand_chacha::ChaCha8Rng;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::acceptor::{HELLO, TOKEN, hello, read_answer};
-use super::frame::{GOODBYE, Part, header, part_header, signed, word64};
+use super::frame::{GOODBYE, MAX_REASON, Part, header, part_header, signed, word64};
 use super::receiver::Incoming;
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
@@ -103,6 +103,28 @@ fn strangers_are_refused_with_the_reason_and_do_not_disturb() {
             let accepted = acceptor.accept(setup, 1, deadline(SOON)).unwrap();
             assert!(accepted.keys().eq(&[FIRST]));
         });
+    });
+}
+
+#[test]
+fn an_answer_that_comes_byte_by_byte_does_not_stretch_the_deadline() {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let (mut peer, _) = listener.accept().unwrap();
+            peer.write_all(&(MAX_REASON as u32).to_le_bytes()).unwrap();
+            for _ in 0..MAX_REASON {
+                std::thread::sleep(STALLS / 10);
+                // Fails once the rank has given up.
+                if peer.write_all(b"x").is_err() {
+                    break;
+                }
+            }
+        });
+        let error = read_answer(&mut socket, deadline(STALLS)).unwrap_err();
+        assert!(error.starts_with("rejected, without a reason: "), "{error}");
+        drop(socket);
     });
 }
 
