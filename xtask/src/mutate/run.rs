@@ -2,8 +2,10 @@
 
 use std::collections::HashSet;
 use std::fs::File;
+use std::io::Read;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -296,28 +298,72 @@ fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<
     let create = || format!("cannot write {}", output.display());
     let file = File::create(output).with_context(create)?;
     let both = file.try_clone().with_context(create)?;
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(file)
-        .stderr(both)
-        .spawn()
-        .with_context(|| format!("cannot start {}", command.get_program().to_string_lossy()))?;
+    let mut group = Group::start(command.stdin(Stdio::null()).stdout(file).stderr(both))?;
     let start = Instant::now();
     let code = loop {
-        if let Some(status) = child.try_wait()? {
+        if let Some(status) = group.ended()? {
             // A signal is not a report; it has no code of its own.
             break Some(status.code().unwrap_or(-1));
         }
         if start.elapsed() > limit {
-            child.kill()?;
-            child.wait()?;
             break None;
         }
         std::thread::sleep(Duration::from_millis(20));
     };
-    let bytes = std::fs::read(output).with_context(|| format!("cannot read {}", output.display()))?;
-    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(LONGEST_OUTPUT)]).into_owned();
-    Ok(ProcessEnd { code, output: text })
+    // None of its processes writes from here on.
+    drop(group);
+    let read = || format!("cannot read {}", output.display());
+    let mut bytes = Vec::new();
+    let file = File::open(output).with_context(read)?;
+    file.take(LONGEST_OUTPUT as u64).read_to_end(&mut bytes).with_context(read)?;
+    Ok(ProcessEnd { code, output: String::from_utf8_lossy(&bytes).into_owned() })
+}
+
+/// A command in a process group of its own. Dropping kills all that is left of the group, such as
+/// the tests that `cargo test` has started.
+struct Group {
+    program: Child,
+    /// A process of the group that kills the group once its standard input ends. Ctrl-C does not
+    /// reach the group. The guard ends it however xtask ends.
+    guard: Option<Child>,
+}
+
+impl Group {
+    fn start(command: &mut Command) -> Result<Self> {
+        let program = command
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("cannot start {}", command.get_program().to_string_lossy()))?;
+        let mut group = Self { program, guard: None };
+        // The program is not reaped yet, so the number of the group is still its own.
+        let id = i32::try_from(group.program.id()).context("the number of a process")?;
+        let guard = Command::new("sh")
+            .args(["-c", "read -r _; kill -s KILL 0"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(id)
+            .spawn();
+        group.guard = Some(guard.context("cannot start sh, which ends the processes of a run")?);
+        Ok(group)
+    }
+
+    /// How the program has ended, if it has.
+    fn ended(&mut self) -> Result<Option<ExitStatus>> {
+        self.program.try_wait().context("cannot wait for a run")
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if let Some(guard) = &mut self.guard {
+            drop(guard.stdin.take());
+            let _ = guard.wait();
+        }
+        // For a program that has left its group, and one without a guard.
+        let _ = self.program.kill();
+        let _ = self.program.wait();
+    }
 }
 
 /// Texts in the output of a failed run and the check that they reveal, most significant first.
@@ -591,5 +637,31 @@ mod tests {
         let quick = run("echo out; echo err >&2; exit 3", 20_000);
         assert_eq!((quick.code, quick.output.as_str()), (Some(3), "out\nerr\n"));
         assert_eq!(run("sleep 60", 50).code, None);
+    }
+
+    #[test]
+    fn what_a_stopped_run_has_started_is_stopped() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        let script = "sh -c 'while sleep 0.02; do echo $((n += 1)); [ $n -lt 1000 ] || exit; done' & wait";
+        let mut command = Command::new("sh");
+        let ended = run_limited(command.args(["-c", script]), &log, Duration::from_millis(500)).unwrap();
+        assert_eq!(ended.code, None);
+        let length = || std::fs::metadata(&log).unwrap().len();
+        let before = length();
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(length(), before, "a process still writes");
+    }
+
+    #[test]
+    fn only_the_beginning_of_an_output_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        // A terabyte without blocks, more than the memory of a machine.
+        let script = format!("echo out; truncate -s 1T '{}'", log.display());
+        let mut command = Command::new("sh");
+        let ended = run_limited(command.args(["-c", &script]), &log, Duration::from_secs(60)).unwrap();
+        assert_eq!(ended.code, Some(0), "{}", ended.output.trim_matches('\0'));
+        assert!(ended.output.starts_with("out\n\0") && ended.output.len() == LONGEST_OUTPUT);
     }
 }
