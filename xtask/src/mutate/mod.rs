@@ -193,7 +193,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
         faults.len()
     );
 
-    let version = hash(&text, options);
+    let version = hash(&text, &runner);
     let known =
         options.out.as_deref().map_or_else(|| Ok(HashMap::new()), |file| read_known(file, &version))?;
     let outcomes = try_all(&runner, &text, &faults, &workloads, known, options, &version)?;
@@ -244,11 +244,10 @@ fn build(ws: &Workspace) -> Result<PathBuf> {
 
 /// Hash of everything that the outcomes depend on, except the program itself. A change of it starts
 /// a new file.
-fn hash(text: &str, options: &Options) -> String {
+fn hash(text: &str, runner: &Runner) -> String {
     let mut hasher = Hash::new();
     hasher.update(text);
-    hasher.update([u8::from(options.plain)]);
-    options.command.iter().for_each(|word| hasher.update(format!("{word}\0")));
+    runner.settings().iter().for_each(|setting| hasher.update(format!("\0{setting}")));
     hasher.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
         hex
@@ -548,14 +547,41 @@ mod tests {
         assert_eq!(read_known(&file, "v").unwrap(), HashMap::from([("a".to_owned(), outcome)]));
     }
 
+    fn parse(words: &[&str]) -> Options {
+        <Options as clap::Args>::augment_args(clap::Command::new("mutate"))
+            .try_get_matches_from([&["mutate"], words].concat())
+            .map(|matches| <Options as clap::FromArgMatches>::from_arg_matches(&matches).unwrap())
+            .unwrap()
+    }
+
+    #[test]
+    fn outcomes_of_other_runs_are_not_taken_over() {
+        let runner =
+            |seconds, what| Runner { what, directory: PathBuf::new(), limit: Duration::from_secs(seconds) };
+        let trips =
+            |seeds: &[u64], check| Runs::RoundTrips { binary: PathBuf::new(), seeds: seeds.to_vec(), check };
+        let program = |words: &[&str]| Runs::Program(words.iter().map(|&word| word.to_owned()).collect());
+        let runners = [
+            runner(60, trips(&[1, 2], true)),
+            runner(30, trips(&[1, 2], true)),
+            runner(60, trips(&[1, 3], true)),
+            runner(60, trips(&[12], true)),
+            runner(60, trips(&[1, 2], false)),
+            runner(60, program(&["cargo", "test"])),
+            runner(60, program(&["cargo test"])),
+            runner(30, program(&["cargo", "test"])),
+        ];
+        let all: std::collections::HashSet<_> = runners.iter().map(|runner| hash("text", runner)).collect();
+        assert_eq!(all.len(), runners.len(), "each has a hash of its own");
+        assert_eq!(hash("text", &runners[0]), hash("text", &runner(60, trips(&[1, 2], true))));
+        assert_ne!(hash("text", &runners[0]), hash("texts", &runners[0]));
+        // The workloads of this version are part of it.
+        let settings = runners[0].settings();
+        assert!(settings.iter().any(|setting| setting.contains("--mode low-latency")), "{settings:?}");
+    }
+
     #[test]
     fn in_another_crate_the_error_names_the_command_for_it() {
-        let parse = |words: &[&str]| {
-            <Options as clap::Args>::augment_args(clap::Command::new("mutate"))
-                .try_get_matches_from([&["mutate"], words].concat())
-                .map(|matches| <Options as clap::FromArgMatches>::from_arg_matches(&matches).unwrap())
-                .unwrap()
-        };
         let ws = crate::repository::find().unwrap();
         let other = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| workspace::write(&other.path().join(name), text).unwrap();

@@ -268,6 +268,24 @@ impl Runner {
         run_limited(&mut command, &output, limit)
     }
 
+    /// All that the outcome of a run depends on, except the kernels and the program itself.
+    pub fn settings(&self) -> Vec<String> {
+        let mut settings = vec![format!("limit {:?}", self.limit)];
+        match &self.what {
+            Runs::RoundTrips { binary: _, seeds, check } => {
+                settings.push(format!("round trips {SMALL}"));
+                settings.extend(WORKLOADS.map(|workload| format!("workload {workload}")));
+                settings.extend(seeds.iter().map(|seed| format!("seed {seed}")));
+                settings.extend(CHECK.iter().filter(|_| *check).map(|flag| format!("check {flag}")));
+            }
+            Runs::Program(words) => {
+                settings.push("program".to_owned());
+                settings.extend(words.iter().cloned());
+            }
+        }
+        settings
+    }
+
     /// Seeds of round trips. A program draws its own.
     fn seeds(&self) -> &[u64] {
         match &self.what {
