@@ -15,7 +15,7 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -295,12 +295,14 @@ fn try_all(
         }
     };
     let next = AtomicUsize::new(0);
+    let failed = AtomicBool::new(false);
     let outcomes: Mutex<Vec<Option<FaultOutcome>>> =
         Mutex::new(faults.iter().map(|fault| known.get(&fault.id).cloned()).collect());
     let worker = |number: usize| -> Result<()> {
-        loop {
+        // The others stop where a worker has failed: its error shows once all have ended.
+        while !failed.load(Ordering::Relaxed) {
             let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(fault) = faults.get(index) else { return Ok(()) };
+            let Some(fault) = faults.get(index) else { break };
             if known.contains_key(&fault.id) {
                 continue;
             }
@@ -316,7 +318,9 @@ fn try_all(
             }
             locked(&outcomes)[index] = Some(outcome);
         }
+        Ok(())
     };
+    let worker = |number| worker(number).inspect_err(|_| failed.store(true, Ordering::Relaxed));
     std::thread::scope(|scope| {
         let worker = &worker;
         let workers: Vec<_> =
@@ -578,6 +582,37 @@ mod tests {
         // The workloads of this version are part of it.
         let settings = runners[0].settings();
         assert!(settings.iter().any(|setting| setting.contains("--mode low-latency")), "{settings:?}");
+    }
+
+    #[test]
+    fn a_workers_error_stops_the_others() {
+        // The second worker would be busy with them for tens of seconds.
+        const FAULTS: usize = 2_000;
+        let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &["notify"]).unwrap());
+        let fault = Fault { edits: Vec::new(), through: vec![1], ..faults[0].clone() };
+        let directory = tempfile::tempdir().unwrap();
+        let folder = directory.path();
+        let tried = folder.join("tried");
+        workspace::write(&folder.join("sound.ptx"), "a\n").unwrap();
+        let script = format!("echo >> '{}'", tried.display());
+        let what = Runs::Program(["sh", "-c", &script].map(str::to_owned).to_vec());
+        let runner = Runner { what, directory: folder.to_owned(), limit: Duration::from_secs(60) };
+        let workloads = [run::Workload::of_line(1)];
+        // The first worker cannot write its file.
+        std::fs::create_dir(folder.join("faulty-0.ptx")).unwrap();
+        let error = try_all(
+            &runner,
+            "a\n",
+            &vec![fault; FAULTS],
+            &workloads,
+            HashMap::new(),
+            &parse(&["--jobs", "2"]),
+            "v",
+        )
+        .unwrap_err();
+        assert!(format!("{error:#}").contains("faulty-0.ptx"), "{error:#}");
+        let tried = std::fs::read(tried).map_or(0, |lines| lines.len());
+        assert!(tried < FAULTS - 1, "{tried} faults were tried");
     }
 
     #[test]

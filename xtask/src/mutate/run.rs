@@ -144,6 +144,12 @@ pub enum Nearness {
 const NEAR: u32 = 3;
 
 impl Workload {
+    /// One that executes a single line.
+    #[cfg(test)]
+    pub fn of_line(line: usize) -> Self {
+        Self { arguments: String::new(), executed: HashSet::from([line]) }
+    }
+
     /// Whether it executes a line of the PTX.
     pub fn executes(&self, line: usize) -> bool {
         self.executed.contains(&line)
