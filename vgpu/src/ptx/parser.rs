@@ -1,4 +1,4 @@
-//! PTX text to [`ast`](super::ast). PastView the grammar, not the instructions.
+//! PTX text to [`ast`](super::ast). The parser knows the grammar, not the instructions.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,8 @@ use super::ast::*;
 use super::lexer::{Tok, Token, error_at, tokenize};
 use crate::PtxError;
 
-/// Parses one module. PastView the grammar, not the instructions: an unknown one is no error.
+/// Parses one module. The parser knows the grammar, not the instructions: an unknown one is no
+/// error.
 ///
 /// # Errors
 /// Text that is not PTX, with its place.
