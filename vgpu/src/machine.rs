@@ -485,7 +485,8 @@ impl Machine {
     /// No such device, or no memory.
     pub fn alloc<T: Number>(&self, device: usize, label: &str, len: usize) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
-        let region = memory.alloc((len * size_of::<T>()) as u64, label)?;
+        // No memory has as many bytes as the product is cut to.
+        let region = memory.alloc(len.saturating_mul(size_of::<T>()) as u64, label)?;
         Ok(Array { memory, region: Arc::new(region), offset: 0, len, of: PhantomData })
     }
 
@@ -1021,6 +1022,16 @@ mod tests {
         assert!(!array.is_empty() && array.len() == 2);
         assert_eq!(array.download().unwrap(), [half::bf16::ONE; 2]);
         assert!(array.upload(&[half::bf16::ONE; 5000]).is_err());
+    }
+
+    #[test]
+    fn arrays_whose_bytes_are_no_number_find_no_memory() {
+        let machine = Machine::new(1);
+        for len in [1 << 61, (1 << 61) + 1, usize::MAX] {
+            let error = machine.alloc::<u64>(0, "x", len).unwrap_err();
+            let out_of_memory = |error: &MemoryError| matches!(error, MemoryError::OutOfMemory { .. });
+            assert!(matches!(&error, MachineError::Memory(error) if out_of_memory(error)), "{error}");
+        }
     }
 
     #[test]

@@ -87,7 +87,8 @@ impl Machine {
         let own: Vec<Array<T>> =
             (0..self.devices()).map(|owner| self.alloc(owner, label, len)).collect::<Result<_, _>>()?;
         let on_device = |device| {
-            let reservation = Reservation::new(stride * self.devices() as u64, stride)?;
+            // No reservation has as many bytes as the product is cut to.
+            let reservation = Reservation::new(stride.saturating_mul(self.devices() as u64), stride)?;
             let place = |owner: usize| (&reservation, reservation.addr() + stride * owner as u64);
             own.iter().enumerate().map(|(owner, array)| self.map_at(device, array, place(owner))).collect()
         };
@@ -174,6 +175,18 @@ mod tests {
         }
         for (len, stride) in [(1025, 1 << 13), (4096, 1 << 13)] {
             assert!(machine.symmetric_strided::<u32>("heap", len, stride).is_err());
+        }
+    }
+
+    #[test]
+    fn strides_whose_sum_is_no_number_find_no_addresses() {
+        for (devices, stride) in [(2, 1 << 63), (3, 1 << 63), (4, 1 << 62)] {
+            let error = Machine::new(devices).symmetric_strided::<u32>("heap", 1024, stride).unwrap_err();
+            let requested = match error {
+                MachineError::Memory(MemoryError::OutOfMemory { requested, .. }) => requested,
+                other => panic!("{other}"),
+            };
+            assert_eq!(requested, u64::MAX);
         }
     }
 }
