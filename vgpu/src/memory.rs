@@ -9,6 +9,9 @@
 //! `AtomicX::from_ptr`, and that of copies through [`racing`]. And a mapping stays in place for as
 //! long as a [`Table`] snapshot lists it. So a running kernel that races with the drop of a
 //! [`Region`] touches stale memory, never unmapped memory.
+//!
+//! Fresh memory is no region yet. Its first contents are written before a table lists it: a kernel
+//! with the address of a freed region may access a new one there as soon as it is listed.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -123,6 +126,15 @@ impl Drop for Mapping {
         // this mapping any more.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.mapped) };
     }
+}
+
+/// A mapping for [`Memory::enter`].
+struct Fresh {
+    mapping: Arc<Mapping>,
+    /// Its file; missing where the program lent it.
+    fd: Option<Arc<OwnedFd>>,
+    /// Device and inode of the file, where a checker watches it.
+    backing: Option<(u64, u64)>,
 }
 
 #[derive(Clone, Debug)]
@@ -422,12 +434,10 @@ impl Memory {
     /// Allocates memory of `bytes` bytes (page aligned), with poison in its first 64 MiB. `label`
     /// names it in error messages.
     pub fn alloc(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
-        let region = self.alloc_file(bytes, label, false)?;
-        let words = (bytes.min(POISON_BYTES) / 8) as usize;
-        // SAFETY: the region is new, has at least this many bytes in whole pages of its own, and no
-        // other code has its address yet.
-        unsafe { std::slice::from_raw_parts_mut(region.addr as *mut u64, words) }.fill(self.shared.poison);
-        Ok(region)
+        self.alloc_file(bytes, label, false, |fresh| {
+            let poisoned = fresh.len().min(POISON_BYTES as usize);
+            fresh[..poisoned].as_chunks_mut().0.fill(self.shared.poison.to_ne_bytes());
+        })
     }
 
     /// Allocates zeroed memory that plain host code writes, as page-locked host memory is; checks
@@ -440,10 +450,18 @@ impl Memory {
 
     /// Allocates memory that is zero, and counts as written.
     pub fn alloc_zeroed(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
-        self.alloc_file(bytes, label, true)
+        self.alloc_file(bytes, label, true, |_| ())
     }
 
-    fn alloc_file(&self, bytes: u64, label: &str, filled: bool) -> Result<Region, MemoryError> {
+    /// Allocates memory. `begin` writes its first contents, over zeros. `filled`: they count as
+    /// written.
+    fn alloc_file(
+        &self,
+        bytes: u64,
+        label: &str,
+        filled: bool,
+        begin: impl FnOnce(&mut [u8]),
+    ) -> Result<Region, MemoryError> {
         let used = self.used_bytes();
         let oom = |used: u64| MemoryError::OutOfMemory {
             requested: bytes,
@@ -457,28 +475,26 @@ impl Memory {
             })
             .map_err(oom)?;
         let made = if cfg!(miri) {
-            self.map_anonymous(bytes, label, rounded, filled)
+            self.map_anonymous(rounded)
         } else {
             memfd_create("epoxide-vgpu", MemfdFlags::CLOEXEC)
                 .map_err(os("memfd_create"))
                 .and_then(|fd| ftruncate(&fd, rounded).map_err(os("ftruncate")).map(|()| fd))
-                .and_then(|fd| self.map(fd, bytes, label, rounded, filled, None))
+                .and_then(|fd| self.map(fd, bytes, None))
         };
-        if made.is_err() {
+        let fresh = made.inspect_err(|_| {
             self.shared.used.fetch_sub(rounded, Ordering::Relaxed);
-        }
-        made
+        })?;
+        // SAFETY: the mapping is new and has at least this many bytes, which are zero. No other
+        // code has its address or its file: `enter` below is what lists it, and `export` needs the
+        // region.
+        begin(unsafe { std::slice::from_raw_parts_mut(fresh.mapping.ptr.as_ptr(), bytes as usize) });
+        Ok(self.enter(fresh, bytes, label, (rounded, filled), None))
     }
 
     /// Maps `rounded` bytes that no file holds. Miri maps no files; regions are such memory there,
     /// and cannot be exported.
-    fn map_anonymous(
-        &self,
-        bytes: u64,
-        label: &str,
-        rounded: u64,
-        filled: bool,
-    ) -> Result<Region, MemoryError> {
+    fn map_anonymous(&self, rounded: u64) -> Result<Fresh, MemoryError> {
         let (prot, mapped) = (ProtFlags::READ | ProtFlags::WRITE, rounded as usize);
         // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
         let ptr = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, prot, MapFlags::PRIVATE) };
@@ -486,7 +502,7 @@ impl Memory {
         let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by: UnmappedBy::Itself });
         // No file has this number, and no other memory this address.
         let backing = self.checker().map(|_| (u64::MAX, ptr.as_ptr() as u64));
-        Ok(self.enter(mapping, None, bytes, label, (rounded, filled, backing), None))
+        Ok(Fresh { mapping, fd: None, backing })
     }
 
     /// Maps memory that [`Region::export`] gave, of this or another process. `bytes` is the length
@@ -496,7 +512,7 @@ impl Memory {
         if actual < bytes {
             return Err(MemoryError::ImportTooSmall { wanted: bytes, actual });
         }
-        self.map(fd, bytes, label, 0, true, None)
+        Ok(self.enter(self.map(fd, bytes, None)?, bytes, label, (0, true), None))
     }
 
     /// The same at address `at` in a reservation, in the place of what was there. Both `at` and
@@ -520,7 +536,7 @@ impl Memory {
             return Err(MemoryError::Misaligned { addr, align: PAGE });
         }
         reservation.check(at, bytes)?;
-        self.map(fd, bytes, label, 0, true, Some((reservation, at)))
+        Ok(self.enter(self.map(fd, bytes, Some((reservation, at)))?, bytes, label, (0, true), None))
     }
 
     /// The memory of another device at the same address, as devices with unified addressing have
@@ -534,15 +550,9 @@ impl Memory {
             return Err(MemoryError::OutOfBounds { addr: region.addr, bytes: region.bytes, nearest: None });
         };
         let multicast = entry.multicast.clone().zip(region.multicast.clone());
-        let contents = (0, true, region.backing);
-        Ok(self.enter(
-            entry.mapping.clone(),
-            region.fd.clone(),
-            region.bytes,
-            &region.label,
-            contents,
-            multicast,
-        ))
+        let (mapping, fd, backing) = (entry.mapping.clone(), region.fd.clone(), region.backing);
+        let same = Fresh { mapping, fd, backing };
+        Ok(self.enter(same, region.bytes, &region.label, (0, true), multicast))
     }
 
     /// Addresses by which `multimem` instructions of this device access all of a multicast object.
@@ -578,7 +588,8 @@ impl Memory {
             (bytes.next_multiple_of(PAGE) as usize, UnmappedBy::Reservation(reservation.0.clone()));
         let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by });
         let multicast = Some((object.window(from), object.clone()));
-        Ok(self.enter(mapping, None, bytes, label, (0, true, None), multicast))
+        let fresh = Fresh { mapping, fd: None, backing: None };
+        Ok(self.enter(fresh, bytes, label, (0, true), multicast))
     }
 
     /// Memory of the program's at its own address, for kernels too, as page-locked memory that was
@@ -593,22 +604,14 @@ impl Memory {
         let mapping = Arc::new(Mapping { ptr, mapped: bytes, unmapped_by: UnmappedBy::Program });
         // No file has this number, and no other memory this address.
         let backing = self.checker().map(|_| (u64::MAX, ptr.as_ptr() as u64));
-        let region = self.enter(mapping, None, bytes as u64, label, (0, true, backing), None);
+        let fresh = Fresh { mapping, fd: None, backing };
+        let region = self.enter(fresh, bytes as u64, label, (0, true), None);
         region.hide();
         region
     }
 
-    /// Maps a file. `filled`: its contents count as written, if this is the first mapping of it
-    /// that the checker sees.
-    fn map(
-        &self,
-        fd: OwnedFd,
-        bytes: u64,
-        label: &str,
-        charged: u64,
-        filled: bool,
-        place: Option<(&Reservation, u64)>,
-    ) -> Result<Region, MemoryError> {
+    /// Maps a file.
+    fn map(&self, fd: OwnedFd, bytes: u64, place: Option<(&Reservation, u64)>) -> Result<Fresh, MemoryError> {
         let backing = match self.checker() {
             Some(_) => fstat(&fd).map(|s| Some((s.st_dev, s.st_ino))).map_err(os("fstat"))?,
             None => None,
@@ -634,17 +637,17 @@ impl Memory {
             None => UnmappedBy::Itself,
         };
         let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by });
-        Ok(self.enter(mapping, Some(Arc::new(fd)), bytes, label, (charged, filled, backing), None))
+        Ok(Fresh { mapping, fd: Some(Arc::new(fd)), backing })
     }
 
-    /// Enters a mapping into the table.
+    /// Enters a mapping into the table. `filled`: its contents count as written, if this is the
+    /// first mapping of its file that the checker sees.
     fn enter(
         &self,
-        mapping: Arc<Mapping>,
-        fd: Option<Arc<OwnedFd>>,
+        Fresh { mapping, fd, backing }: Fresh,
         bytes: u64,
         label: &str,
-        (charged, filled, backing): (u64, bool, Option<(u64, u64)>),
+        (charged, filled): (u64, bool),
         multicast: Option<(Window, MulticastObject)>,
     ) -> Region {
         let addr = mapping.ptr.as_ptr() as u64;
@@ -685,10 +688,8 @@ impl Memory {
             return Ok(region.clone());
         }
         // The variables count as written, by no actor: a module is loaded before all launches.
-        let region = Arc::new(self.alloc_zeroed(init.len() as u64, "module variables")?);
-        // SAFETY: the region is new, has at least this many bytes, and no other code has its
-        // address yet.
-        unsafe { std::slice::from_raw_parts_mut(region.addr as *mut u8, init.len()) }.copy_from_slice(init);
+        let begin = |fresh: &mut [u8]| fresh.copy_from_slice(init);
+        let region = Arc::new(self.alloc_file(init.len() as u64, "module variables", true, begin)?);
         globals.insert(id, region.clone());
         Ok(region)
     }
@@ -1013,6 +1014,37 @@ mod tests {
         assert!(e.to_string().ends_with("is in 'pool' + 0x8, which has been freed"), "{e}");
         // Past its end it is not the freed region any more.
         assert!(m.check(addr + 64, 1).unwrap_err().to_string().ends_with("is outside of every region"));
+    }
+
+    #[test]
+    fn memory_has_its_first_contents_once_a_table_lists_it() {
+        let bytes = if cfg!(miri) { 2 * PAGE } else { POISON_BYTES };
+        let init = vec![7; bytes as usize];
+        let alloc = |m: &Memory| m.alloc(bytes, "region").map(Arc::new);
+        let variables = |m: &Memory| m.module_globals(1, &init);
+        let makers: [(&dyn Fn(&Memory) -> Result<Arc<Region>, MemoryError>, u64); 2] =
+            [(&alloc, poison(0)), (&variables, u64::from_ne_bytes([7; 8]))];
+        for (make, wanted) in makers {
+            let (m, is_made) = (Memory::new(), AtomicU64::new(0));
+            std::thread::scope(|threads| {
+                // Reads the last word as soon as there is a region.
+                let reader = threads.spawn(|| {
+                    loop {
+                        let is_last = is_made.load(Ordering::Acquire) == 1;
+                        let at = m.snapshot().entries.first().map(|entry| entry.addr + entry.bytes - 8);
+                        if let Some(at) = at {
+                            return m.load_acquire(at);
+                        }
+                        assert!(!is_last, "no table has the region");
+                        std::thread::yield_now();
+                    }
+                });
+                let region = make(&m);
+                is_made.store(1, Ordering::Release);
+                assert_eq!(reader.join().unwrap(), Ok(wanted));
+                drop(region.unwrap());
+            });
+        }
     }
 
     // Miri takes minutes for its 256 MiB.
