@@ -316,6 +316,18 @@ fn fill(stream: Handle, dst: u64, value: u32, width: usize, count: usize, wait: 
     Ok(())
 }
 
+/// The first address of a row.
+fn row_at(base: u64, pitch: usize, row: usize) -> Res<u64> {
+    let offset = pitch.checked_mul(row).ok_or(INVALID_VALUE)?;
+    base.checked_add(offset as u64).ok_or(INVALID_VALUE)
+}
+
+/// An error unless the rows' addresses are numbers of 64 bits.
+fn check_rows(base: u64, pitch: usize, bytes: usize, rows: usize) -> Res {
+    let Some(last) = rows.checked_sub(1) else { return Ok(()) };
+    row_at(base, pitch, last)?.checked_add(bytes as u64).map(drop).ok_or(INVALID_VALUE)
+}
+
 /// A fill of rows.
 fn fill_2d(
     stream: Handle,
@@ -325,8 +337,9 @@ fn fill_2d(
     width: usize,
     [columns, rows]: [usize; 2],
 ) -> Res {
+    check_rows(dst, pitch, columns.checked_mul(width).ok_or(INVALID_VALUE)?, rows)?;
     for row in 0..rows {
-        fill(stream, dst + (row * pitch) as u64, value, width, columns, Wait::IfPageable)?;
+        fill(stream, row_at(dst, pitch, row)?, value, width, columns, Wait::IfPageable)?;
     }
     Ok(())
 }
@@ -341,16 +354,19 @@ fn copy_2d(stream: Handle, what: In<Memcpy2D>, wait: Wait) -> Res {
             2 | 4 => side.device,
             _ => return Err(NOT_SUPPORTED),
         };
-        Ok(base + (side.y * side.pitch + side.x_bytes) as u64)
+        let row = row_at(base, side.pitch, side.y)?;
+        let start = row.checked_add(side.x_bytes as u64).ok_or(INVALID_VALUE)?;
+        check_rows(start, side.pitch, what.width_bytes, what.height)?;
+        Ok(start)
     };
     let (dst, src) = (start(&what.dst)?, start(&what.src)?);
     world.lock().current()?;
     for row in 0..what.height {
-        let at = |base: u64, side: &Side2D| {
+        let at = |base: u64, side: &Side2D| -> Res<(u64, Must)> {
             let must = if side.memory_type == 2 { Must::BeDevice } else { Must::Nothing };
-            (base + (row * side.pitch) as u64, must)
+            Ok((row_at(base, side.pitch, row)?, must))
         };
-        copy_at(stream, at(dst, &what.dst), at(src, &what.src), what.width_bytes, wait)?;
+        copy_at(stream, at(dst, &what.dst)?, at(src, &what.src)?, what.width_bytes, wait)?;
     }
     Ok(())
 }

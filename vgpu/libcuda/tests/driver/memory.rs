@@ -142,4 +142,31 @@ fn rows_are_copied_by_their_pitch() {
     let device = Side(0, 0, 2, std::ptr::null(), addr, 0, 16);
     ok!(cuMemcpy2D_v2(&Copy(host, device, 8, 2) => *const Copy));
     assert_eq!(download(addr, 8), [2, 3, 0, 0, 5, 6, 0, 0]);
+    // Rows at addresses of more than 64 bits, as their start or their pitch or their number has it.
+    let host = |x: usize, y: usize, pitch: usize| Side(x, y, 1, from.as_ptr(), 0, 0, pitch);
+    let device = |y: usize, pitch: usize| Side(0, y, 2, std::ptr::null(), addr + 8, 0, pitch);
+    for wrong in [
+        Copy(host(0, 0, 12), device(0, usize::MAX - 3), 4, 3),
+        Copy(host(0, 0, 12), device(1, usize::MAX - 3), 4, 1),
+        Copy(host(0, 0, 12), device(1 << 63, 2), 4, 1),
+        Copy(host(0, 0, usize::MAX - 3), device(0, 4), 4, 2),
+        Copy(host(usize::MAX - 3, 1, 4), device(0, 4), 4, 1),
+    ] {
+        assert_eq!(cu!(cuMemcpy2D_v2(&wrong => *const Copy)), INVALID_VALUE);
+    }
+    assert_eq!(download(addr, 8), [2, 3, 0, 0, 5, 6, 0, 0]);
+}
+
+#[test]
+fn rows_that_no_address_reaches_are_not_filled() {
+    let _context = Context::on(0);
+    let addr = upload(&[1, 2, 3, 4]);
+    let fill = |at: u64, pitch: usize, width: usize, rows: usize| cu!(cuMemsetD2D8_v2(at => u64, pitch => usize, 0 => u8, width => usize, rows => usize));
+    // The next row would be the byte before.
+    assert_eq!(fill(addr + 8, usize::MAX, 1, 3), INVALID_VALUE);
+    assert_eq!(fill(addr + 8, 1 << 63, 1, 3), INVALID_VALUE);
+    assert_eq!(fill(addr, 4, 1, usize::MAX), INVALID_VALUE);
+    assert_eq!(download(addr, 4), [1, 2, 3, 4]);
+    assert_eq!(fill(addr, 8, 4, 2), 0);
+    assert_eq!(download(addr, 4), [0, 2, 0, 4]);
 }
