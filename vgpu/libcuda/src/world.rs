@@ -166,6 +166,21 @@ impl World {
         Ok(tables)
     }
 
+    /// Waits until the streams of all contexts have done all that is enqueued in them now. The work
+    /// of a context that failed is gone, and that of a context that was destroyed as well.
+    pub(crate) fn drain<'a>(&'a self, tables: MutexGuard<'a, Tables>) -> Res<MutexGuard<'a, Tables>> {
+        let until: Vec<(Handle, u64)> =
+            tables.streams.iter().map(|(handle, stream)| (*handle, stream.queue.submitted)).collect();
+        let (tables, ()) = self.wait(tables, |tables| {
+            let is_busy = |(handle, submitted): &(Handle, u64)| {
+                tables.streams.get(handle).is_some_and(|stream| stream.queue.completed < *submitted)
+            };
+            Ok((!until.iter().any(is_busy)).then_some(()))
+        })?;
+        self.host_waited(&tables);
+        Ok(tables)
+    }
+
     /// In check mode: the calling thread has waited for all work that is done. Threads of the
     /// program synchronise in ways that the checker does not see, so they count as one.
     pub(crate) fn host_waited(&self, tables: &Tables) {

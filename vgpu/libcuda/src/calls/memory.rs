@@ -96,9 +96,10 @@ fn register(addr: u64, bytes: usize, flags: u32) -> Res {
         return Err(HOST_MEMORY_ALREADY_REGISTERED);
     }
     let id = next_number();
-    // SAFETY: the caller of the API registers memory that it keeps until it has unregistered it, and
-    // that waits for the work of the context; plain code of the program accesses it as it does
-    // page-locked memory.
+    // SAFETY: the caller of the API keeps memory that it registers until it has unregistered it,
+    // and `free` waits for the work of all contexts before that returns. A caller that destroys the
+    // context instead keeps the memory for as long as kernels of other contexts use it. Plain code
+    // of the program accesses it as it does page-locked memory.
     let region = unsafe { world.all.lend(ptr, bytes, &format!("registered memory {id}")) };
     let shared = world.share(&tables, None, &region)?;
     let allocation = Allocation {
@@ -118,14 +119,19 @@ fn register(addr: u64, bytes: usize, flags: u32) -> Res {
     Ok(())
 }
 
-/// Frees memory of this kind, after the work of its context.
+/// Frees memory of this kind, after the work of its context. Kernels of all devices may access host
+/// memory, so it is freed after the work of all contexts.
 fn free(addr: u64, allowed: &[Kind]) -> Res {
     let world = world()?;
     let mut tables = world.lock();
     let current = tables.current()?;
     tables.forbid_while_capturing()?;
     let allocation = tables.allocations.get(&addr).filter(|allocation| allowed.contains(&allocation.kind));
-    let context = allocation.ok_or(INVALID_VALUE)?.context.unwrap_or(current);
+    let allocation = allocation.ok_or(INVALID_VALUE)?;
+    let (kind, context) = (allocation.kind, allocation.context.unwrap_or(current));
+    if matches!(kind, Kind::Host | Kind::Registered) {
+        tables = world.drain(tables)?;
+    }
     let streams = tables.streams_of(context);
     let mut tables = world.synchronise(tables, &streams)?;
     let allocation = tables.remove_allocation(addr);
@@ -496,7 +502,7 @@ api! {
         to.put(allocate(Kind::Host, bytes, 0)?)
     }
 
-    /// Frees page-locked host memory, after the work of its context.
+    /// Frees page-locked host memory, after the work of all contexts.
     fn cuMemFreeHost(addr: u64) {
         if addr == 0 { Err(INVALID_VALUE) } else { free(addr, &[Kind::Host]) }
     }
@@ -506,7 +512,7 @@ api! {
         register(addr, bytes, flags)
     }
 
-    /// Ends that, after the work of its context.
+    /// Ends that, after the work of all contexts.
     fn cuMemHostUnregister(addr: u64) {
         if addr == 0 {
             return Err(INVALID_VALUE);
