@@ -44,9 +44,11 @@ fn create(context: Out<Handle>, flags: c_uint, device: CUdevice) -> Res {
 fn destroy(world: &'static World, handle: Handle) -> Res {
     let tables = world.lock();
     let streams = tables.streams_of(handle);
-    // The work of a context that failed is gone already.
-    drop(world.synchronise(tables, &streams));
-    let memory = world.lock().remove_context(handle);
+    // The lock is kept from the end of the work on, so that no other thread enqueues work in
+    // between. The work of a context that failed is gone already, and it gets no more.
+    let mut tables = world.synchronise(tables, &streams).unwrap_or_else(|_| world.lock());
+    let memory = tables.remove_context(handle);
+    drop(tables);
     world.done.notify_all();
     world.work.notify_all();
     drop(memory);
