@@ -52,8 +52,11 @@ fn allocate(kind: Kind, bytes: usize, host_flags: u32) -> Res<u64> {
     };
     let mut tables = world.lock();
     let owner = (kind == Kind::Device).then_some(device);
-    let made =
-        region.map_err(memory_code).and_then(|region| Ok((world.share(&tables, owner, &region)?, region)));
+    let made = region.map_err(memory_code).and_then(|region| {
+        // Another thread may have destroyed the context meanwhile, which frees what is entered.
+        tables.usable(context)?;
+        Ok((world.share(&tables, owner, &region)?, region))
+    });
     let (shared, region) = match made {
         Ok(made) => made,
         Err(code) => {

@@ -11,6 +11,7 @@ pub type Code = i32;
 pub type Handle = usize;
 
 pub const INVALID_VALUE: Code = 1;
+pub const INVALID_CONTEXT: Code = 201;
 pub const NOT_SUPPORTED: Code = 801;
 pub const NOT_READY: Code = 600;
 

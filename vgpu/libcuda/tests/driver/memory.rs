@@ -143,6 +143,41 @@ fn host_memory_is_freed_after_the_kernels_of_other_contexts() {
 }
 
 #[test]
+fn memory_is_not_made_in_a_context_that_was_destroyed() {
+    // No other test changes how much is free.
+    if !alone("memory::memory_is_not_made_in_a_context_that_was_destroyed") {
+        return;
+    }
+    let _watches = Context::on(0);
+    let free = || {
+        let (mut free, mut total) = (0usize, 0usize);
+        ok!(cuMemGetInfo_v2(&mut free => *mut usize, &mut total => *mut usize));
+        free
+    };
+    let before = free();
+    for _ in 0..10 {
+        let (send, context) = std::sync::mpsc::channel();
+        let allocates = std::thread::spawn(move || {
+            let context = Context::on(0);
+            send.send(context.0).expect("the test waits for it");
+            // The other thread destroys it.
+            std::mem::forget(context);
+            let mut addr = 0u64;
+            cu!(cuMemAlloc_v2(&mut addr => *mut u64, 64 << 20 => usize))
+        });
+        let context: Handle = context.recv().expect("the thread sends it");
+        // The memory counts before it is filled.
+        while free() == before && !allocates.is_finished() {
+            std::hint::spin_loop();
+        }
+        ok!(cuCtxDestroy_v2(context => Handle));
+        let code = allocates.join().expect("it does not panic");
+        assert!([0, INVALID_CONTEXT].contains(&code), "{code}");
+        assert_eq!(free(), before);
+    }
+}
+
+#[test]
 fn memory_is_limited_and_counted() {
     let _context = Context::on(1);
     let info = || {
