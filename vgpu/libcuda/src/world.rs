@@ -4,7 +4,7 @@
 //! the peers that may access it, and in `World::all`, which copies use.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -33,6 +33,21 @@ thread_local! {
     pub(crate) static CONTEXTS: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
     /// The capture mode of this thread.
     pub(crate) static THREAD_MODE: Cell<i32> = const { Cell::new(0) };
+    /// Made with a stream of this thread.
+    static ENDS: Ends = Ends(std::thread::current().id());
+}
+
+/// Threads that have ended with streams of their own. A thread takes no lock of the tables at its
+/// end, since that may be the end of the process.
+static ENDED: Mutex<Vec<ThreadId>> = Mutex::new(Vec::new());
+
+/// Notes the end of its thread.
+struct Ends(ThreadId);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        ENDED.lock().unwrap_or_else(PoisonError::into_inner).push(self.0);
+    }
 }
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
@@ -536,8 +551,11 @@ impl Tables {
                 match self.context(current)?.of_threads.get(&thread) {
                     Some(stream) => *stream,
                     None => {
+                        self.remove_streams_of_ended_threads();
                         let stream = self.new_stream(current, 0, 0)?;
                         self.context(current)?.of_threads.insert(thread, stream);
+                        // A thread whose local data is gone leaves its stream to the context's end.
+                        let _ = ENDS.try_with(|_| ());
                         stream
                     }
                 }
@@ -547,6 +565,33 @@ impl Tables {
         let context = self.stream(stream)?.context;
         self.usable(context)?;
         Ok(stream)
+    }
+
+    /// Removes the streams of threads that have ended, once their work is done. In check mode they
+    /// stay, because the causal past of their work counts.
+    fn remove_streams_of_ended_threads(&mut self) {
+        let mut noted = ENDED.lock().unwrap_or_else(PoisonError::into_inner);
+        if noted.is_empty() || world().is_ok_and(|world| world.checker.is_some()) {
+            return;
+        }
+        let ended: HashSet<ThreadId> = noted.drain(..).collect();
+        let mut left = HashSet::new();
+        for context in self.contexts.values_mut() {
+            context.of_threads.retain(|thread, handle| {
+                if !ended.contains(thread) {
+                    return true;
+                }
+                let is_needed = |stream: &Stream| !stream.queue.is_idle() || stream.queue.capture.is_some();
+                let stays = self.streams.get(handle).is_some_and(is_needed);
+                if stays {
+                    left.insert(*thread);
+                } else {
+                    self.streams.remove(handle);
+                }
+                stays
+            });
+        }
+        noted.extend(left);
     }
 
     pub(crate) fn new_stream(&mut self, context: Handle, flags: u32, priority: i32) -> Res<Handle> {
@@ -731,5 +776,38 @@ impl World {
     /// Notes that something has happened.
     pub(crate) fn made_progress(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::calls::context::new_context;
+
+    #[test]
+    fn streams_of_threads_that_have_ended_are_removed_once_they_are_idle() {
+        let mut tables = Tables::new(1);
+        let context = new_context(&mut tables, 0, false, 0).unwrap();
+        let mut of_thread = |is_busy: bool| {
+            let run = || {
+                CONTEXTS.with_borrow_mut(|contexts| contexts.push(context));
+                let stream = tables.resolve(PER_THREAD).unwrap();
+                assert_eq!(tables.resolve(PER_THREAD), Ok(stream));
+                tables.stream(stream).unwrap().queue.busy = is_busy;
+                let streams = tables.streams_of(context);
+                (stream, streams, tables.context(context).unwrap().of_threads.len())
+            };
+            // A join waits for the end of the thread's local data.
+            std::thread::scope(|threads| threads.spawn(run).join().unwrap())
+        };
+        let legacy = of_thread(false).1[0];
+        let (first, streams, threads) = of_thread(false);
+        assert_eq!((streams, threads), (vec![legacy, first], 1));
+        let (busy, streams, threads) = of_thread(true);
+        assert_eq!((streams, threads), (vec![legacy, busy], 1));
+        for _ in 0..2 {
+            let (last, streams, threads) = of_thread(false);
+            assert_eq!((streams, threads), (vec![legacy, busy, last], 2));
+        }
     }
 }

@@ -11,7 +11,7 @@ use crate::world::{CONTEXTS, Context, Primary, Tables, World, world};
 const LIMITS: &[(c_uint, usize)] =
     &[(0, 1024), (1, 1 << 20), (2, 8 << 20), (3, 2), (4, 2048), (5, 64), (6, 0)];
 
-fn new_context(tables: &mut Tables, device: usize, primary: bool, flags: c_uint) -> Res<Handle> {
+pub(crate) fn new_context(tables: &mut Tables, device: usize, primary: bool, flags: c_uint) -> Res<Handle> {
     let handle = tables.new_handle();
     let context = Context {
         device,
