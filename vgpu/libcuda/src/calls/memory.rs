@@ -122,8 +122,9 @@ fn register(addr: u64, bytes: usize, flags: u32) -> Res {
     Ok(())
 }
 
-/// Frees memory of this kind, after the work of its context. Kernels of all devices may access host
-/// memory, so it is freed after the work of all contexts.
+/// Frees memory of this kind, after the work of its context. Memory that the program has lent is its
+/// own to free behind this, and kernels of all devices may access it: it waits for all contexts.
+/// Other memory stays mapped for kernels that still have its address.
 fn free(addr: u64, allowed: &[Kind]) -> Res {
     let world = world()?;
     let mut tables = world.lock();
@@ -132,7 +133,7 @@ fn free(addr: u64, allowed: &[Kind]) -> Res {
     let allocation = tables.allocations.get(&addr).filter(|allocation| allowed.contains(&allocation.kind));
     let allocation = allocation.ok_or(INVALID_VALUE)?;
     let (kind, context) = (allocation.kind, allocation.context.unwrap_or(current));
-    if matches!(kind, Kind::Host | Kind::Registered) {
+    if kind == Kind::Registered {
         tables = world.drain(tables)?;
     }
     let streams = tables.streams_of(context);

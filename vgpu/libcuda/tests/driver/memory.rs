@@ -96,48 +96,39 @@ fn memory_of_the_program_is_registered_and_keeps_its_address() {
 }
 
 #[test]
-fn host_memory_is_freed_after_the_kernels_of_other_contexts() {
-    // Kernels of other tests would wait for these frees, and be waited for.
-    if !alone("memory::host_memory_is_freed_after_the_kernels_of_other_contexts") {
+fn registered_memory_is_given_back_after_the_kernels_of_other_contexts() {
+    // Kernels of other tests would wait for this call, and be waited for.
+    if !alone("memory::registered_memory_is_given_back_after_the_kernels_of_other_contexts") {
         return;
     }
     let other = Context::on(1);
     let module = Module::load();
     let own = Context::on(0);
-    let words: Vec<AtomicU32> = (0..2).map(AtomicU32::new).collect();
-    let registered = words.as_ptr() as u64;
-    let mut host = 0u64;
-    ok!(cuMemHostAlloc(&mut host => *mut u64, 8 => usize, 0 => u32));
-    ok!(cuMemHostRegister_v2(registered => u64, 8 => usize, 2 => u32));
-    // The flag that a kernel waits for, and the one that its store is seen by.
+    // The flag that a kernel waits for is the second word.
+    let words: Vec<AtomicU32> = (0..2).map(|_| AtomicU32::new(0)).collect();
+    let addr = words.as_ptr() as u64;
+    ok!(cuMemHostRegister_v2(addr => u64, 8 => usize, 2 => u32));
+    // The one that its store is seen by.
     let mut seen = 0u64;
     ok!(cuMemHostAlloc(&mut seen => *mut u64, 8 => usize, 0 => u32));
-    // SAFETY: the words are in mapped memory, and aligned.
-    let word = |addr: u64| unsafe { AtomicU32::from_ptr(addr as *mut u32) };
-    for (addr, is_registered) in [(registered, true), (host, false)] {
-        word(addr + 4).store(0, Ordering::Release);
-        word(seen).store(0, Ordering::Release);
-        other.make_current();
-        module.launch_at("wait", 0, [1, 1], addr);
-        ok!(cuMemcpyDtoDAsync_v2(seen => u64, addr => u64, 4 => usize, 0 => Handle));
-        own.make_current();
-        std::thread::scope(|threads| {
-            threads.spawn(|| {
-                own.make_current();
-                if is_registered {
-                    ok!(cuMemHostUnregister(addr => u64));
-                } else {
-                    ok!(cuMemFreeHost(addr => u64));
-                }
-                assert_eq!(word(seen).load(Ordering::Acquire), 3);
-            });
-            // A free that does not wait has returned by then.
-            std::thread::sleep(std::time::Duration::from_millis(200));
-            word(addr + 4).store(3, Ordering::Release);
+    // SAFETY: the word is in mapped memory, and aligned.
+    let seen_word = unsafe { AtomicU32::from_ptr(seen as *mut u32) };
+    seen_word.store(0, Ordering::Release);
+    other.make_current();
+    module.launch_at("wait", 0, [1, 1], addr);
+    ok!(cuMemcpyDtoDAsync_v2(seen => u64, addr => u64, 4 => usize, 0 => Handle));
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            own.make_current();
+            ok!(cuMemHostUnregister(addr => u64));
+            assert_eq!(seen_word.load(Ordering::Acquire), 3);
         });
-        other.make_current();
-        ok!(cuCtxSynchronize());
-    }
+        // A call that does not wait has returned by then.
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        words[1].store(3, Ordering::Release);
+    });
+    other.make_current();
+    ok!(cuCtxSynchronize());
     own.make_current();
     ok!(cuMemFreeHost(seen => u64));
 }
