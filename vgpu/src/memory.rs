@@ -1022,8 +1022,8 @@ mod tests {
         let init = vec![7; bytes as usize];
         let alloc = |m: &Memory| m.alloc(bytes, "region").map(Arc::new);
         let variables = |m: &Memory| m.module_globals(1, &init);
-        let makers: [(&dyn Fn(&Memory) -> Result<Arc<Region>, MemoryError>, u64); 2] =
-            [(&alloc, poison(0)), (&variables, u64::from_ne_bytes([7; 8]))];
+        type Maker<'a> = &'a dyn Fn(&Memory) -> Result<Arc<Region>, MemoryError>;
+        let makers: [(Maker<'_>, u64); 2] = [(&alloc, poison(0)), (&variables, u64::from_ne_bytes([7; 8]))];
         for (make, wanted) in makers {
             let (m, is_made) = (Memory::new(), AtomicU64::new(0));
             std::thread::scope(|threads| {
