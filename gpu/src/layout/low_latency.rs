@@ -136,8 +136,8 @@ pub const fn sends_scale_packets(num_tokens: u32) -> bool {
     num_tokens > 64
 }
 
-/// Whether ranks with at most so many tokens send scales as packets, but for those of MXFP8: where a
-/// block has one token, and rows are not listed by a batch.
+/// Whether ranks with at most so many tokens send f32 scales as packets: where a block has
+/// one token, and rows are not listed by a batch.
 #[inline(always)]
 pub const fn has_scale_packets(max_tokens: u32, num_ranks: u32) -> bool {
     sends_scale_packets(max_tokens) && num_ranks <= FEW_RANKS as u32 && !is_batch(max_tokens, num_ranks)

@@ -265,11 +265,21 @@ fn the_checker_finds_nothing() {
     }
 }
 
-/// Rank 0 has its rows converted, the others give rows that are MXFP8 already, with their scales.
+/// Rank 0 has its rows converted, the others give rows that are MXFP8 already, with their scales. In
+/// buffers of 65 to 128 tokens f32 scales travel as packets.
 #[test]
 fn rows_that_are_mxfp8_already_come_to_the_same() {
-    for nodes in [None, across_nodes(TransportKind::Direct)] {
-        let case = LowLatencyCase { nodes, ..case(&[4, 6, 3], 512) };
+    let few = |nodes| LowLatencyCase { nodes, ..case(&[4, 6, 3], 512) };
+    let many = |tokens: [u32; 2], segments| LowLatencyCase { segments, sm_count: 4, ..case(&tokens, 512) };
+    let by_expert = Some(Segments::aligned(4));
+    for case in [
+        few(None),
+        few(across_nodes(TransportKind::Direct)),
+        many([70, 66], None),
+        many([100, 3], None),
+        many([3, 100], by_expert),
+        many([66, 70], by_expert),
+    ] {
         case.run(|rank| {
             let stream = rank.stream.clone();
             let (mut place, ids, hidden) = (rank.buffer.place(0)?, ids(rank, &case)?, case.hidden);
@@ -285,6 +295,7 @@ fn rows_that_are_mxfp8_already_come_to_the_same() {
                 0 => DispatchRequest::new(&bf16, &ids).quantise(Quantise::Mxfp8),
                 _ => DispatchRequest::new(&x, &ids).column(&scales).payload(&payload),
             };
+            let request = case.segments.iter().fold(request, |it, of| it.by_expert(of.alignment));
             let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
             stream.synchronize()?;
             rank.buffer.check()?;

@@ -310,6 +310,7 @@ impl Buffer {
             cumulative_counts: None,
             num_sms,
             wait_ns,
+            packs_scales: false,
             uses,
         })
     }

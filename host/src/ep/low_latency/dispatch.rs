@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use epoxide_gpu::layout::{
     BLOCKS_FOR_A_LISTER, DevicePtr, ExpertTable, FEW_TOKENS, LowLatencyCall, LowLatencyDispatchArgs,
-    LowLatencyExpertDispatchArgs, LowLatencyExpertRows, MX_BLOCK, SCALE_BLOCK, is_batch, row_stride,
+    LowLatencyExpertDispatchArgs, LowLatencyExpertRows, MX_BLOCK, SCALE_BLOCK, has_scale_packets, is_batch,
+    row_stride,
 };
 
 use super::Buffer;
@@ -166,7 +167,8 @@ impl<'a> DispatchRequest<'a> {
         /// Sends scales `[num_tokens, hidden / 128 rounded up]` with fp8 rows.
         scales: &'a TypedTensor<'a, f32>;
         /// Quantises bf16 rows on their way; hidden must be a multiple of 128. The same on every
-        /// rank, but that f32 scales may be powers of two on some.
+        /// rank, but that f32 scales may be powers of two on some. Where some have rows converted
+        /// to MXFP8, others may give such rows with their column.
         quantise: Quantise;
         /// Adds the rows of each local expert ([`Received::expert_counts`]) to these, i32
         /// `[local_experts]`, behind the dispatch and in each replay of a graph. A dispatch that
@@ -373,6 +375,9 @@ impl Buffer {
             cumulative_counts: request.cumulative_counts.map(|counts| counts.ptr()),
             num_sms: request.num_sms,
             wait_ns,
+            // Ranks compare whether scales are f32. MXFP8 scales that are made travel as words, and
+            // so do those that are given as a column: a dispatch may have both.
+            packs_scales: with_scales && has_scale_packets(self.options.shape.max_tokens, self.num_ranks()),
             uses,
         };
         let (rows, experts, ranks) =

@@ -22,7 +22,7 @@ use epoxide_gpu::kernels::{
 use epoxide_gpu::layout::{
     BATCH_TOPK, DevicePtr, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
     LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
-    LowLatencyMessages, LowLatencyWaitArgs, Quantise, has_scale_packets, is_batch, phase,
+    LowLatencyMessages, LowLatencyWaitArgs, Quantise, is_batch, phase,
 };
 
 use super::results::Room;
@@ -57,6 +57,8 @@ pub struct Operation {
     pub num_sms: Option<u32>,
     /// Times of the caller's that the waits for each rank are added to.
     pub wait_ns: Option<DevicePtr>,
+    /// Whether scales of a dispatch within a node travel as packets.
+    pub packs_scales: bool,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
 }
@@ -298,9 +300,11 @@ impl Buffer {
         // set of kernels and whether the place has messages.
         unsafe {
             match (args, operation.place.room().messages) {
-                (Arguments::Dispatch(args), messages) => self.launch_dispatch(stream, args, messages, grid),
+                (Arguments::Dispatch(args), messages) => {
+                    self.launch_dispatch(stream, operation, args, messages, grid)
+                }
                 (Arguments::DispatchByExpert(args), messages) => {
-                    self.launch_dispatch_by_expert(stream, args, messages, grid)
+                    self.launch_dispatch_by_expert(stream, operation, args, messages, grid)
                 }
                 (Arguments::PooledCombine(args), _) if is_many => {
                     let call = LowLatencyCombineManyPooled::call(args);
@@ -385,6 +389,7 @@ impl Buffer {
     unsafe fn launch_dispatch(
         &self,
         stream: &Stream,
+        operation: &Operation,
         args: LowLatencyDispatchArgs,
         messages: Option<LowLatencyMessages>,
         grid: u32,
@@ -409,7 +414,7 @@ impl Buffer {
             let is_batch = is_batch(args.common.num_tokens, args.common.comm.num_ranks)
                 && args.common.num_topk <= BATCH_TOPK;
             match (is_many, is_mxfp8) {
-                (false, false) if Self::packs_scales(&args) => {
+                (false, false) if operation.packs_scales => {
                     let call = LowLatencyDispatchScalePackets::call(args);
                     stream.call(packed_dispatch, grid, THREADS, shared, call)
                 }
@@ -443,13 +448,6 @@ impl Buffer {
         }
     }
 
-    /// Whether scales of a dispatch within a node travel as packets: all ranks decide alike.
-    fn packs_scales(args: &LowLatencyDispatchArgs) -> bool {
-        args.row_scales() > 0
-            && args.quantise != Quantise::Mxfp8 as u32
-            && has_scale_packets(args.common.max_tokens, args.common.comm.num_ranks)
-    }
-
     /// The same, of a dispatch that brings rows by expert.
     ///
     /// # Safety
@@ -457,12 +455,13 @@ impl Buffer {
     unsafe fn launch_dispatch_by_expert(
         &self,
         stream: &Stream,
+        operation: &Operation,
         args: LowLatencyExpertDispatchArgs,
         messages: Option<LowLatencyMessages>,
         grid: u32,
     ) -> Result<()> {
         let (is_mxfp8, is_many) = (args.dispatch.quantise == Quantise::Mxfp8 as u32, self.is_many());
-        let packs_scales = messages.is_none() && Self::packs_scales(&args.dispatch);
+        let packs_scales = messages.is_none() && operation.packs_scales;
         let kernel = match &self.kernels {
             Kernels { packed_dispatch_by_expert, .. } if packs_scales => packed_dispatch_by_expert,
             Kernels { mxfp8_dispatch_by_expert, .. } if is_mxfp8 => mxfp8_dispatch_by_expert,
