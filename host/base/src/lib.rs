@@ -10,3 +10,12 @@ pub mod own_file;
 pub mod virtual_time;
 
 pub use error::{Error, Result, Scope};
+
+use std::time::{Duration, Instant};
+
+/// The end of a wait that starts now.
+pub fn deadline(wait: Duration) -> Instant {
+    // Longer than any process lives; an `Instant` cannot be arbitrarily late.
+    const LONGEST: Duration = Duration::from_secs(1 << 30);
+    Instant::now() + wait.min(LONGEST)
+}

@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::exit::FirstFailure;
 use super::heart::{self, Heart, Losses};
-use super::plan::{Launch, deadline};
+use epoxide_base::deadline;
+
+use super::plan::Launch;
 use super::signals::{Signals, ends};
 use crate::error::{Error, Result};
 use crate::foreign::escaped;

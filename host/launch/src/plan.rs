@@ -1,7 +1,7 @@
 //! The plan of a launch: programs, ranks and nodes.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::relay::Sinks;
 use crate::error::{Error, Result};
@@ -10,13 +10,6 @@ use crate::group::{JOB_SECRET, JOB_SECRET_FILE, JobSecret};
 
 /// The shortest time after which a silent node may count as lost.
 const SHORTEST: Duration = Duration::from_millis(100);
-
-/// The end of a wait that starts now.
-pub(super) fn deadline(wait: Duration) -> Instant {
-    // Longer than any process lives; an `Instant` cannot be arbitrarily late.
-    const LONGEST: Duration = Duration::from_secs(1 << 30);
-    Instant::now() + wait.min(LONGEST)
-}
 
 /// The hosts of a launch.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use super::child::{die_with_parent, heed_interrupts};
 use super::exit::{FirstFailure, LaunchEnd, RankExit};
 use super::launchers::{Interrupted, Launchers, Trouble};
-use super::plan::{Launch, deadline};
+use epoxide_base::deadline;
+
+use super::plan::Launch;
 use super::rank_environment::RankEnvironment;
 use super::relay::{Kind, RankOutput, Relay};
 use super::signals::{Signals, ends};
@@ -233,8 +235,14 @@ impl Launch {
             failure
         });
         let Some(launchers) = launchers else {
-            return Ok(Attempt { signal: signal.or(late.filter(|_| own.is_none())), failure: own, exits });
+            // A failure decides the exit code, and the signal that no rank starts again.
+            return Ok(Attempt { signal: signal.or(late), failure: own, exits });
         };
+        if own.is_none()
+            && let Some(signal) = late
+        {
+            return Err(Interrupted::Signal(signal));
+        }
         // All nodes report the first failure of any node.
         let trouble = launchers.end(restarts, self.grace, signals)?;
         let (failure, signal) = match trouble {
@@ -249,7 +257,7 @@ impl Launch {
                 return Err(Error::os("launch", format!("{lost}{own}")).into());
             }
         };
-        Ok(Attempt { failure, signal, exits })
+        Ok(Attempt { failure, signal: signal.or(late), exits })
     }
 
     fn spawn(&self, environment: &RankEnvironment, mut command: Command) -> Result<Child> {

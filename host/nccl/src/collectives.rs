@@ -2,7 +2,9 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use epoxide_base::deadline;
 
 use super::communicator::Communicator;
 use super::ffi::{Code, Comm, Functions, Stream as RawStream};
@@ -390,7 +392,7 @@ impl Communicator {
         // Operations that have ended and were not polled.
         core.under_way.all().iter().for_each(|earlier| core.reap(earlier));
         let timeout = self.config().timeout;
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline(timeout);
         let mut listed = None;
         let outcome = core.with_turn(name, deadline, |turn| {
             let started = core.under_way.list(|sequence| {

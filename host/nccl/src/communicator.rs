@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicPtr;
 use std::time::{Duration, Instant};
 
+use epoxide_base::deadline;
+
 use super::config::{Config, Prepared};
 use super::core::{Core, Identity, Phase, create_blocking};
 use super::ffi::{Code, Comm, NO_COLOR};
@@ -117,7 +119,7 @@ impl Communicator {
     }
 
     fn assemble(core: Arc<Core>, config: Config) -> Result<Communicator> {
-        let created_by = Instant::now() + config.timeout;
+        let created_by = deadline(config.timeout);
         let mut communicator = Communicator { core, config, created_by, watchdog: None };
         if let Some(watchdog) = &communicator.config.watchdog {
             communicator.watchdog = Some(Guard::start(&communicator.core, watchdog)?);
@@ -207,7 +209,7 @@ impl Communicator {
         });
         let mut prepared = Prepared::new(&config, &core.library)?;
         self.wait_ready()?;
-        let made = core.with_turn("split", Instant::now() + self.config.timeout, |turn| {
+        let made = core.with_turn("split", deadline(self.config.timeout), |turn| {
             // A thread of NCCL's may write to it until the split is over, which is not certain once
             // this has failed: it is left then.
             let child = Arc::new(AtomicPtr::<Comm>::new(std::ptr::null_mut()));
@@ -267,7 +269,7 @@ impl Communicator {
         core.library.require(core.functions().ncclCommDeregister, "ncclCommDeregister")?;
         self.check_device("memory", memory.device())?;
         self.wait_ready()?;
-        core.with_turn("register", Instant::now() + core.identity.timeout, |turn| {
+        core.with_turn("register", deadline(core.identity.timeout), |turn| {
             let mut handle = std::ptr::null_mut();
             turn.call("ncclCommRegister", |_, comm| {
                 // SAFETY: a live communicator, memory that the registration keeps alive, and a
@@ -286,7 +288,7 @@ impl Communicator {
     pub fn deregister(&self, registration: Registration) -> Result<()> {
         let core = &self.core;
         let deregister = core.library.require(core.functions().ncclCommDeregister, "ncclCommDeregister")?;
-        core.with_turn("deregister", Instant::now() + core.identity.timeout, |turn| {
+        core.with_turn("deregister", deadline(core.identity.timeout), |turn| {
             let registered = core.registrations.take(registration)?;
             turn.call("ncclCommDeregister", |_, comm| {
                 // SAFETY: a live communicator, and a handle that it gave and that is given back
@@ -320,7 +322,7 @@ impl Communicator {
     pub fn finalize(&self) -> Result<()> {
         self.wait_ready()?;
         let core = &self.core;
-        let deadline = Instant::now() + self.config.timeout;
+        let deadline = deadline(self.config.timeout);
         self.drain(deadline).map_err(|error| core.fail(error))?;
         core.with_turn("finalize", deadline, |turn| {
             core.advance(Phase::Finalizing)?;
@@ -426,7 +428,7 @@ impl Drop for Communicator {
         if let Phase::Finalized | Phase::Aborted(_) = core.phase() {
             // Its operations have ended with it.
         } else {
-            if let Err(error) = self.drain(Instant::now() + self.config.close_timeout) {
+            if let Err(error) = self.drain(deadline(self.config.close_timeout)) {
                 tracing::warn!("a communicator that is dropped is aborted: {error}");
             }
             if let Err(left_behind) = core.end("it was dropped") {

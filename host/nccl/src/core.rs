@@ -12,6 +12,8 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use epoxide_base::deadline;
+
 use super::debug_info::{self, Report};
 use super::ffi::{Code, Comm, Functions};
 use super::in_flight::UnderWay;
@@ -566,7 +568,7 @@ impl Core {
     /// Waits for the thread that is inside to leave, which it does at its next look, unless a call
     /// of NCCL holds it.
     fn await_nobody_inside(&self) -> bool {
-        let until = Instant::now() + self.identity.close_timeout / 4;
+        let until = deadline(self.identity.close_timeout / 4);
         let mut state = self.state();
         while state.inside.is_some() {
             let left = until.saturating_duration_since(Instant::now());

@@ -3,6 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use epoxide_base::deadline;
+
 use crate::driver::Event;
 use crate::error::Result;
 use crate::lock::lock;
@@ -31,7 +33,7 @@ pub(super) struct InFlight {
 
 impl InFlight {
     pub fn new(sequence: u64, operation: Operation, timeout: Duration) -> Arc<InFlight> {
-        let deadline = Instant::now() + timeout;
+        let deadline = deadline(timeout);
         let progress = Mutex::new(Progress::Enqueuing);
         Arc::new(InFlight { sequence, operation, timeout, deadline, progress })
     }

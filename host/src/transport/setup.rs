@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+pub(super) use epoxide_base::deadline;
+
 use super::options::TransportOptions;
 use crate::driver::Memory;
 use crate::error::{Error, Result};
@@ -16,13 +18,6 @@ use crate::group::ProcessGroup;
 pub(super) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a wait looks whether it was interrupted.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
-
-/// The end of a wait that starts now.
-pub(super) fn deadline(timeout: Duration) -> Instant {
-    // Longer than any process lives; an `Instant` cannot be arbitrarily late.
-    const LONGEST: Duration = Duration::from_secs(1 << 30);
-    Instant::now() + timeout.min(LONGEST)
-}
 
 /// Waits for the end of a thread that was told to end. After `until` the thread is left behind: it
 /// keeps the memory and the sockets that it uses until its call returns.

@@ -2,7 +2,7 @@
 //! threads.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use epoxide::Error;
 use epoxide::driver::{Memory, MemoryKind, Stream};
@@ -142,6 +142,17 @@ fn abort_of_a_thread_that_a_call_of_nccl_holds() {
         fake.assert_clean();
     };
     std::thread::scope(|scope| [false, true].map(|blocking| drop(scope.spawn(move || held(blocking)))));
+}
+
+#[test]
+fn waits_may_be_longer_than_the_clock_can_tell() {
+    let fake = Fake::new();
+    let long = Config { timeout: Duration::MAX, close_timeout: Duration::MAX, ..patient() };
+    let communicator = fake.single(long);
+    let (stream, data) = tensor(communicator.device(), &[1.0]);
+    communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap().wait().unwrap();
+    drop(communicator);
+    fake.assert_clean();
 }
 
 #[test]
