@@ -176,6 +176,16 @@ impl Board {
         }
     }
 
+    /// Additional memory that setting a key to so many bytes takes.
+    pub(super) fn set_size(&self, key: &[u8], length: usize) -> usize {
+        match self.values.get(key) {
+            // An answer under way holds the value that is replaced.
+            Some(old) if Arc::strong_count(&old.0) > 1 => length + OVERHEAD,
+            Some(old) => length.saturating_sub(old.len()),
+            None => key.len() + length + 2 * OVERHEAD,
+        }
+    }
+
     /// True when the key has a value, or its queue an entry.
     pub(super) fn has(&self, key: &[u8]) -> bool {
         self.values.contains_key(key) || self.queues.contains_key(key)
@@ -226,7 +236,10 @@ mod tests {
         let mut board = Board::default();
         board.set(b"key", &[1; 1000]);
         assert_eq!(board.bytes(), 3 + 1000 + 2 * OVERHEAD);
+        assert_eq!((board.set_size(b"key", 1000), board.set_size(b"key", 1001)), (0, 1));
+        assert_eq!(board.set_size(b"other", 7), 5 + 7 + 2 * OVERHEAD);
         let held = board.get(b"key").cloned();
+        assert_eq!(board.set_size(b"key", 1000), 1000 + OVERHEAD, "an answer holds the old value");
         board.set(b"key", b"");
         assert_eq!(board.bytes(), 3 + 1000 + 3 * OVERHEAD, "an answer holds the old value");
         drop(held);

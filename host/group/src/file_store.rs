@@ -13,6 +13,7 @@ use super::store::{Store, get_timed_out, parse_counter, poisoned, store_error, s
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
 use crate::own_file;
+use crate::secret;
 
 /// How long what changes a value in place waits for the lock file. A holder keeps it for
 /// microseconds.
@@ -152,7 +153,9 @@ impl FileStore {
     /// Writes `value` to `path` so that a reader sees all of it or nothing.
     fn replace(&self, operation: &'static str, key: &str, path: &Path, value: &[u8]) -> Result<()> {
         let number = NEXT_TEMPORARY.fetch_add(1, Ordering::Relaxed);
-        let temporary = self.directory.join(format!("tmp.{}.{number}", std::process::id()));
+        // Containers have the same process numbers.
+        let drawn = secret::hex(&secret::random::<8>()?);
+        let temporary = self.directory.join(format!("tmp.{}.{number}.{drawn}", std::process::id()));
         let write = || {
             let mut file = own_file::create(&temporary)?;
             file.write_all(value)?;

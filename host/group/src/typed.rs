@@ -77,7 +77,9 @@ pub trait Collectives: ProcessGroup {
 
     /// Reduces `data` elementwise; rank `r` gets the `r`-th piece, of `counts[r]` elements.
     fn reduce_scatter<T: Reducible>(&self, data: &[T], counts: &[usize], op: ReduceOp) -> Result<Vec<T>> {
-        let counts = counts.iter().map(|count| (*count * size_of::<T>()) as u64).collect();
+        // Bytes that saturate are more than any data has.
+        let size = size_of::<T>() as u64;
+        let counts = counts.iter().map(|count| (*count as u64).saturating_mul(size)).collect();
         let call = Call::ReduceScatter { data: bytes(data), counts, dtype: T::DTYPE, op };
         elements(&self.call(call, self.timeout())?.data()?)
     }

@@ -55,7 +55,12 @@ impl Run<'_> {
         if self.rank >= core {
             let partner = self.rank - core;
             self.send(partner, data)?;
-            *data = self.receive(partner)?;
+            let theirs = self.receive(partner)?;
+            if theirs.len() != data.len() {
+                let what = format!("{} bytes instead of {}", theirs.len(), data.len());
+                return Err(self.malformed(partner, what));
+            }
+            *data = theirs;
             return Ok(());
         }
         if self.rank < extra {

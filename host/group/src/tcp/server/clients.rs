@@ -52,13 +52,13 @@ impl Clients {
             }
             Request::Ping(nonce) => message.word(nonce),
             Request::Set { key, value } => {
-                self.make_room(self.needed(key, value))?;
+                self.make_room(self.board.set_size(key, value.len()))?;
                 self.board.set(key, value);
                 self.wake(key, false);
                 return Ok(());
             }
             Request::CompareSet { key, expected, desired } => {
-                self.make_room(self.needed(key, desired) + expected.len())?;
+                self.make_room(self.board.set_size(key, desired.len()) + expected.len())?;
                 let now = self.board.compare_set(key, expected, desired);
                 if self.board.has(key) {
                     self.wake(key, false);
@@ -115,7 +115,9 @@ impl Clients {
                 return Ok(());
             }
             Request::MultiSet(entries) => {
-                self.make_room(entries.iter().map(|(key, value)| self.needed(key, value)).sum())?;
+                self.make_room(
+                    entries.iter().map(|(key, value)| self.board.set_size(key, value.len())).sum(),
+                )?;
                 for (key, value) in entries {
                     self.board.set(key, value);
                     self.wake(key, false);
@@ -160,14 +162,6 @@ impl Clients {
         Ok(())
     }
 
-    /// Additional memory that setting a key needs.
-    fn needed(&self, key: &[u8], value: &[u8]) -> usize {
-        match self.board.get(key) {
-            Some(old) => value.len().saturating_sub(old.len()),
-            None => key.len() + value.len() + 2 * OVERHEAD,
-        }
-    }
-
     /// Refuses what would make the store larger than it may be. The protocol has no answer for
     /// that.
     fn make_room(&self, needed: usize) -> Result<(), Violation> {
@@ -199,7 +193,7 @@ impl Clients {
     /// Adds to a counter. Arriving clients read a barrier's counter, waiting ones do not.
     fn count(&mut self, key: &[u8], delta: i64) -> Result<i64, Violation> {
         if self.board.get(key).is_none() {
-            self.make_room(self.needed(key, &[0; 20]))?;
+            self.make_room(self.board.set_size(key, 20))?;
         }
         let name = String::from_utf8_lossy(key).into_owned();
         let sum = self.board.add(key, delta);
