@@ -157,7 +157,8 @@ fn timed(point: &Point) -> Vec<Timed> {
         let runs_us = match samples {
             // Files without samples have the median alone.
             0 => vec![median_us],
-            _ => samples_us.chunks_exact(samples).map(|run| percentile(run, 0.5)).collect(),
+            // Without those that are left over, so that there are as many as runs.
+            _ => samples_us.chunks_exact(samples).take(runs).map(|run| percentile(run, 0.5)).collect(),
         };
         Timed { what, runs_us, samples }
     };
@@ -560,6 +561,23 @@ mod tests {
         // Two of 20 ways to deal six runs are as far apart.
         assert_eq!(exchange_between_sides(&[vec![1.0, 2.0, 3.0, 11.0, 12.0, 13.0]], 3), [2.0 / 20.0]);
         assert_eq!(exchange_between_sides(&[vec![5.0; 6]], 3), [1.0]);
+    }
+
+    /// Files may have more samples than their runs explain.
+    #[test]
+    fn samples_that_no_run_has_are_left_out() {
+        let mut machine = Machine::new(1, 0.0);
+        let mut side = |started: [f64; 2], samples: usize| {
+            let mut point = machine.run(1.0);
+            point.runs = started.map(|started| Run { started }).to_vec();
+            for phase in &mut point.phases {
+                phase.call.samples_us = vec![1.0; samples];
+            }
+            vec![point]
+        };
+        let (a, b) = (side([1.0, 3.0], 3), side([2.0, 4.0], 2));
+        compare(&a, &b, 0.0).unwrap();
+        compare(&b, &a, 0.0).unwrap();
     }
 
     #[test]

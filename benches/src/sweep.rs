@@ -211,6 +211,9 @@ fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
     })
 }
 
+/// The beginning of each line of a sweep.
+const FIRST: &str = "{\"schema_version\"";
+
 /// Cuts off a last line that was being written when the sweep was ended.
 fn mend(out: &Path) -> Result<()> {
     let broken = |error: std::io::Error| Error::Failed(format!("{}: {error}", out.display()));
@@ -219,7 +222,18 @@ fn mend(out: &Path) -> Result<()> {
     if whole.len() == text.len() {
         return Ok(());
     }
-    std::fs::write(out, whole).map_err(broken)
+    if Results::of_text(&text).is_ok() {
+        // Its line end alone is missing.
+        let mut file = OpenOptions::new().append(true).open(out).map_err(broken)?;
+        return file.write_all(b"\n").map_err(broken);
+    }
+    let is_begun = whole.is_empty() && FIRST.starts_with(&text[..text.len().min(FIRST.len())]);
+    if !is_begun && Results::of_text(whole).is_err() {
+        return Err(Error::Failed(format!("{}: no file of a sweep; name another one", out.display())));
+    }
+    // In one step, so that no line is lost.
+    let file = OpenOptions::new().write(true).open(out).map_err(broken)?;
+    file.set_len(whole.len() as u64).map_err(broken)
 }
 
 /// The lines of a text that end.
@@ -353,6 +367,19 @@ mod tests {
         let lines = std::fs::read_to_string(&out).unwrap();
         assert_eq!(lines.lines().take(3).collect::<Vec<_>>(), whole.lines().take(3).collect::<Vec<_>>());
         assert_eq!(lines.lines().count(), 4);
+
+        // Without the last line's end nothing is measured again.
+        std::fs::write(&out, whole.trim_end()).unwrap();
+        assert_eq!(sweep_of(&asked, &sweep, &out).unwrap(), points);
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), whole);
+        // Another file stays as it is.
+        for other in ["{\"a\": 1}", "a list\nof things"] {
+            std::fs::write(&out, other).unwrap();
+            let refused = sweep_of(&asked, &sweep, &out).unwrap_err().to_string();
+            assert!(refused.contains("no file of a sweep"), "{refused}");
+            assert_eq!(std::fs::read_to_string(&out).unwrap(), other);
+        }
+        std::fs::write(&out, &whole).unwrap();
 
         let text = summary(&again);
         assert!(text.contains("VIRTUAL GPU") && text.contains("n/a"), "{text}");

@@ -67,6 +67,9 @@ struct Side {
     ptx: Option<PathBuf>,
 }
 
+/// Most runs of both sides together: each keeps its samples.
+const MOST_RUNS: u32 = 100_000;
+
 /// Alternates, compares, and prints.
 pub fn run(args: &Args) -> Result<()> {
     if launched()?.is_some() {
@@ -74,12 +77,16 @@ pub fn run(args: &Args) -> Result<()> {
         return Err(CommandError::usage(format!("ab: not for ranks that a launcher started; {remedy}")));
     }
     for (flag, value) in [("--repeat", args.repeat), ("--comparisons", args.comparisons)] {
-        if value == 0 {
-            return Err(CommandError::usage(format!("{flag} 0: must be at least 1")));
+        if !(1..=MOST_RUNS).contains(&value) {
+            return Err(CommandError::usage(format!("{flag} {value}: must be 1 to {MOST_RUNS}")));
         }
     }
     let sides = args.sides()?;
-    let runs = 2 * args.repeat * args.comparisons;
+    let runs = args.repeat.saturating_mul(args.comparisons).saturating_mul(2);
+    if runs > MOST_RUNS {
+        let rule = format!("twice their product must be at most {MOST_RUNS}");
+        return Err(CommandError::usage(format!("--repeat and --comparisons: {runs} runs, and {rule}")));
+    }
     let plans = args.sizes.plans()?.into_iter();
     let plans: Vec<Plan> = plans.map(|plan| Plan { no_ceiling: true, ..plan }).collect();
     plans.iter().try_for_each(Plan::check)?;
@@ -471,6 +478,8 @@ mod tests {
             ("--a /no/such/program", "--a /no/such/program"),
             ("--b-ptx /no/such.ptx", "--b-ptx /no/such.ptx"),
             ("--repeat 0", "--repeat 0"),
+            ("--repeat 3000000000", "--repeat 3000000000: must be 1 to 100000"),
+            ("--repeat 70000 --comparisons 70000", "4294967295 runs"),
             ("--mode low-latency --combine-dtype fp8", "--hidden 64: must be a positive multiple of 128"),
         ] {
             let error = run(&args(line)).unwrap_err();

@@ -469,6 +469,9 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
         if let Some(us) = low.between_us {
             flag("between-us", us.to_string());
         }
+        if plan.keep_nodes {
+            flags.push("--keep-nodes".into());
+        }
         return flags;
     }
     flag("queues", plan.queues.to_string());
@@ -594,6 +597,7 @@ mod tests {
             "bench --mode low-latency --device cuda --dtype fp8 --combine-dtype fp8 --combine-rows by-row --num-sms 4 --graph=3 --seed 5",
             "bench --mode low-latency --rows-by-expert 64",
             "bench --mode low-latency --dtype mxfp8",
+            "bench --mode low-latency --nodes 2 --transport direct --keep-nodes",
             "bench --device cuda --dtype fp8 --rows-by-expert 128",
             "bench --device cuda --dtype mxfp8 --quantise",
             "bench --mode low-latency --nodes 2 --ranks-per-node 3 --transport shm --tokens 5 --chunk-tokens 2 --packet-tokens 0",
