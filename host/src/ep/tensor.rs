@@ -252,8 +252,8 @@ impl<'a> Tensor<'a> {
     ///
     /// # Safety
     /// `shape` is `[rows]` or `[rows, columns]`. The memory is on the device that the tensor is used
-    /// on, and holds `shape` contiguous elements of `dtype`. It is live for `'a` and until the streams that use the tensor meanwhile
-    /// have passed.
+    /// on, and holds `shape` contiguous elements of `dtype`. It is live for `'a` and until the
+    /// streams that use the tensor meanwhile have passed.
     pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
         Tensor { filled: Some(Arc::default()), ..Tensor::new(ptr, dtype, shape, None) }
     }

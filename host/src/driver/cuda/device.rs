@@ -20,8 +20,9 @@ const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
 
 /// One CUDA device, through its primary context.
 ///
-/// May be used from any thread and opened more than once: it is the same device then. Other users of the primary context in
-/// this process (candle, burn, the CUDA runtime) see the same streams and addresses.
+/// May be used from any thread and opened more than once: it is the same device then. Other users
+/// of the primary context in this process (candle, burn, the CUDA runtime) see the same streams and
+/// addresses.
 #[derive(Debug)]
 pub struct CudaDevice {
     pub(super) info: DeviceInfo,

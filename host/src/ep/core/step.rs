@@ -35,9 +35,9 @@ impl<T> Step<T> {
     /// # Errors
     /// The error of an operation that has failed by now, a run before this one included:
     /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::StaleHandle`] where the buffer was
-    /// dropped, and errors of the driver. [`Error::Argument`] where rows of one of its places are
-    /// in use by an eager dispatch, or `stream` is of another device. Failures of this run show in [`Step::check`], and in the next
-    /// launch behind it.
+    /// dropped, and errors of the driver. [`Error::Argument`] where `stream` is of another device,
+    /// or rows of one of its places are in use by an eager dispatch. Failures of this run show in
+    /// [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
         self.graph.check_stream(stream)?;
