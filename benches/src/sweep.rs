@@ -227,7 +227,8 @@ fn mend(out: &Path) -> Result<()> {
         let mut file = OpenOptions::new().append(true).open(out).map_err(broken)?;
         return file.write_all(b"\n").map_err(broken);
     }
-    let is_begun = whole.is_empty() && FIRST.starts_with(&text[..text.len().min(FIRST.len())]);
+    let beginning = &text.as_bytes()[..text.len().min(FIRST.len())];
+    let is_begun = whole.is_empty() && FIRST.as_bytes().starts_with(beginning);
     if !is_begun && Results::of_text(whole).is_err() {
         return Err(Error::Failed(format!("{}: no file of a sweep; name another one", out.display())));
     }
@@ -373,7 +374,7 @@ mod tests {
         assert_eq!(sweep_of(&asked, &sweep, &out).unwrap(), points);
         assert_eq!(std::fs::read_to_string(&out).unwrap(), whole);
         // Another file stays as it is.
-        for other in ["{\"a\": 1}", "a list\nof things"] {
+        for other in ["{\"a\": 1}", "a list\nof things", "abcdefghijklmnopäöü"] {
             std::fs::write(&out, other).unwrap();
             let refused = sweep_of(&asked, &sweep, &out).unwrap_err().to_string();
             assert!(refused.contains("no file of a sweep"), "{refused}");

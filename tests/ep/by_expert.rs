@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use half::bf16;
 use proptest::prelude::*;
 
+use epoxide::driver::DevicePtr;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::internal::{Tuning, copy_by_expert};
 use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
@@ -20,7 +22,7 @@ use epoxide_testing::tier;
 
 use crate::cases;
 use crate::property::{config, several_nodes};
-use crate::valid::{RANKS, TOKENS, Valid, expect_gone, refused, then_dispatch};
+use crate::valid::{EXPERTS, RANKS, TOKENS, Valid, expect_gone, refused, then_dispatch};
 
 fn case(tokens: &[u32], topk: u32, experts: u32, style: Style) -> Case {
     Case::new(Routing::random(&mut rng_of(&[5]), tokens, topk, experts, style), 48)
@@ -259,6 +261,88 @@ fn arguments_are_checked() {
         );
         Ok(())
     });
+}
+
+/// Two ranks of two nodes, with so many entries at most.
+fn two_nodes(max_topk: u32) -> Setup {
+    let mut setup = setup(Some(64)).nodes(Some(nodes(1, TransportKind::Shm)));
+    setup.fields().shape.max_topk = max_topk;
+    setup
+}
+
+/// Across nodes a rank weighs the rows that it gathers for others.
+#[test]
+fn weights_of_one_rank_alone_are_another_call_across_nodes() {
+    two_nodes(2).run(|rank| {
+        let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
+        let x = ones(rank)?;
+        let request = request(&x, &valid.layout).topk_weights(&valid.topk_weights);
+        let received = rank.dispatch(&mut place, request)?;
+        let mut combine = CombineRequest::new(&received.recv_x, &received.handle);
+        if rank.rank == 0 {
+            combine = combine.weights(&valid.topk_weights);
+        }
+        drop(rank.buffer.combine(combine, StreamOrder::on(&rank.stream))?);
+        rank.stream.synchronize()?;
+        refused(rank.buffer.check(), &["and 0 top-k weights per row", "and 1 top-k weights per row"]);
+        Ok(())
+    });
+}
+
+/// Slots have room for the entries of a token, whether or not their weights travel.
+#[test]
+fn all_ranks_have_as_many_entries_and_no_more_than_the_buffer() {
+    for setup in [setup(Some(64)), two_nodes(2)] {
+        then_dispatch(setup, |rank, valid, place| {
+            let x = ones(rank)?;
+            let one = rank.upload_typed(1, &vec![vec![0i64]; TOKENS as usize])?;
+            let layout = rank.layout(&one, EXPERTS)?;
+            let layout = if rank.rank == 1 { &layout } else { &valid.layout };
+            refused(rank.dispatch(place, request(&x, layout)), &["disagree on num_topk"]);
+            let mut weighted = request(&x, &valid.layout);
+            if rank.rank == 1 {
+                weighted = weighted.topk_weights(&valid.topk_weights);
+            }
+            refused(rank.dispatch(place, weighted), &["disagree on whether there are topk_weights"]);
+            Ok(())
+        });
+    }
+    two_nodes(1).run(|rank| {
+        let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
+        let x = ones(rank)?;
+        refused(rank.dispatch(&mut place, request(&x, &valid.layout)), &["num_topk", "max_topk"]);
+        Ok(())
+    });
+}
+
+/// Frameworks give empty tensors a null address. The rank relays the rows of others all the same.
+#[test]
+fn a_rank_without_tokens_may_have_weights_at_a_null_address() {
+    for spread in [setup(Some(64)), two_nodes(2)] {
+        spread.run(|rank| {
+            let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
+            let x = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS, 8])?;
+            x.write(&rank.stream, &vec![bf16::ONE; 8 * TOKENS as usize])?;
+            let (no_x, no_ids) = (
+                Tensor::alloc(rank.device(), DType::Bf16, &[0, 8])?,
+                TypedTensor::<i64>::from_host(&rank.stream, &[0, 2], &[])?,
+            );
+            // SAFETY: there is no element.
+            let no_weights = unsafe { TypedTensor::<f32>::from_raw(DevicePtr(0), &[0, 2]) };
+            let no_layout = rank.layout(&no_ids, EXPERTS)?;
+            let (x, layout, weights) = match rank.rank {
+                0 => (&x, &valid.layout, &valid.topk_weights),
+                _ => (&no_x, &no_layout, &no_weights),
+            };
+            let received = rank.dispatch(&mut place, request(x, layout).topk_weights(weights))?;
+            let combine = CombineRequest::new(&received.recv_x, &received.handle).weights(weights);
+            let combined = rank.buffer.combine(combine, StreamOrder::on(&rank.stream))?;
+            let sums = combined.combined_x.to_host::<bf16>(&rank.stream)?;
+            // Each token has weights of 1 and 2.
+            rank.equal("sums", &sums, &vec![bf16::from_f32(3.0); sums.len()]);
+            Ok(())
+        });
+    }
 }
 
 /// The benchmark holds dispatches by expert against an ordinary one with this copy behind it.

@@ -93,7 +93,8 @@ impl<'a> CombineRequest<'a> {
         /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so
         /// is each sum. Across nodes these are the weights that the dispatch was given
         /// ([`DispatchRequest::topk_weights`](super::DispatchRequest::topk_weights)), as they were
-        /// then: other nodes sum, and have them from there. Give the same tensor.
+        /// then: other nodes sum, and have them from there. Give the same tensor, on every rank or
+        /// on none.
         weights: &'a TypedTensor<'a, f32>;
         /// Adds the nanoseconds that this rank waited for each rank to these, i64 `[num_ranks]`, as
         /// a dispatch does
@@ -151,6 +152,8 @@ pub(super) struct CombineLaunch {
     /// Blocks that copy rows, where a kernel in front does.
     copiers: u32,
     entry_weights: DevicePtr,
+    /// Whether there are such, at a null address too.
+    is_weighted: bool,
     waits: Waits,
     uses: Vec<Owner>,
 }
@@ -407,7 +410,12 @@ impl Buffer {
             (_, true) => CallKind::CombineStagedBf16,
             (_, false) => CallKind::CombineBf16,
         };
-        let call = Call { kind, place: handle.place, row_bytes, columns: num_topk };
+        // Rows by expert have no weights to sum. Across nodes a rank applies the weights of others'
+        // tokens, so all ranks give some or none does.
+        let is_weighted = request.weights.is_some();
+        let weighs_others = is_weighted && self.core.topology().nodes > 1;
+        let columns = if by_expert.is_some() { weighs_others.into() } else { num_topk };
+        let call = Call { kind, place: handle.place, row_bytes, columns };
         let comm = self.comm_in(&self.core.places()[handle.place as usize], call, request.timeout);
         let null = DevicePtr::NULL;
         let weights = request.topk_weights.map(|weights| &**weights);
@@ -495,6 +503,7 @@ impl Buffer {
             num_sms,
             copiers: request.num_sms.unwrap_or(self.core.device().info().sm_count),
             entry_weights: entry_weights.map_or(null, Tensor::ptr),
+            is_weighted,
             waits: Waits { comm, waited, is_combine: true },
             uses,
         })
@@ -658,11 +667,7 @@ impl Buffer {
                     let kernels = nodes.by_expert.as_ref().ok_or_else(not_loaded)?;
                     let args = InternodeExpertCombineArgs {
                         rows: args,
-                        weights: if entry_weights.is_null() {
-                            DevicePtr::NULL
-                        } else {
-                            tables.forward_weights
-                        },
+                        weights: if launch.is_weighted { tables.forward_weights } else { DevicePtr::NULL },
                         num_topk: at.num_topk.into(),
                     };
                     match dtype {

@@ -245,7 +245,9 @@ type Given<'a> = (&'a Tensor<'a>, Option<&'a TypedTensor<'a, f32>>, Columns<'a>,
 struct CountExchange<'a> {
     layout: &'a DispatchLayout<'a>,
     capacity: u64,
+    /// Entries of a token that travel.
     num_topk: u32,
+    is_weighted: bool,
     num_channels: u32,
     num_sms: u32,
     by_expert: bool,
@@ -356,6 +358,9 @@ impl Buffer {
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
+            // Each entry has room in slots and in records, with a weight or without.
+            let most = self.options.shape.max_topk.into();
+            check_fits(("num_topk", "entries"), layout.num_topk.into(), most, "max_topk")?;
         }
         if request.expert_alignment == 0 {
             return Err(Error::argument("expert_alignment", 0, "must be at least 1"));
@@ -397,7 +402,9 @@ impl Buffer {
         let counts = CountExchange {
             layout,
             capacity,
-            num_topk,
+            // By expert all entries travel.
+            num_topk: if request.by_expert { layout.num_topk } else { num_topk },
+            is_weighted: request.topk_weights.is_some(),
             num_channels,
             num_sms,
             by_expert: request.by_expert,
@@ -409,7 +416,9 @@ impl Buffer {
         let mut metadata = Metadata { num_topk, local_experts, ..Metadata::default() };
         if let Some(weights) = request.topk_weights {
             (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
-            metadata.topk_weights = weights.ptr();
+            // Null stands for none, and a rank without tokens may give a null tensor. It relays the
+            // weights of others, and reads none here.
+            metadata.topk_weights = if weights.ptr().is_null() { tables.header } else { weights.ptr() };
         }
         if request.by_expert {
             // A row by expert is that of an entry, whether or not there are weights.
@@ -825,6 +834,7 @@ impl Buffer {
         let local_experts = layout.num_experts / num_ranks;
         let columns = place.index() << 24
             | (counts.by_expert as u32) << 23
+            | (counts.is_weighted as u32) << 22
             | counts.num_topk << 16
             | payload.num_scales();
         // With rows by expert the host waits for the plan behind this one.

@@ -188,9 +188,13 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     let whole = SIGNATURE_NAMES.get(header.detail as usize).copied().unwrap_or("an argument");
     let parts: &[(&str, u32, u32)] = match header.detail {
         ROWS => &[("bytes per row", 4, 0xf_ffff), ("dtype", 0, 0xf), (COLUMN_TYPES, 24, 0xff)],
-        COLUMNS => {
-            &[("place", 24, 0xff), ("by_expert", 23, 1), ("num_topk", 16, 0x7f), ("num_scales", 0, 0xffff)]
-        }
+        COLUMNS => &[
+            ("place", 24, 0xff),
+            ("by_expert", 23, 1),
+            ("num_topk", 16, 0x3f),
+            ("whether there are topk_weights", 22, 1),
+            ("num_scales", 0, 0xffff),
+        ],
         _ => &[],
     };
     let part = |word: u32, shift: u32, mask: u32| word >> shift & mask;

@@ -506,7 +506,7 @@ api! {
         to.put(allocate(Kind::Host, bytes, 0)?)
     }
 
-    /// Frees page-locked host memory, after the work of all contexts.
+    /// Frees page-locked host memory, after the work of its context.
     fn cuMemFreeHost(addr: u64) {
         if addr == 0 { Err(INVALID_VALUE) } else { free(addr, &[Kind::Host]) }
     }
