@@ -21,9 +21,7 @@ impl Run<'_> {
         peer: u32,
         lower_first: bool,
     ) -> Result<()> {
-        if into.len() != other.len() {
-            return Err(self.malformed(peer, format!("{} bytes instead of {}", other.len(), into.len())));
-        }
+        self.check_length(peer, other, into)?;
         element::reduce(dtype, op, into, other, lower_first);
         Ok(())
     }
@@ -56,10 +54,7 @@ impl Run<'_> {
             let partner = self.rank - core;
             self.send(partner, data)?;
             let theirs = self.receive(partner)?;
-            if theirs.len() != data.len() {
-                let what = format!("{} bytes instead of {}", theirs.len(), data.len());
-                return Err(self.malformed(partner, what));
-            }
+            self.check_length(partner, &theirs, data)?;
             *data = theirs;
             return Ok(());
         }
@@ -110,9 +105,7 @@ impl Run<'_> {
             let into = pieces[((self.rank + 2 * size - step - 1) % size) as usize].clone();
             let theirs = self.swap(next, &data[out], last)?;
             let into = &mut data[into];
-            if theirs.len() != into.len() {
-                return Err(self.malformed(last, format!("{} bytes instead of {}", theirs.len(), into.len())));
-            }
+            self.check_length(last, &theirs, into)?;
             into.copy_from_slice(&theirs);
         }
         Ok(())

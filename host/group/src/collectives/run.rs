@@ -30,6 +30,14 @@ impl Run<'_> {
         self.engine.error(vec![peer], format!("rank {peer} sent {what}"))
     }
 
+    /// An error where a peer has sent another number of bytes than there are here.
+    pub(super) fn check_length(&self, peer: u32, theirs: &[u8], ours: &[u8]) -> Result<()> {
+        if theirs.len() == ours.len() {
+            return Ok(());
+        }
+        Err(self.malformed(peer, format!("{} bytes instead of {}", theirs.len(), ours.len())))
+    }
+
     /// Bruck: every round doubles the blocks a rank has. Moves no more bytes than a ring, in the
     /// logarithm of its rounds.
     pub(crate) fn all_gather(&mut self, data: Vec<u8>) -> Result<Vec<Vec<u8>>> {

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::admission::Terms;
-use super::connection::{Address, Connection, after};
+use super::connection::{Address, Connection};
 use super::listen::{listen_all, listen_for};
 use super::protocol::{
     INIT_KEY, KEY_PREFIX, MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Message, Query,
@@ -153,7 +153,7 @@ impl TcpStore {
     }
 
     fn new(address: Address, timeout: Duration, server: Option<Host>) -> Result<TcpStore> {
-        let connection = Connection::open(&address, after(timeout), timeout)?;
+        let connection = Connection::open(&address, epoxide_base::deadline(timeout), timeout)?;
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout, server })
     }
 
@@ -167,7 +167,7 @@ impl TcpStore {
         stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<TcpStore> {
         let address = options.address(host, port);
-        let connection = Connection::open_unless(&address, after(tries), tries, stop)?;
+        let connection = Connection::open_unless(&address, epoxide_base::deadline(tries), tries, stop)?;
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: options.timeout, server: None })
     }
 
@@ -263,7 +263,7 @@ impl TcpStore {
         timeout: Duration,
         exchange: impl FnOnce(&mut Connection, Instant) -> io::Result<T>,
     ) -> Result<T> {
-        let deadline = after(timeout);
+        let deadline = epoxide_base::deadline(timeout);
         let idle = lock(&self.pool).pop();
         let mut connection = match idle {
             Some(connection) => connection,
@@ -449,7 +449,7 @@ impl Store for TcpStore {
                 if left.is_zero() || !connection.wait(&wait, left, self.timeout)? {
                     return Ok(None);
                 }
-                let deadline = after(self.timeout);
+                let deadline = epoxide_base::deadline(self.timeout);
                 let value = connection.pop(&pop, deadline)?;
                 // PyTorch's server keeps a client that has waited for a queue on its list, and
                 // would wake it at the wrong time.

@@ -148,7 +148,7 @@ impl Connection {
 
     fn attempt(address: &Address, deadline: Instant) -> io::Result<Connection> {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
-        let addresses = resolve(&address.host, address.port, deadline.min(after(CONNECT)))?;
+        let addresses = resolve(&address.host, address.port, deadline.min(epoxide_base::deadline(CONNECT)))?;
         for served in addresses {
             match Connection::attempt_at(served, &address.terms, deadline) {
                 Ok(connection) => return Ok(connection),
@@ -168,7 +168,7 @@ impl Connection {
         let mut connection = Connection { stream, nonce: std::process::id(), signed: None };
         let nonce = connection.nonce();
         let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
-        let deadline = deadline.min(after(CONNECT));
+        let deadline = deadline.min(epoxide_base::deadline(CONNECT));
         if terms.secret.is_some() {
             // Not what was asked for: 0.0.0.0 means a loopback address.
             let served = connection.stream.peer_addr()?;
@@ -357,14 +357,14 @@ impl Connection {
     /// Sends a request that waits. False when `timeout` is over; the server has `patience` to
     /// answer beyond that.
     pub fn wait(&mut self, message: &Message, timeout: Duration, patience: Duration) -> io::Result<bool> {
-        self.send(message, after(patience))?;
-        match self.byte(after(timeout)) {
+        self.send(message, epoxide_base::deadline(patience))?;
+        match self.byte(epoxide_base::deadline(timeout)) {
             Ok(STOP_WAITING) => return Ok(true),
             Ok(byte) => return Err(broken(format!("answered a wait with {byte}"))),
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(error) => return Err(error),
         }
-        self.cancel_wait(after(patience))
+        self.cancel_wait(epoxide_base::deadline(patience))
     }
 
     /// Ends a wait. True if it was over before the server received this.
@@ -416,13 +416,6 @@ fn broken(what: String) -> io::Error {
 
 fn denied(reason: &str) -> io::Error {
     io::Error::new(ErrorKind::PermissionDenied, reason)
-}
-
-/// The time when `timeout` is over.
-pub(super) fn after(timeout: Duration) -> Instant {
-    let now = Instant::now();
-    // So long that the clock cannot tell: as good as a year.
-    now.checked_add(timeout).unwrap_or(now + Duration::from_secs(365 * 24 * 3600))
 }
 
 fn remaining(deadline: Instant) -> io::Result<Duration> {
