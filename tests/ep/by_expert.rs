@@ -245,8 +245,7 @@ fn arguments_are_checked() {
         Ok(())
     });
     // Across nodes the weights are those that travelled.
-    let several = setup(Some(64)).nodes(Some(nodes(1, TransportKind::Shm)));
-    then_dispatch(several, |rank, valid, place| {
+    then_dispatch(two_nodes(2), |rank, valid, place| {
         let x = ones(rank)?;
         let rows = Tensor::alloc(rank.device(), DType::Bf16, &[16, 8])?;
         let weights: TypedTensor<'_, f32> =

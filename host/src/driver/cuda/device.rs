@@ -76,8 +76,8 @@ impl CudaDevice {
         }
         // One object for all who open a device: a free of memory waits for the streams of its list.
         static OPEN: Mutex<BTreeMap<u32, Weak<CudaDevice>>> = Mutex::new(BTreeMap::new());
-        let is_open = || lock(&OPEN).get(&ordinal).and_then(Weak::upgrade);
-        if let Some(driver) = is_open() {
+        let opened = lock(&OPEN).get(&ordinal).and_then(Weak::upgrade);
+        if let Some(driver) = opened {
             return Ok(Device { driver });
         }
         let context = context::retain_primary(device)?;

@@ -151,9 +151,8 @@ pub(super) struct CombineLaunch {
     num_sms: u32,
     /// Blocks that copy rows, where a kernel in front does.
     copiers: u32,
-    entry_weights: DevicePtr,
-    /// Whether there are such, at a null address too.
-    is_weighted: bool,
+    /// The weights of entries, at a null address where a rank without tokens has them there.
+    entry_weights: Option<DevicePtr>,
     waits: Waits,
     uses: Vec<Owner>,
 }
@@ -412,8 +411,7 @@ impl Buffer {
         };
         // Rows by expert have no weights to sum. Across nodes a rank applies the weights of others'
         // tokens, so all ranks give some or none does.
-        let is_weighted = request.weights.is_some();
-        let weighs_others = is_weighted && self.core.topology().nodes > 1;
+        let weighs_others = request.weights.is_some() && self.core.topology().nodes > 1;
         let columns = if by_expert.is_some() { weighs_others.into() } else { num_topk };
         let call = Call { kind, place: handle.place, row_bytes, columns };
         let comm = self.comm_in(&self.core.places()[handle.place as usize], call, request.timeout);
@@ -502,8 +500,7 @@ impl Buffer {
             ring,
             num_sms,
             copiers: request.num_sms.unwrap_or(self.core.device().info().sm_count),
-            entry_weights: entry_weights.map_or(null, Tensor::ptr),
-            is_weighted,
+            entry_weights: entry_weights.map(Tensor::ptr),
             waits: Waits { comm, waited, is_combine: true },
             uses,
         })
@@ -607,7 +604,7 @@ impl Buffer {
                 let kernels = node.by_expert.as_ref().ok_or_else(not_loaded)?;
                 let args = ExpertCombineArgs {
                     combine: args,
-                    weights: *entry_weights,
+                    weights: entry_weights.unwrap_or(DevicePtr::NULL),
                     num_topk: at.num_topk.into(),
                 };
                 return match dtype {
@@ -667,7 +664,7 @@ impl Buffer {
                     let kernels = nodes.by_expert.as_ref().ok_or_else(not_loaded)?;
                     let args = InternodeExpertCombineArgs {
                         rows: args,
-                        weights: if launch.is_weighted { tables.forward_weights } else { DevicePtr::NULL },
+                        weights: entry_weights.map_or(DevicePtr::NULL, |_| tables.forward_weights),
                         num_topk: at.num_topk.into(),
                     };
                     match dtype {
