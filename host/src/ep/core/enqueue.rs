@@ -150,6 +150,7 @@ impl Enqueuer {
         operation: Option<&'static str>,
         work: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
+        self.sequence.check_received()?;
         let caller = order.caller;
         let stream = if order.on_comm_stream { &self.comm_stream } else { caller };
         match order.previous_event {

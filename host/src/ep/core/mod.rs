@@ -49,7 +49,7 @@ pub use network::Network;
 pub use peers::Pools;
 pub use place::{Held, Lease, PlaceState, check_count};
 pub use sizes::Sizes;
-pub use step::Step;
+pub use step::{Overwrites, Step};
 
 use enqueue::Enqueuer;
 use instruments::Trace;
@@ -238,6 +238,11 @@ impl<R> Core<R> {
     pub fn check(&self) -> Result<()> {
         self.faults.check()?;
         self.enqueuer.sequence().check()
+    }
+
+    /// Sets the operation whose second half is outstanding; gives the one that was.
+    pub fn set_sent(&self, call: Option<&'static str>) -> Option<&'static str> {
+        self.enqueuer.sequence().set_sent(call)
     }
 
     /// An error where no operation can follow, whatever kernels have recorded.

@@ -214,19 +214,6 @@ impl<R> PlaceState<R> {
         outcome
     }
 
-    /// An error where rows here are borrowed that a run of a captured step would overwrite.
-    fn check_free(&self, own: &Arc<Lease<R>>) -> Result<()> {
-        // Not under the lock, which the lease takes when it is dropped.
-        let last = lock(&self.lease).last.clone().upgrade();
-        let is_borrowed =
-            |lease: &Arc<Lease<R>>| !Arc::ptr_eq(lease, own) && !lease.detached.load(Ordering::Acquire);
-        if last.as_ref().is_some_and(is_borrowed) {
-            let rule = "rows of a dispatch there are in use: drop or detach them before the step that was captured with this place runs";
-            return Err(Error::argument("place", self.index, rule));
-        }
-        Ok(())
-    }
-
     /// Which dispatch's rows are there.
     fn current(&self) -> u64 {
         self.current.load(Ordering::Acquire)
@@ -234,8 +221,20 @@ impl<R> PlaceState<R> {
 }
 
 impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
+    fn check_free(&self) -> Result<()> {
+        // Not under the lock, which the lease takes when it is dropped.
+        let last = lock(&self.place.lease).last.clone().upgrade();
+        let is_borrowed = |lease: &Arc<Lease<R>>| {
+            !std::ptr::eq(Arc::as_ptr(lease), self) && !lease.detached.load(Ordering::Acquire)
+        };
+        if last.as_ref().is_some_and(is_borrowed) {
+            let rule = "rows of a dispatch there are in use: drop or detach them before the step that was captured with this place runs";
+            return Err(Error::argument("place", self.place.index, rule));
+        }
+        Ok(())
+    }
+
     fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()> {
-        self.place.check_free(&self)?;
         // Rows of the run before are the step's own: `Step::launch` leaves their readers to its
         // caller.
         if self.check_current().is_err() {

@@ -15,6 +15,8 @@ pub struct Sequence {
     last: Mutex<Last>,
     /// The last operation that waits for peers.
     operation: Mutex<Option<&'static str>>,
+    /// The operation whose first half has run, and whose second half was not enqueued.
+    sent: Mutex<Option<&'static str>>,
     /// Why no operation can follow.
     broken: OnceLock<Error>,
 }
@@ -40,6 +42,7 @@ impl Sequence {
             end: Event::new(device)?,
             last: Mutex::default(),
             operation: Mutex::default(),
+            sent: Mutex::default(),
             broken: OnceLock::new(),
         }))
     }
@@ -74,6 +77,18 @@ impl Sequence {
     /// An error where no operation can follow.
     pub fn check(&self) -> Result<()> {
         self.broken.get().cloned().map_or(Ok(()), Err)
+    }
+
+    /// Sets the operation whose second half is outstanding; gives the one that was.
+    pub fn set_sent(&self, call: Option<&'static str>) -> Option<&'static str> {
+        std::mem::replace(&mut *lock(&self.sent), call)
+    }
+
+    /// An error where the second half of an operation is outstanding: no other one may run before.
+    pub fn check_received(&self) -> Result<()> {
+        let Some(call) = *lock(&self.sent) else { return Ok(()) };
+        let reason = "its first half has run, but what it brings was not received".into();
+        Err(Error::Broken { call, reason, source: None })
     }
 
     /// Makes `stream` wait for the end of the last operation.

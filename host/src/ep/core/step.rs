@@ -34,14 +34,17 @@ impl<T> Step<T> {
     ///
     /// # Errors
     /// The error of an operation that has failed by now, a run before this one included:
-    /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::StaleHandle`] where the buffer was
-    /// dropped, and errors of the driver. [`Error::Argument`] where `stream` is of another device,
-    /// or rows of one of its places are in use by an eager dispatch. Failures of this run show in
+    /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::Broken`] where the second half of an
+    /// operation is outstanding, [`Error::StaleHandle`] where the buffer was dropped, and errors of
+    /// the driver. [`Error::Argument`] where `stream` is of another device,
+    /// or rows of one of its places are in use by an eager dispatch, or combine rows that it would
+    /// overwrite are given out. Failures of this run show in
     /// [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
         self.graph.check_stream(stream)?;
         let submission = self.sequence.begin(stream, Some("step"))?;
+        self.sequence.check_received()?;
         self.captured.begin_again(stream)?;
         // SAFETY: the step owns the memory that the recording uses. The submission proves that the
         // buffer is open: dropping the buffer waits for this run, whose end the submission records.
@@ -120,8 +123,15 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
     pub(crate) fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
         if let Some(step) = &mut self.recordings.step {
             lease.record();
-            step.leases.push(lease.clone());
+            step.overwritten.push(lease.clone());
             step.plans.extend(plan);
+        }
+    }
+
+    /// Notes other rows that the step that is being captured overwrites, if there is one.
+    pub fn overwrites(&mut self, rows: Arc<dyn Overwrites>) {
+        if let Some(step) = &mut self.recordings.step {
+            step.overwritten.push(rows);
         }
     }
 }
@@ -160,27 +170,34 @@ impl Recordings {
 struct Captured {
     /// Inputs and outputs of its kernels.
     kept: Vec<Owner>,
-    /// The places that it overwrites.
-    leases: Vec<Arc<dyn Overwrites>>,
+    /// The rows that it overwrites.
+    overwritten: Vec<Arc<dyn Overwrites>>,
     /// The plans of its dispatches.
     plans: Vec<Arc<dyn Outcome>>,
 }
 
 impl Captured {
-    /// Begins a run of its dispatches.
+    /// Begins a run of its operations.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) where rows of one of its places are borrowed.
+    /// [`Error::Argument`](crate::Error::Argument) where rows that it overwrites are borrowed.
     fn begin_again(&self, stream: &Stream) -> Result<()> {
-        self.leases.iter().try_for_each(|lease| lease.clone().begin_again(stream))
+        self.overwritten.iter().try_for_each(|rows| rows.check_free())?;
+        self.overwritten.iter().try_for_each(|rows| rows.clone().begin_again(stream))
     }
 }
 
-/// A place that a step overwrites.
+/// Rows that a step overwrites.
 pub trait Overwrites: Debug + Send + Sync {
-    /// Begins a run of the captured dispatch into it.
+    /// An error where they are borrowed.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) where rows there are borrowed.
+    /// [`Error::Argument`](crate::Error::Argument), with the place.
+    fn check_free(&self) -> Result<()>;
+
+    /// Begins a run of the captured operation into them, which are free.
+    ///
+    /// # Errors
+    /// Those of the driver.
     fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()>;
 }

@@ -152,10 +152,10 @@ impl Pending<'_, &Tensor<'_>> {
 
 impl<T> Pending<'_, T> {
     fn launch(self, order: StreamOrder<'_>) -> Result<(Option<Event>, T)> {
-        let sent = self.buffer.sent.take();
+        let sent = self.buffer.core.set_sent(None);
         let event = self.buffer.launch(order, &self.operation, Halves::RECEIVE);
         if event.is_err() {
-            self.buffer.sent = sent;
+            self.buffer.core.set_sent(sent);
         }
         Ok((event?, self.output))
     }
@@ -170,7 +170,7 @@ impl Buffer {
         output: T,
     ) -> Result<Pending<'_, T>> {
         self.launch(order, &operation, Halves::SEND)?;
-        self.sent = Some(operation.name);
+        self.core.set_sent(Some(operation.name));
         Ok(Pending { buffer: self, operation, output })
     }
 

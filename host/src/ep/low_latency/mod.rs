@@ -83,8 +83,6 @@ pub struct Buffer {
     tables: Arc<Memory>,
     /// f32 `[rows, num_topk]` of ones: the weights of rows that are summed without.
     unit_weights: DevicePtr,
-    /// The operation whose rows have left and which has not been received yet.
-    sent: Option<&'static str>,
     /// A bit for each rank that is left out.
     left_out: u64,
     /// The operations since the last regroup.
@@ -323,18 +321,8 @@ impl Buffer {
         };
         core.make_places(of_places.into_iter().zip(spots).map(room));
         let generation = Generation::new(core.faults());
-        let buffer = Buffer {
-            core,
-            kernels,
-            messages,
-            tables,
-            unit_weights,
-            sent: None,
-            left_out: 0,
-            generation,
-            comm,
-            options,
-        };
+        let buffer =
+            Buffer { core, kernels, messages, tables, unit_weights, left_out: 0, generation, comm, options };
         // No peer may write before every mapping stands.
         group.barrier(group.timeout())?;
         Ok(buffer)
@@ -416,10 +404,6 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        if let Some(call) = self.sent {
-            let reason = "its rows have left, but what it brings was not received".into();
-            return Err(Error::Broken { call, reason, source: None });
-        }
         let capturing = self.core.begin(order)?;
         let event = Core::run(self, order, capturing, operation, uses, |buffer, stream| {
             if !capturing {

@@ -144,7 +144,7 @@ impl Buffer {
         self.generation.end(stream)?;
         self.left_out = left_out;
         self.generation = Generation::new(self.core.faults());
-        self.sent = None;
+        self.core.set_sent(None);
         // Every rank must have cleared its state before any rank starts an operation.
         group.barrier(group.timeout())
     }

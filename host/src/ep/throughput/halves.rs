@@ -141,13 +141,13 @@ pub(super) struct AddedCounts {
 impl Buffer {
     /// The first half of an operation has been launched.
     pub(super) fn pending<T>(&mut self, call: &'static str, second: Second, output: T) -> Pending<'_, T> {
-        self.sent = Some(call);
+        self.core.set_sent(Some(call));
         Pending { buffer: self, second, output }
     }
 
     /// Launches the second half of an operation.
     fn receive(&mut self, second: &Second, order: StreamOrder<'_>) -> Result<Option<Event>> {
-        let sent = self.sent.take();
+        let sent = self.core.set_sent(None);
         let event = self.core.begin(order).and_then(|capturing| match second {
             Second::Dispatch(end) => {
                 let uses = end.uses.iter().cloned();
@@ -160,7 +160,7 @@ impl Buffer {
             Second::Combine(launch) => self.launch_combine(launch, Halves::Receive, order, capturing),
         });
         if event.is_err() {
-            self.sent = sent;
+            self.core.set_sent(sent);
         }
         event
     }

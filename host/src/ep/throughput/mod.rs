@@ -42,8 +42,8 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER,
-    PlanHeader, PoolLayout, ROW_ALIGN, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
+    CLAIMS_SHIFT, Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS,
+    PLAN_HEADER, PlanHeader, PoolLayout, ROW_ALIGN, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
     expert_message, expert_message_offset, internode_copies_offset, message_offset, wire_message,
 };
 
@@ -148,8 +148,6 @@ pub struct Buffer {
     options: Fields,
     tag: u64,
     row_bytes: RowBytes,
-    /// The call whose second half has not been launched.
-    sent: Option<&'static str>,
     /// Memory for quantised rows, from the first dispatch that makes some.
     scratch: Option<Scratch>,
 }
@@ -262,7 +260,6 @@ impl Buffer {
             options,
             tag: 0,
             row_bytes,
-            sent: None,
             scratch: None,
         };
         // No peer may write before every mapping stands.
@@ -356,10 +353,11 @@ impl Buffer {
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {
-        // Token times rank count and row stride stay inside 31 bits in the kernels.
+        // Token times rank count and row stride stay inside 31 bits in the kernels, and tokens that
+        // are claimed inside those of a claim.
         let ranks = self.core.topology().ranks();
         let entries = if ranks <= FEW_RANKS as u32 { SEND_ROW_STRIDE } else { ranks.max(SEND_LIST_STRIDE) };
-        let most = (1 << 30) / u64::from(entries);
+        let most = ((1 << 30) / u64::from(entries)).min((1 << (CLAIMS_SHIFT - 1)) - 1);
         match u32::try_from(tokens) {
             Ok(fits) if tokens <= most => {
                 let have = self.options.shape.max_tokens;
@@ -408,10 +406,6 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        if let Some(call) = self.sent {
-            let reason = "its first half has run, but what it brings was not received".into();
-            return Err(Error::Broken { call, reason, source: None });
-        }
         let event = Core::run(self, order, capturing, operation, uses, work)?;
         Ok(event.map(|event| event.of(self.core.faults().clone())))
     }
@@ -537,6 +531,7 @@ fn agree(
     let ours = vec![
         ("ranks_per_node", topology.ranks_per_node.to_string()),
         ("keep_nodes", options.keep_nodes.to_string()),
+        ("max_tokens", options.shape.max_tokens.to_string()),
         ("rows of a place in the pool", rows.to_string()),
         ("rows of a place in the pool", joined_rows.to_string()),
         ("places", options.places.to_string()),

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use epoxide_gpu::layout::{DevicePtr, PoolLayout, row_stride};
 
-use crate::ep::core::{Held, PlaceState};
+use crate::driver::Stream;
+use crate::ep::core::{Held, Overwrites, PlaceState};
 use crate::ep::tensor::{Element, Owner};
 use crate::ep::{DType, Tensor, TypedTensor};
 use crate::error::{Error, Result, Scope};
@@ -114,11 +115,23 @@ impl PlaceState<Room> {
     }
 }
 
+/// The combine rows of a place, over which a step copies others.
+impl Overwrites for PlaceState<Room> {
+    fn check_free(&self) -> Result<()> {
+        self.check_rows_free()
+    }
+
+    fn begin_again(self: Arc<Self>, _: &Stream) -> Result<()> {
+        Ok(())
+    }
+}
+
 /// Rows `[rows, hidden]` of a place that peers gather from. If experts write their output here,
 /// combine need not copy it ([`CombineRows::InPool`](super::CombineRows::InPool)). Rows are
 /// `row_stride()` bytes apart.
 ///
-/// The caller may write them from the end of one combine to the start of the next.
+/// The caller may write them from the end of one combine to the start of the next. Peers may still
+/// gather those of a combine that has failed.
 #[derive(Debug)]
 pub struct PoolRows<'p> {
     rows: Tensor<'p>,
