@@ -7,13 +7,13 @@ use half::bf16;
 use proptest::prelude::*;
 
 use epoxide::driver::DevicePtr;
-use epoxide::driver::virt::{CheckConfig, Checker};
-use epoxide::internal::{Tuning, copy_by_expert};
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
+use epoxide::internal::{Tuning, copy_by_expert, driver};
 use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{NodeLinks, POISON, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, POISON, Rank, Setup, run_ranks};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::rng_of;
@@ -21,6 +21,8 @@ use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
 
 use crate::cases;
+use crate::failing::{FailingDevice, REFUSAL};
+use crate::promises::{found, has_no_rows, is_nan};
 use crate::property::{config, several_nodes};
 use crate::valid::{EXPERTS, RANKS, TOKENS, Valid, expect_gone, refused, then_dispatch};
 
@@ -505,6 +507,42 @@ fn rows_that_do_not_fit_are_an_error_on_every_rank() {
     }
 }
 
+/// Kernels of a captured step read the counts in place of the host.
+#[test]
+fn a_plan_that_failed_has_no_rows_on_the_device() {
+    for spread in [setup(Some(16)), two_nodes(2)] {
+        then_dispatch(spread, |rank, valid, place| {
+            let x = ones(rank)?;
+            // The tables of the failing ones lie where those of this one lay.
+            drop(rank.dispatch(place, request(&x, &valid.layout))?);
+            // 16 rows come by expert, and 10 by rank.
+            for capacity in [15, 9] {
+                let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity });
+                let handle = rank.dispatch(place, on_device)?.handle;
+                has_no_rows(rank, &handle)?;
+            }
+            Ok(())
+        });
+    }
+}
+
+/// The counts of the rank have left.
+#[test]
+fn a_plan_that_is_not_launched_breaks_the_buffer() {
+    run_ranks(1, |_, group| {
+        let failing = FailingDevice::new(VirtualGpu::new(VirtConfig::default()), &["number_selections"]);
+        let options = Setup { ranks: 1, ..setup(Some(64)) }.options;
+        let mut rank = Rank::new(driver::device(failing.clone()), group, options)?;
+        let (x, valid, mut place) = (ones(&rank)?, Valid::new(&mut rank)?, rank.place()?);
+        drop(rank.dispatch(&mut place, request(&x, &valid.layout))?);
+        failing.refuse_next();
+        refused(rank.dispatch(&mut place, request(&x, &valid.layout)), &[REFUSAL]);
+        let later = rank.dispatch(&mut place, request(&x, &valid.layout)).map(drop);
+        assert!(matches!(&later, Err(Error::Broken { call: "dispatch", .. })), "{later:?}");
+        rank.stream.synchronize()
+    });
+}
+
 #[test]
 fn ranks_must_agree() {
     then_dispatch(setup(Some(64)), |rank, valid, place| {
@@ -633,6 +671,8 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
             };
             let sums = rank.combine(combine)?;
             let read = sums.combined_x.to_host::<u16>(&rank.stream).map(drop);
+            let left = found(&rank.stream, &sums.combined_x)?;
+            assert!(left.iter().all(|sum| is_nan(sum)), "rank {}: {left:?}", rank.rank);
             match (rank.rank, &read) {
                 (1, Err(Error::Broken { reason, .. })) => {
                     assert!(reason.contains("15") && reason.contains("16"), "{reason}");

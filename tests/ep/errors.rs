@@ -10,7 +10,7 @@ use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Options, Place, Shape,
 };
 use epoxide::transport::TransportKind;
-use epoxide::{DType, StreamOrder, Tensor};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::{Rank, Setup};
 
 use crate::spread::{Spread, in_every_spread};
@@ -139,6 +139,9 @@ fn shapes_are_checked(spread: Spread) {
         };
         let idx = typed::<i64>(rank, &[TOKENS]);
         refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", &[5], "[num_tokens, num_topk]")]);
+        // SAFETY: no kernel sees it.
+        let idx = unsafe { TypedTensor::<i64>::from_raw(valid.topk_idx.ptr(), &[1 << 25, 2]) };
+        refused(rank.layout(&idx, EXPERTS), &["num_tokens = 33554432", "at most 33554431"]);
         for experts in [0u32, 1, 7] {
             let value = format!("num_experts = {experts}");
             refused(rank.layout(&valid.topk_idx, experts), &[&value, "multiple of the number of ranks, 2"]);
@@ -210,7 +213,7 @@ fn ranks_must_make_equal_buffers(spread: Spread) {
     let anywhere: [Odd; 5] = [
         (|fields| fields.shape.max_topk = 3, "max_topk"),
         (|fields| fields.shape.max_scales = 1, "max_scales"),
-        (|fields| fields.shape.max_tokens = 6, "rows of a place in the pool"),
+        (|fields| fields.shape.max_tokens = 6, "max_tokens"),
         (|fields| fields.places = 2, "places"),
         (|fields| fields.config.num_sms += 2, "num_sms"),
     ];

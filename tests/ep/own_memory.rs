@@ -1,6 +1,7 @@
 //! Memory of the caller's: sums in its tensors, a dispatch and its combine as two calls, and sizes
 //! before there is a buffer. Round trips of `epoxide_testing` compare the sums.
 
+use epoxide::driver::DevicePtr;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency;
 use epoxide::throughput::{CombineRequest, Counts, DispatchRequest};
@@ -13,7 +14,7 @@ use epoxide_testing::roundtrip::Case;
 
 use crate::shapes::routing;
 use crate::spread::Spread;
-use crate::valid::{RANKS, TOKENS, refused, setup, tensor, then_dispatch, typed};
+use crate::valid::{EXPERTS, RANKS, TOKENS, Valid, refused, setup, tensor, then_dispatch, typed};
 
 /// A tensor in memory of another, from a byte on.
 fn within<'a>(other: &'a Tensor<'a>, bytes: u64, dtype: DType, shape: &[u64]) -> Tensor<'a> {
@@ -63,6 +64,35 @@ fn sums_of_high_throughput_go_to_tensors_that_fit() {
         );
         Ok(())
     });
+}
+
+/// Frameworks give empty tensors a null address. Across nodes the rank sums the weights of tokens
+/// that it relays.
+#[test]
+fn a_rank_without_tokens_may_have_sums_of_weights_at_a_null_address() {
+    for spread in [Spread::OneNode, Spread::SeveralNodes] {
+        setup(spread).run(|rank| {
+            let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
+            let no_ids = TypedTensor::<i64>::from_host(&rank.stream, &[0, 2], &[])?;
+            let (no_layout, no_x) = (rank.layout(&no_ids, EXPERTS)?, tensor(rank, DType::Bf16, &[0, 8]));
+            // SAFETY: there is no element.
+            let no_weights = unsafe { TypedTensor::<f32>::from_raw(DevicePtr(0), &[0, 2]) };
+            let out = tensor(rank, DType::Bf16, &[if rank.rank == 0 { 0 } else { TOKENS }, 8]);
+            let sums: TypedTensor<'_, f32> = typed(rank, &[TOKENS, 2]);
+            let (request, sums_at) = match rank.rank {
+                0 => (DispatchRequest::new(&no_x, &no_layout).topk_weights(&no_weights), &no_weights),
+                _ => (valid.request(), &sums),
+            };
+            let received = rank.dispatch(&mut place, request)?;
+            let weights = received.recv_topk_weights.as_ref().expect("weights travel");
+            let request = CombineRequest::new(&received.recv_x, &received.handle).topk_weights(weights);
+            rank.combine_into(request, &out, Some(sums_at))?;
+            if rank.rank == 1 {
+                rank.equal("weights", &sums.values(&rank.stream)?, &[1.0, 2.0].repeat(TOKENS as usize));
+            }
+            rank.outcome()
+        });
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use epoxide::driver::{DevicePtr, Event, Stream};
 use epoxide::internal::{VirtualTime, as_member};
 use epoxide::throughput::{
-    CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchRequest, Place, Step,
+    CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchRequest, Place, Step,
 };
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor};
@@ -14,6 +14,8 @@ use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names, keep, run_ranks};
 use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
+
+use half::f16;
 
 use crate::gate::Gate;
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, check_rows, check_sums, echo, echo_on};
@@ -71,6 +73,16 @@ pub fn status(stream: &Stream, ptr: DevicePtr) -> Result<i64> {
     // and is live until it has been read.
     unsafe { stream.copy(copy.ptr(), ptr, 8)? };
     Ok(copy.to_host::<i64>(stream)?[0])
+}
+
+/// The rows of a tensor as a kernel behind what `stream` has in flight finds them, whether or not
+/// the operation that fills it has failed.
+pub fn found(stream: &Stream, tensor: &Tensor<'_>) -> Result<Vec<Vec<u8>>> {
+    let row_bytes = tensor.columns() * tensor.dtype().size();
+    // SAFETY: the tensor is live, and `bare` is read before it is dropped.
+    let bare = unsafe { Tensor::from_raw(tensor.ptr(), DType::U8, &[tensor.rows(), tensor.row_stride()]) };
+    let bytes = bare.to_host::<u8>(stream)?;
+    Ok(bytes.chunks(tensor.row_stride() as usize).map(|row| row[..row_bytes as usize].to_vec()).collect())
 }
 
 /// Whether a row is what a combine leaves that failed.
@@ -383,11 +395,12 @@ fn the_plans_of_steps_that_failed_are_told_of() {
     });
 }
 
-/// The sums of one rank would lack rows of another.
+/// The sums of one rank would lack rows of another: it has none, and no peer takes old rows for them.
 #[test]
 fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
     let [turn] = turns();
-    for (nodes, in_pool) in SPREADS.into_iter().flat_map(|nodes| [(nodes, false), (nodes, true)]) {
+    let ways = [(DType::Bf16, false), (DType::F16, false), (DType::Bf16, true)];
+    for (nodes, (dtype, in_pool)) in SPREADS.into_iter().flat_map(|nodes| ways.map(|way| (nodes, way))) {
         let mut setup = setup().nodes(nodes);
         setup.fields().timeout = Duration::from_millis(200);
         setup.run(|rank| {
@@ -399,22 +412,145 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
             let handle = output.handle.clone();
             drop(output);
             let back = if in_pool {
-                let rows = place.combine_rows(DType::Bf16, given.into(), HIDDEN as u64)?;
+                let rows = place.combine_rows(dtype, given.into(), HIDDEN as u64)?;
                 rank.combine(CombineRequest::new(&rows, &handle))?
             } else {
-                let rows = tensor(rank, DType::Bf16, &[given.into(), HIDDEN as u64]);
+                let rows = tensor(rank, dtype, &[given.into(), HIDDEN as u64]);
                 rank.combine(CombineRequest::new(&rows, &handle))?
             };
-            let read = back.combined_x.to_host::<u16>(&stream).map(drop);
+            let read = match dtype {
+                DType::F16 => back.combined_x.to_host::<f16>(&stream).map(drop),
+                _ => back.combined_x.to_host::<u16>(&stream).map(drop),
+            };
             if rank.rank == 1 {
                 refused(read, &[&format!("{received} rows came, and it was given {given};")]);
             } else {
                 assert!(matches!(read, Err(Error::PeerTimeout { peer: 1, .. })), "{read:?}");
             }
+            let routing = &turn.routing;
+            let waits = |token: &u32| {
+                let ids = &routing.topk_idx[rank.rank as usize][*token as usize];
+                ids.iter().any(|id| (0..i64::from(routing.num_experts)).contains(id))
+            };
+            let tokens: Vec<u32> = (0..handle.num_tokens()).filter(waits).collect();
+            let sums = found(&stream, &back.combined_x)?;
+            for token in &tokens {
+                let sum = &sums[*token as usize];
+                assert!(is_nan(sum), "rank {}, token {token} of {dtype}: {sum:?}", rank.rank);
+            }
             assert!(rank.buffer.check().is_err());
             Ok(())
         });
     }
+}
+
+/// A rank that gave up a combine may have peers that still gather its rows: a later combine that was
+/// enqueued behind it copies none over them.
+#[test]
+fn rows_of_a_combine_that_expired_stay_for_peers() {
+    let [turn] = turns();
+    for (nodes, dtype) in SPREADS.into_iter().flat_map(|nodes| [(nodes, DType::Bf16), (nodes, DType::F16)]) {
+        let mut setup = setup().nodes(nodes);
+        setup.fields().timeout = Duration::from_millis(200);
+        setup.run(|rank| {
+            let stream = rank.stream.clone();
+            let (inputs, mut place) = turn.begin(rank)?;
+            let handle = inputs.dispatch_exact(rank, &mut place)?.handle;
+            rank.synchronize()?;
+            if rank.rank == 0 {
+                return rank.group.barrier(PATIENCE);
+            }
+            let of = |byte: u8| {
+                let rows = handle.num_recv_tokens(&stream)? as usize;
+                rank.upload_rows(dtype, HIDDEN as u64, &vec![vec![byte; ROW as usize]; rows])
+            };
+            let [first, second] = [of(1)?, of(2)?];
+            for rows in [&first, &second] {
+                drop(rank.combine(CombineRequest::new(rows, &handle))?);
+            }
+            let expired = rank.outcome();
+            assert!(matches!(expired, Err(Error::PeerTimeout { peer: 0, .. })), "{expired:?}");
+            let rows = place.combine_rows(dtype, first.rows(), HIDDEN as u64)?;
+            assert_eq!(found(&stream, rows.tensor())?, vec![vec![1; ROW as usize]; first.rows() as usize]);
+            rank.group.barrier(PATIENCE)
+        });
+    }
+}
+
+/// Kernels of a captured step read the counts in place of the host.
+#[test]
+fn a_plan_that_failed_has_no_rows_on_the_device() {
+    in_both_spreads(|rank, turn, inputs, place| {
+        let layout = inputs.layout(rank)?;
+        let request = DispatchRequest::new(&inputs.x, &layout);
+        // The tables of the failing ones lie where those of this one lay.
+        drop(rank.dispatch(place, request)?);
+        let most = turn.plans.iter().map(|plan| plan.num_recv_tokens).max().unwrap_or(0);
+        let counts = Counts::OnDevice { capacity: u64::from(most) - 1 };
+        let handle = rank.dispatch(place, request.counts(counts))?.handle;
+        has_no_rows(rank, &handle)
+    });
+}
+
+/// Checks that the plan of a dispatch failed, and that its counts on the device are zeros.
+pub fn has_no_rows(rank: &mut Rank, handle: &DispatchHandle) -> Result<()> {
+    let stream = rank.stream.clone();
+    let told = rank.buffer.check_dispatch(handle, &stream);
+    assert!(matches!(told, Err(Error::Capacity { .. })), "{told:?}");
+    let mut tables = vec![
+        ("num_recv_tokens", handle.num_recv_tokens_on_device()),
+        ("num_recv_tokens_per_expert", handle.num_recv_tokens_per_expert()),
+    ];
+    if let Some(rows) = handle.by_expert() {
+        tables.extend([("counts", rows.counts()), ("starts", rows.starts()), ("psum", rows.psum())]);
+    }
+    for (name, table) in tables {
+        let entries = found(&stream, &table)?.concat();
+        assert!(!entries.is_empty() && entries.iter().all(|&byte| byte == 0), "{name}: {entries:?}");
+    }
+    assert!(rank.buffer.check().is_err());
+    Ok(())
+}
+
+/// The rows of an outstanding combine must stay, whoever launches meanwhile.
+#[test]
+fn no_step_runs_between_the_halves_of_an_operation() {
+    in_both_spreads(|rank, turn, inputs, place| {
+        if rank.buffer.num_nodes() > 1 {
+            return Ok(());
+        }
+        let stream = rank.stream.clone();
+        let order = StreamOrder::on(&stream);
+        let step = captured_echo(rank, place, inputs)?;
+        let output = inputs.dispatch_exact(rank, place)?;
+        let pending = rank.buffer.combine_send(CombineRequest::new(&output.recv_x, &output.handle), order)?;
+        refused(step.launch(&stream), &["combine", "what it brings was not received"]);
+        let back = pending.receive(order)?;
+        check_sums(rank, "combined_x", &back, turn)?;
+        drop(output);
+        step.launch(&stream)?;
+        check_sums(rank, "combined_x", step.output(), turn)
+    });
+}
+
+/// A step that copies a tensor's rows into the pool.
+#[test]
+fn no_step_overwrites_combine_rows_that_are_given_out() {
+    in_both_spreads(|rank, turn, inputs, place| {
+        let stream = rank.stream.clone();
+        let output = inputs.dispatch_exact(rank, place)?;
+        let x = rank.upload_rows(DType::Bf16, HIDDEN as u64, &rank.row_bytes(&output.recv_x)?)?;
+        let handle = output.handle.clone();
+        drop(output);
+        let step = rank
+            .buffer
+            .capture(&stream, |buffer, order| buffer.combine(CombineRequest::new(&x, &handle), order))?;
+        let rows = place.combine_rows(DType::Bf16, x.rows(), HIDDEN as u64)?;
+        refused(step.launch(&stream), &["place = 0", "its combine rows are given out"]);
+        drop(rows);
+        step.launch(&stream)?;
+        check_sums(rank, "combined_x", step.output(), turn)
+    });
 }
 
 /// A read on a stream that has not waited for the operation.

@@ -120,6 +120,7 @@ impl Plan {
         let lists = words(&vec![UNTOUCHED as u64; list_words]);
         let (counts, starts, ends) =
             (untouched(experts as u64), untouched(experts as u64 + 1), untouched(experts as u64 + 1));
+        let selections = untouched(experts as u64);
         let pool = PoolLayout {
             messages: MESSAGES,
             recv_x: 0,
@@ -154,6 +155,7 @@ impl Plan {
             expert_counts: counts.ptr(),
             expert_starts: starts.ptr(),
             psum_expert: ends.ptr(),
+            num_recv_tokens_per_expert: selections.ptr(),
             host: DevicePtr::NULL,
             tag: 0,
             num_tokens,

@@ -227,9 +227,17 @@ pub unsafe fn plan_by_expert(args: ExpertPlanArgs) {
 /// calls it.
 ///
 /// # Safety
-/// Both headers are live.
+/// Both headers and the counts are live; a barrier is behind all counts that others wrote.
 #[device]
 pub unsafe fn answer(args: &ExpertPlanArgs, verdict: Verdict, rows: u32, epoch: u64) {
+    verdict.clear_unless_ready(args.num_recv_tokens_per_expert, args.local_experts);
+    let (counts, experts) = (args.expert_counts.array::<u32>(), args.local_experts);
+    let (starts, psum) = (args.expert_starts.array::<u32>(), args.psum_expert.array::<u32>());
+    stride!(at in 0..if verdict.is_ready() { 0 } else { experts + 1 } => {
+        counts.st(at.min(experts - 1), 0);
+        starts.st(at, 0);
+        psum.st(at, 0);
+    });
     verdict.write(args.header.0, rows, epoch);
     if !args.host.is_null() {
         verdict.write(args.host.0, rows, epoch);

@@ -125,6 +125,12 @@ impl ReadyEntry {
         ReadyEntry { status: PlanStatus::Empty as u32, plan: epoch as u32, abort }
     }
 
+    /// Whether a wait of this rank had expired before.
+    #[device]
+    pub fn has_given_up(&self) -> bool {
+        self.abort != 0
+    }
+
     /// Whether rows have places.
     #[device]
     pub fn is_planned(&self) -> bool {
@@ -231,7 +237,7 @@ pub unsafe fn wait_ranks_ready<const MANY: bool>(
 ) -> bool {
     let lane = laneid();
     if tid() / 32 == ntid() / 32 - 1 {
-        let mut has_entered = entry.abort == 0;
+        let mut has_entered = !entry.has_given_up();
         of_lane!(MANY, comm, lane, rank => {
             let word = pool_at::<MANY>(comm, comm.rank) + ready_offset(rank);
             has_entered &= wait_entered(comm, word, ready, rank, epoch, what);

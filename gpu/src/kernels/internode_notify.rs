@@ -440,6 +440,7 @@ impl<'a> Exchange<'a> {
         let word_of = |index: u32| ld_shared_u32(word(VERDICT + index));
         let (peer, detail) = (word_of(1), word_of(2));
         let verdict = Verdict { status, peer, detail, theirs: word_of(3), ours: word_of(4) };
+        verdict.clear_unless_ready(args.num_recv_tokens_per_expert, self.local_experts);
         let write = |to: u64| {
             verdict.write(to, received, self.epoch);
             st_u32(to + offset_of!(PlanHeader, num_rdma_recv_tokens) as u64, relayed);

@@ -576,6 +576,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
         if aborted(comm) {
             verdict.status = PlanStatus::Timeout as u32;
         }
+        verdict.clear_unless_ready(args.num_recv_tokens_per_expert, self.local_experts);
         verdict.write(args.header.0, received, epoch);
         if args.host.is_null() {
             verdict.report(comm, received, epoch);

@@ -161,8 +161,18 @@ impl<'a> PeerWait<'a> {
     /// `local` is live.
     #[device]
     pub unsafe fn record(&self, needed: u64, seen: u64) {
+        self.record_behind(self.epoch, needed, seen);
+    }
+
+    /// The same, where the rank enters no operation behind `last`, which is this one or the one
+    /// before.
+    ///
+    /// # Safety
+    /// As [`Self::record`].
+    #[device]
+    pub unsafe fn record_behind(&self, last: u64, needed: u64, seen: u64) {
         self.note_late();
-        if atom_acq_rel_gpu_cas_u32(self.comm.local.0 + LOCAL_ABORT, 0, abort_mark(self.epoch)) != 0 {
+        if atom_acq_rel_gpu_cas_u32(self.comm.local.0 + LOCAL_ABORT, 0, abort_mark(last)) != 0 {
             return;
         }
         self.note(needed, seen);

@@ -44,20 +44,41 @@ impl Verdict {
         status == PlanStatus::Ready as u32 || status == PlanStatus::Capacity as u32
     }
 
-    /// Writes it to the [`PlanHeader`] at `header`, with the rows that this rank receives and the
-    /// dispatch's epoch: all words but the tag and the relayed tokens.
+    /// Whether rows move by it.
+    #[device]
+    pub fn is_ready(&self) -> bool {
+        self.status == PlanStatus::Ready as u32
+    }
+
+    /// Writes it to the [`PlanHeader`] at `header`, with the dispatch's epoch and the rows that this
+    /// rank receives, none unless it is ready: all words but the tag and the relayed tokens.
     ///
     /// # Safety
     /// The `PlanHeader` is live.
     #[device]
     pub unsafe fn write(&self, header: u64, rows: u32, epoch: u64) {
         st_u32(field!(header, PlanHeader.status), self.status);
-        st_u32(field!(header, PlanHeader.num_recv_tokens), rows);
+        st_u32(field!(header, PlanHeader.num_recv_tokens), if self.is_ready() { rows } else { 0 });
         st_u32(field!(header, PlanHeader.peer), self.peer);
         st_u32(field!(header, PlanHeader.detail), self.detail);
         st_u32(field!(header, PlanHeader.theirs), self.theirs);
         st_u32(field!(header, PlanHeader.ours), self.ours);
         st_u32(field!(header, PlanHeader.epoch), epoch as u32);
+    }
+
+    /// Writes zeros over `len` counts unless it is ready: kernels of a caller that read them in place
+    /// of the host, such as a grouped GEMM in a captured step, then have no rows. One thread calls
+    /// it.
+    ///
+    /// # Safety
+    /// The counts are live, and a barrier is behind all that others wrote there.
+    #[device]
+    pub unsafe fn clear_unless_ready(&self, counts: DevicePtr, len: u32) {
+        if !self.is_ready() {
+            stride!(at in 0..len => {
+                counts.array::<u32>().st(at, 0);
+            });
+        }
     }
 
     /// Reports a plan that is not ready to the host, which does not wait for this dispatch. A wait
@@ -68,7 +89,7 @@ impl Verdict {
     /// is its only writer.
     #[device]
     pub unsafe fn report(&self, comm: &Comm, rows: u32, epoch: u64) {
-        if self.status == PlanStatus::Ready as u32 || self.status == PlanStatus::Timeout as u32 {
+        if self.is_ready() || self.status == PlanStatus::Timeout as u32 {
             return;
         }
         let record = comm.status.0 + size_of::<Status>() as u64;

@@ -212,6 +212,8 @@ pub struct ExpertPlanArgs {
     /// Out: u32 `[local_experts + 1]`, the row behind each expert's last; behind them, rows of all
     /// segments.
     pub psum_expert: DevicePtr,
+    /// Of notify: u32 `[local_experts]`. Out, zeros, where the plan fails.
+    pub num_recv_tokens_per_expert: DevicePtr,
     /// Out, mapped host memory or null: [`super::PlanHeader`].
     pub host: DevicePtr,
     /// Stored in the host header's `tag` when all of it is written.
@@ -230,7 +232,7 @@ pub struct ExpertPlanArgs {
     pub reserved: u32,
 }
 
-layout_assert!(ExpertPlanArgs, size = 312, reserved at 308);
+layout_assert!(ExpertPlanArgs, size = 320, reserved at 316);
 
 /// Arguments of `dispatch`.
 #[kernel_args(requires(
@@ -339,9 +341,13 @@ pub struct StageArgs {
     pub row_bytes: u32,
     /// Entries per row.
     pub num_topk: u32,
+    /// 1 where peers read the copies. Nothing is copied then once a wait of this rank has expired.
+    pub is_for_peers: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-layout_assert!(StageArgs, size = 272, num_topk at 268);
+layout_assert!(StageArgs, size = 280, reserved at 276);
 
 /// Arguments of `stage_by_expert`.
 #[kernel_args(requires(self.local_experts >= 1))]

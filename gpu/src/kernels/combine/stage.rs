@@ -2,9 +2,10 @@
 //!
 //! Soundness: the kernel reads tensors of the caller that are not written meanwhile. It writes the
 //! own combine rows, which no peer reads between the end of the last combine and this rank's ready
-//! word for the next. A row has one warp.
+//! word for the next. Behind an expired wait a peer may still read them, and nothing is copied. A
+//! row has one warp.
 
-use crate::kernels::epoch::current_epoch;
+use crate::kernels::epoch::{aborted, current_epoch};
 use crate::kernels::peer_wait::PeerWait;
 use crate::kernels::segments::Segments;
 use crate::layout::{Comm, ExpertStageArgs, PlanHeader, PlanStatus, StageArgs, Wait, row_stride};
@@ -15,14 +16,7 @@ use crate::simt::*;
 #[kernel(threads = 512, registers = 64, dependent, block >= 32)]
 pub unsafe fn stage_combine(args: StageArgs) {
     let (lane, warps) = (laneid(), ntid() / 32);
-    if ld_u32(field!(args.header.0, PlanHeader.status)) != PlanStatus::Ready as u32 {
-        return;
-    }
-    let (rows, given) = (rows_of_plan(args.header.0), args.num_rows as u32);
-    if rows > given {
-        note_missing(&args.comm, rows, given, current_epoch(&args.comm));
-        return;
-    }
+    let Some(rows) = rows_to_copy(&args) else { return };
     stride!(row in ctaid() * warps + tid() / 32..rows, nctaid() * warps => {
         if !args.x.is_null() {
             let from = args.x.row(row, args.x_stride);
@@ -41,15 +35,7 @@ pub unsafe fn stage_combine(args: StageArgs) {
 #[kernel(threads = 512, registers = 64, dependent, block >= 32, requires(..StageArgs(args.stage)))]
 pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     let stage = &args.stage;
-    if ld_u32(field!(stage.header.0, PlanHeader.status)) != PlanStatus::Ready as u32 {
-        return;
-    }
-    let (rows, given) = (rows_of_plan(stage.header.0), stage.num_rows as u32);
-    if rows > given {
-        note_missing(&stage.comm, rows, given, current_epoch(&stage.comm));
-        return;
-    }
-    if stage.x.is_null() {
+    if rows_to_copy(stage).is_none() || stage.x.is_null() {
         return;
     }
     let (mut number, step) = (tid() / 32 * nctaid() + ctaid(), nctaid() * (ntid() / 32));
@@ -72,6 +58,31 @@ pub unsafe fn stage_by_expert(args: ExpertStageArgs) {
     });
 }
 
+/// How many rows are to be copied; `None` where there are none: the plan has failed, the tensors
+/// have fewer rows than came, or the rank has given up what the rows are for. All threads of a block
+/// call it.
+///
+/// Where rows are missing, the rank does not enter the combine behind this kernel: peers would sum
+/// the pool's old rows.
+///
+/// # Safety
+/// The header is live, and an earlier kernel of the stream wrote it.
+#[device]
+unsafe fn rows_to_copy(args: &StageArgs) -> Option<u32> {
+    let status = ld_u32(field!(args.header.0, PlanHeader.status));
+    let (rows, given) = (rows_of_plan(args.header.0), args.num_rows as u32);
+    let gave_up = (args.is_for_peers != 0) & aborted(&args.comm);
+    if (status != PlanStatus::Ready as u32) | gave_up {
+        return None;
+    }
+    if rows > given {
+        let epoch = current_epoch(&args.comm);
+        note_missing(&args.comm, (rows, given), epoch, epoch - 1);
+        return None;
+    }
+    Some(rows)
+}
+
 /// How many rows came, by the plan at `header`.
 ///
 /// # Safety
@@ -81,13 +92,14 @@ pub(super) unsafe fn rows_of_plan(header: u64) -> u32 {
     ld_u32(field!(header, PlanHeader.num_recv_tokens))
 }
 
-/// Records that the caller's tensors have fewer rows than came. This rank then does not end the
-/// combine, nor do its peers, whose sums would lack the rows. All threads of a block call it.
+/// Records that of the rows that `came` the caller's tensors have fewer, `given`, for the combine
+/// `epoch`. The rank enters no operation behind `last`. Neither it nor its peers end the combine
+/// then. All threads of a block call it.
 #[device]
-pub(super) unsafe fn note_missing(comm: &Comm, came: u32, given: u32, epoch: u64) {
+pub(super) unsafe fn note_missing(comm: &Comm, (came, given): (u32, u32), epoch: u64, last: u64) {
     if tid() == 0 {
         let failure = PeerWait::new(comm, comm.rank, epoch, Wait::MissingRows);
-        failure.record(came as u64, given as u64);
+        failure.record_behind(last, came as u64, given as u64);
     }
 }
 

@@ -67,8 +67,9 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
     let planned = entry.is_planned();
     if turn < args.stagers {
         trace(comm, Phase::Ready);
-        // Where rows are missing, nothing is staged for peers to wait for.
-        if planned && came <= args.num_rows {
+        // Where rows are missing, nothing is staged for peers to wait for. Behind an expired wait a
+        // peer may still read the rows of the combine before.
+        if planned && came <= args.num_rows && !entry.has_given_up() {
             stage::<MANY>(args, turn, epoch);
         }
     } else {
@@ -94,7 +95,7 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
         }
     }
     if planned && came > args.num_rows && turn == 0 {
-        note_missing(comm, came, args.num_rows, epoch);
+        note_missing(comm, (came, args.num_rows), epoch, epoch);
     }
     // A wait that expired, in whichever warp, keeps the block from saying that it has done its
     // part.

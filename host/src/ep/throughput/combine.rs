@@ -435,6 +435,8 @@ impl Buffer {
             num_rows: given.min(comm.pool.rows),
             row_bytes,
             num_topk,
+            is_for_peers: 1,
+            reserved: 0,
         };
         // Where the call has a bound, half of its blocks copy and half gather.
         let stagers = request.num_sms.filter(|_| is_staged).map(|num_sms| num_sms / 2);
@@ -443,7 +445,13 @@ impl Buffer {
         let args = CombineArgs {
             comm,
             combined_x: x_at,
-            combined_weights: if num_topk == 0 { null } else { weights_at },
+            // Null stands for none, and a rank without tokens may give a null tensor. It sums the
+            // weights of tokens that it relays, and stores none here.
+            combined_weights: match (num_topk, weights_at) {
+                (0, _) => null,
+                (_, DevicePtr::NULL) => handle.tables.header,
+                (_, at) => at,
+            },
             send_row: match handle.tables.routing {
                 Spread::OneNode(_, tables) => tables.send_row,
                 Spread::SeveralNodes(_, tables) => {
@@ -518,6 +526,10 @@ impl Buffer {
         self.run(order, capturing, Some("combine"), launch.uses.iter().cloned(), |buffer, stream| {
             let row_bytes = launch.args.row_bytes.into();
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
+            if !launch.stage.x.is_null() {
+                let place = buffer.core.places()[launch.handle.place as usize].clone();
+                buffer.core.overwrites(place);
+            }
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them. The last combine ended when
             // every peer had gathered, so the rows may be written.

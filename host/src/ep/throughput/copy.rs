@@ -109,6 +109,8 @@ impl Buffer {
             num_rows: rows,
             row_bytes: out.row_bytes() as u32,
             num_topk: 0,
+            is_for_peers: 0,
+            reserved: 0,
         };
         let from = place.at(place.room().layout.recv_topk_weights);
         let uses = owners([Some(out), out_topk_weights.map(|it| &**it)]).into_iter();

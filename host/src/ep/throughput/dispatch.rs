@@ -53,7 +53,7 @@ pub enum Counts {
     Exact,
     /// The host does not wait: outputs have `capacity` rows, the count stays on the device. Can be
     /// captured in a graph. The same on every rank; a dispatch that needs more rows moves none, on
-    /// any rank.
+    /// any rank. Wherever the plan of a dispatch fails, its counts on the device are zeros.
     OnDevice {
         /// Rows of the outputs, at most [`Buffer::capacity`].
         capacity: u64,
@@ -457,17 +457,15 @@ impl Buffer {
                 if let Some(waits) = &end.waits {
                     buffer.enter(stream, waits, DevicePtr::NULL, true)?;
                 }
-                let counted =
-                    buffer.launch_notify(stream, &counts, &payload, place, &tables).and_then(|()| {
-                        if !counts.by_expert {
-                            return Ok(());
-                        }
-                        buffer.launch_expert_plan(stream, &counts, place, &tables)
-                    });
+                let counted = buffer.launch_notify(stream, &counts, &payload, place, &tables);
                 // Peers have this rank's entry, or its counts, and wait for rows that are never
                 // sent.
                 let is_awaited = end.waits.is_some() || counted.is_ok();
-                let launched = counted
+                let planned = counted.and_then(|()| match counts.by_expert {
+                    true => buffer.launch_expert_plan(stream, &counts, place, &tables),
+                    false => Ok(()),
+                });
+                let launched = planned
                     .and_then(|()| source.quantise(stream, &buffer.kernels.quantise_rows, num_sms))
                     .and_then(|()| buffer.launch_dispatch(stream, rows, (ring, num_sms), &tables, &mut end));
                 if let (Err(error), false, true) = (&launched, capturing, is_awaited) {
@@ -954,6 +952,7 @@ impl Buffer {
             expert_counts: at.expert_counts,
             expert_starts: at.expert_starts,
             psum_expert: at.psum_expert,
+            num_recv_tokens_per_expert: tables.num_recv_tokens_per_expert,
             host: counts.host,
             tag: counts.tag,
             num_tokens,
