@@ -714,21 +714,7 @@ impl<'a> Parser<'a> {
                 self.at += 1;
                 Operand::Not(self.word("a predicate register")?.to_string())
             }
-            Tok::Punct('{') => {
-                self.at += 1;
-                let mut items = vec![];
-                while !self.eat('}') {
-                    if self.peek().tok == Tok::Punct('{') {
-                        return self.unexpected("an element of a vector");
-                    }
-                    items.push(self.operand()?.0);
-                    if !self.eat(',') {
-                        self.expect('}')?;
-                        break;
-                    }
-                }
-                Operand::Vector(items)
-            }
+            Tok::Punct('{') => Operand::Vector(self.vector()?),
             Tok::Punct('[') => {
                 self.at += 1;
                 let base = self.simple()?;
@@ -736,10 +722,10 @@ impl<'a> Parser<'a> {
                 let mut coordinates = None;
                 while self.peek().tok != Tok::Punct(']') {
                     if coordinates.is_none() && self.eat(',') {
-                        let (Operand::Vector(list), _) = self.operand()? else {
+                        if self.peek().tok != Tok::Punct('{') {
                             return self.unexpected("coordinates in braces");
-                        };
-                        coordinates = Some(list);
+                        }
+                        coordinates = Some(self.vector()?);
                         continue;
                     }
                     let negative = if self.eat('+') {
@@ -766,6 +752,23 @@ impl<'a> Parser<'a> {
             return Ok((Operand::Pair(Box::new(op), Box::new(second)), self.since(pos)));
         }
         Ok((op, self.since(pos)))
+    }
+
+    /// `{a, b, ..}`. Its elements are names and numbers, so that a short text cannot nest lists.
+    fn vector(&mut self) -> Result<Vec<Operand>, PtxError> {
+        self.expect('{')?;
+        let mut items = vec![];
+        while !self.eat('}') {
+            if matches!(self.peek().tok, Tok::Punct(c) if c != '-') {
+                return self.unexpected("an element of a vector");
+            }
+            items.push(self.simple()?);
+            if !self.eat(',') {
+                self.expect('}')?;
+                break;
+            }
+        }
+        Ok(items)
     }
 
     fn simple(&mut self) -> Result<Operand, PtxError> {

@@ -381,6 +381,9 @@ fn modules_that_are_too_large_are_rejected() {
         (kernel(huge), "too large"),
         (kernel(&huge.replace("local", "shared")), "too large"),
         (kernel(&format!("mov.b64 %rd1, {};", "{".repeat(1_000_000))), "vector"),
+        (kernel(&format!("mov.b64 %rd1, {};", "[a,".repeat(1_000_000))), "coordinates in braces"),
+        (kernel(&format!("mov.b64 %rd1, {};", "[a,{".repeat(1_000_000))), "vector"),
+        (kernel(&format!("mov.b64 %rd1, {};", "{[a,".repeat(1_000_000))), "vector"),
     ] {
         let error = Module::parse(&text).unwrap_err().to_string();
         assert!(error.contains(what), "{what}: {}", &error[..error.len().min(300)]);
