@@ -10,6 +10,12 @@ use super::state::{self, Binding, Call, Lower, Lowered, describe};
 use crate::ir::{Access, Addr, File, GUARD_NOT, Init, NO_GUARD, Op, SINK, Scope, Sem, Space};
 use crate::ptx::{Operand, Param, Span};
 
+/// Most statements that calls put in their places in one kernel, and most instructions that they
+/// become.
+const MAX_INLINED: usize = 1 << 18;
+/// Most functions that are inlined in each other. The lowering recurses as deep.
+const MAX_DEPTH: usize = 256;
+
 /// `call {(results),} name {, (arguments)}`
 pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     l.count(ops, 1..=4)?;
@@ -42,12 +48,19 @@ pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
         }
         return Err((pos, format!("function '{name}' is defined elsewhere")));
     };
-    // Functions that call others twice grow without bounds.
-    if l.code.len() > 1 << 18 {
-        return Err((pos, "too many calls: they make the kernel too large".to_string()));
-    }
     if l.calls.iter().any(|c| c.name == *name) {
         return Err((pos, format!("'{name}' calls itself, which is not supported")));
+    }
+    if l.calls.len() == MAX_DEPTH {
+        let rule = format!("calls are inlined, at most {MAX_DEPTH} functions deep");
+        return Err((pos, format!("the call of '{name}' is nested too deeply: {rule}")));
+    }
+    // Functions that call others twice grow without bounds. The call itself counts too, since a
+    // body may be empty.
+    l.inlined += body.len() + 1;
+    if l.inlined.max(l.code.len()) > MAX_INLINED {
+        let rule = format!("calls are inlined, up to {MAX_INLINED} statements and instructions");
+        return Err((pos, format!("the call of '{name}' makes the kernel too large: {rule}")));
     }
 
     let mut inside = state::Scope::default();

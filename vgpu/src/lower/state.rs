@@ -74,6 +74,8 @@ pub(crate) struct Lower<'a> {
     pub(super) sigs: Vec<Vec<Sig>>,
     pub(super) origins: Vec<Origin>,
     pub(super) tables: Vec<Vec<u32>>,
+    /// Statements of functions that were inlined so far, and the calls themselves.
+    pub(super) inlined: usize,
     pub(super) operands: Operands,
     pub(super) register_checks: Vec<RegisterCheck>,
     /// Instructions that copy one register to another, in order.
@@ -119,6 +121,7 @@ impl<'a> Lower<'a> {
             moves: vec![],
             // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
             slots: [1, 1, CARRY + 1],
+            inlined: 0,
             declared: vec![],
             inits: vec![],
             constants: HashMap::new(),

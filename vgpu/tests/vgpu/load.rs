@@ -174,10 +174,32 @@ fn calls_that_cannot_be_inlined_are_refused() {
         let e = refuse(body);
         assert!(e.message.contains(what), "{body}: {e}");
     }
-    // Functions that double in size with every one of them.
-    let mut many = String::from(".func f0() { ret; }\n");
-    (1..40).for_each(|i| many += &format!(".func f{i}() {{ call f{0}; call f{0}; ret; }}\n", i - 1));
-    assert!(Module::parse(&with_functions(&many, "call f39;")).unwrap_err().message.contains("too large"));
+}
+
+/// Calls are inlined, so a short text must not make a kernel without end.
+#[test]
+fn calls_are_inlined_up_to_a_limit() {
+    let chain = |functions: usize, innermost: &str, body: &dyn Fn(usize) -> String| {
+        let rest = (1..functions).map(|i| format!(".func f{i}() {{ {} }}\n", body(i - 1)));
+        let functions: String =
+            std::iter::once(format!(".func f0() {{ {innermost} }}\n")).chain(rest).collect();
+        move |outermost: usize| with_functions(&functions, &format!("call f{outermost};"))
+    };
+    let error = |text: &str| Module::parse(text).unwrap_err().message;
+    // Functions that double in size with every one of them, with and without instructions.
+    for innermost in ["ret;", ""] {
+        let doubling = chain(64, innermost, &|callee| format!("call f{callee}; call f{callee};"));
+        let message = error(&doubling(63));
+        assert!(message.contains("makes the kernel too large") && message.contains("262144"), "{message}");
+        assert!(!Module::refusals(&doubling(63)).is_empty());
+        Module::parse(&doubling(10)).unwrap();
+    }
+    let long = chain(50_000, "ret;", &|callee| format!("call f{callee}; ret;"));
+    let message = error(&long(49_999));
+    assert!(message.contains("the call of 'f49743' is nested too deeply"), "{message}");
+    assert!(message.contains("256"), "{message}");
+    Module::parse(&long(255)).unwrap();
+    assert!(error(&long(256)).contains("'f0'"));
 }
 
 /// Programs have such calls in kernels that never come to them, as Taichi's runtime module does.
