@@ -7,7 +7,7 @@ use super::types::{Mods, Ty};
 use crate::compiled::native::{Compared, Logic, Native, Width};
 use crate::exec::lanes::{Combine, Spec, op_pred, op1, op2, op3};
 use crate::float::flush_f16;
-use crate::ir::{File, Init, SINK};
+use crate::ir::{File, GUARD_NOT, Init, SINK};
 use crate::ptx::{Operand, Span};
 
 const COMPARISONS: &[&str] = &[
@@ -83,8 +83,8 @@ impl Compare {
         }
         let (a, b) = (l.source_of::<u32>(&ops[1])?, l.source_of::<u32>(&ops[2])?);
         // A result may be the predicate that the other half is combined with.
-        let low = l.slot(File::Pred);
-        for (p, half) in [(low, 0), (to[1], 1)] {
+        let results = [l.slot(File::Pred), l.slot(File::Pred)];
+        for (half, p) in results.into_iter().enumerate() {
             let part = if half == 0 { op1(|v: u32| v as u16) } else { op1(|v: u32| (v >> 16) as u16) };
             let [a, b] = [a, b].map(|v| {
                 let d = l.slot(File::R32);
@@ -94,7 +94,11 @@ impl Compare {
             one(l, p, SINK, a, b);
         }
         let copy = op_pred(|a, _| a).compiled_as(Native::Logic(Logic::Move));
-        l.push_spec(&copy, [to[0], low, low, 0, 0, 0]);
+        // A result that is the guard comes last.
+        let first = usize::from(l.guard & !GUARD_NOT == to[0]);
+        for half in [first, 1 - first] {
+            l.push_spec(&copy, [to[half], results[half], results[half], 0, 0, 0]);
+        }
         Ok(())
     }
 

@@ -40,9 +40,10 @@ pub(super) fn lop3(m: &mut Mods) -> Result<Emit, String> {
         let (d, p) = (l.dest_of::<u32>(&d)?, l.dest_of::<bool>(&p)?);
         s[0] = l.slot(File::R32);
         l.push_alu(logic.f, s, logic.sig);
-        l.push_alu(combine.f, [p, s[0], q, 0, 0, 0], combine.sig);
         let copy = op1(|v: u32| v);
         l.push_alu(copy.f, [d, s[0], s[0], 0, 0, 0], copy.sig);
+        // Last, since it may be the guard.
+        l.push_alu(combine.f, [p, s[0], q, 0, 0, 0], combine.sig);
         Ok(())
     }))
 }

@@ -193,6 +193,42 @@ fn a_table_of_three_with_a_predicate() {
     }
 }
 
+/// All results of an instruction are for the lanes whose guard held before it.
+#[test]
+fn a_result_may_be_the_guard() {
+    for guard in [0, 1] {
+        let some = [0xf, 0x3c, 0, guard];
+        // The predicate becomes false, and the register is written nevertheless.
+        let table =
+            "mov.u32 %r0, 77; setp.ne.u32 %p5, 0, 0; @%p4 lop3.and.b32 %r0|%p4, %r1, %r2, %r3, 0xc0, %p5;";
+        check(table, &some, if guard == 1 { 0xc } else { 77 });
+        let table =
+            "mov.u32 %r0, 77; setp.eq.u32 %p5, 0, 0; @!%p4 lop3.or.b32 %r0|%p4, %r1, %r2, %r3, 0xc0, %p5;";
+        check(table, &some, if guard == 0 { 0xc } else { 77 });
+    }
+    // Lower: 1 < 2; upper: 2 < 1, and the other way round.
+    for (lower, pair) in [(1, [0x4000_3c00, 0x3c00_4000]), (0, [0x3c00_4000, 0x4000_3c00])] {
+        for guard in [0, 1] {
+            for negated in ["", "!"] {
+                let runs = guard == u64::from(negated.is_empty());
+                let before = |old: u64| format!("setp.eq.u32 %p0, {old}, 1; mov.pred %p5, %p3;");
+                let inputs = [pair[0], pair[1], guard];
+                for old in [0, 1] {
+                    let first = format!("{} @{negated}%p5 setp.lt.f16x2 %p0|%p5, %r1, %r2;", before(old));
+                    check(&first, &inputs, if runs { lower } else { old });
+                    let second = format!("{} @{negated}%p5 setp.lt.f16x2 %p5|%p0, %r1, %r2;", before(old));
+                    check(&second, &inputs, if runs { 1 - lower } else { old });
+                }
+                let kept = "mov.pred %p0, %p3;";
+                let itself = format!("{kept} @{negated}%p0 setp.lt.f16x2 %p0|%p5, %r1, %r2;");
+                check(&itself, &inputs, if runs { lower } else { guard });
+                let itself = format!("{kept} @{negated}%p0 setp.lt.f16x2 %p5|%p0, %r1, %r2;");
+                check(&itself, &inputs, if runs { 1 - lower } else { guard });
+            }
+        }
+    }
+}
+
 #[test]
 fn approximations_of_16_bits() {
     check("ex2.approx.f16 %h0, %h1;", &[0x4200], 0x4800);
