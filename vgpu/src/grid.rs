@@ -951,7 +951,7 @@ impl Grid {
             let was_ready = warp.groups.iter().any(|g| g.state == GroupState::Ready);
             let mut woken = false;
             for id in (0..BARRIERS as u32).filter(|id| completed & (1 << id) != 0) {
-                let released = warp.release_barrier(id);
+                let released = warp.release_barrier(id, block.state.barriers[id as usize].outcome);
                 woken |= released != 0;
                 if let Some(check) = &mut block.check {
                     check.pass(w as u32, released, id as usize);

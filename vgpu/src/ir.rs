@@ -841,7 +841,6 @@ pub(crate) enum Op {
     /// predicate, except for [`Votes::Count`].
     BarrierResult {
         what: Votes,
-        id: u32,
         d: u32,
     },
     Mbar {

@@ -337,7 +337,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 return Ok(self.wait_for_cluster());
             }
             Op::BarrierVote { id, p } => self.vote(*id, *p, m),
-            Op::BarrierResult { what, id, d } => self.outcome(*what, *id, *d, m),
+            Op::BarrierResult { what, d } => self.outcome(*what, *d, m),
             Op::Mbar { op, addr, space } => return self.mbarrier(op, addr, *space, m),
             Op::PendingCount { d, state } => self.pending_count(*d, *state, m)?,
             Op::Bulk(op) => self.bulk(op, m)?,

@@ -163,6 +163,9 @@ pub(crate) struct Warp {
     /// Lanes that have not exited.
     pub(crate) live: u32,
     pub(super) converged: Converged,
+    /// Votes of the last `barrier.red`: how many were for, and how many there were. The warp's own,
+    /// since other warps may complete the barrier again before this one reads them.
+    pub(super) outcome: [u32; 2],
     /// Local memory, lane after lane.
     pub(crate) local: Vec<u64>,
     /// Lanes that have read a clock that stands, and are taken to do so again in their wait.
@@ -232,8 +235,8 @@ impl Warp {
         self.clock_readers & running & !seen
     }
 
-    /// Lets groups go that wait at barrier `id`. Returns their lanes.
-    pub(crate) fn release_barrier(&mut self, barrier: u32) -> u32 {
+    /// Releases the groups that wait at a barrier, which had these votes. Returns their lanes.
+    pub(crate) fn release_barrier(&mut self, barrier: u32, outcome: [u32; 2]) -> u32 {
         let mut released = 0;
         for g in &mut self.groups {
             if matches!(g.state, GroupState::Barrier { id, arrived: true, .. } if id == barrier) {
@@ -242,6 +245,9 @@ impl Warp {
                 g.apart = false;
                 released |= g.mask;
             }
+        }
+        if released != 0 {
+            self.outcome = outcome;
         }
         released
     }
@@ -255,10 +261,10 @@ pub(crate) struct Barrier {
     pub(crate) expected: u32,
     /// Some warp waits for "all threads", which exited warps satisfy.
     pub(super) all: bool,
-    /// Votes of `barrier.red` so far, and those of the time before: how many were for, and how many
-    /// there were.
+    /// Votes of `barrier.red` so far, and those when it last completed: how many were for, and how
+    /// many there were.
     pub(super) votes: [u32; 2],
-    pub(super) outcome: [u32; 2],
+    pub(crate) outcome: [u32; 2],
 }
 
 /// State shared by the warps of a block.

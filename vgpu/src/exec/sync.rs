@@ -351,12 +351,11 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// The last part of `barrier.red`. The next votes at the same barrier are not counted before
-    /// this warp has come to it again.
-    pub(super) fn outcome(&mut self, what: Votes, id: u32, d: u32, m: u32) {
+    /// The last part of `barrier.red`.
+    pub(super) fn outcome(&mut self, what: Votes, d: u32, m: u32) {
+        let [yes, all] = self.warp.outcome;
         let regs = &mut self.warp.regs;
         for i in lanes(m) {
-            let [yes, all] = self.block.barriers[regs.r32[id as usize][i] as usize].outcome;
             let holds = match what {
                 Votes::Count => {
                     regs.r32[d as usize][i] = yes;

@@ -110,10 +110,7 @@ pub(super) fn registers(
             f(R32, Use, id);
             f(Pred, Use, p);
         }
-        Op::BarrierResult { what, id, d } => {
-            f(R32, Use, id);
-            f(if *what == Votes::Count { R32 } else { Pred }, Def, d);
-        }
+        Op::BarrierResult { what, d } => f(if *what == Votes::Count { R32 } else { Pred }, Def, d),
         Op::Mbar { op, addr, .. } => {
             address(addr, f);
             match op {

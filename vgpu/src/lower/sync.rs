@@ -129,7 +129,7 @@ fn vote(m: &mut Mods, aligned: bool) -> Result<Emit, String> {
         let p = l.source_of::<bool>(&ops[ops.len() - 1])?;
         l.push(Op::BarrierVote { id, p });
         l.push(Op::Barrier { kind: BarrierKind::Sync, id, count, aligned });
-        l.push(Op::BarrierResult { what, id, d });
+        l.push(Op::BarrierResult { what, d });
         Ok(())
     }))
 }

@@ -95,6 +95,25 @@ fn barriers_reduce_predicates() {
     assert_eq!(run_all("", body, 96, &[0; 96]), vec![2033_1096; 96]);
 }
 
+/// Warps 1 and 2 vote at the same barrier again while warp 0 has yet to read the votes before.
+#[test]
+fn a_later_vote_leaves_the_outcome_of_the_one_before() {
+    let body = "
+        shr.u32 %r2, %r40, 5; setp.eq.u32 %p1, %r40, %r40; mov.u32 %r3, 0; mov.u32 %r4, 0;
+        setp.eq.u32 %p2, %r2, 2; @%p2 bra AGAIN;
+        barrier.red.popc.u32 %r3, 1, 64, %p1;
+        setp.eq.u32 %p2, %r2, 0; @%p2 bra END;
+    AGAIN:
+        barrier.sync 2, 64;
+        barrier.red.popc.u32 %r4, 1, 64, !%p1;
+        add.u32 %r4, %r4, 7;
+    END:
+        mad.lo.u32 %r3, %r3, 1000, %r4; cvt.u64.u32 %rd1, %r3; st.global.u64 [%rd42], %rd1;";
+    let got = run_all("", body, 96, &[0; 96]);
+    let want = |i: u64| [64_000, 64_007, 7][i as usize / 32];
+    assert_eq!(got, (0..96).map(want).collect::<Vec<u64>>());
+}
+
 #[test]
 fn named_barriers_with_partial_counts() {
     // Warps 0 and 1 produce and only arrive; warps 2 and 3 wait. Another pair uses another barrier
