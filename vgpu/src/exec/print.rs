@@ -9,7 +9,7 @@
 use super::state::{Exec, Run};
 use crate::check::hooks::Hooks;
 
-/// Longest format, longest string of `%s`, and widest field, in bytes: more is cut.
+/// Longest format, longest string of `%s`, and widest field, in bytes, and most digits: more is cut.
 const MOST: usize = 4096;
 
 impl<W: Hooks> Exec<'_, W> {
@@ -44,9 +44,10 @@ impl<W: Hooks> Exec<'_, W> {
                 continue;
             }
             let mut argument = |exec: &mut Self, bytes: u64| -> Run<u64> {
-                next = next.next_multiple_of(bytes);
+                // The read of an address that cannot be rounded up is a fault.
+                next = next.checked_next_multiple_of(bytes).unwrap_or(next);
                 let value = exec.word(next, bytes, lane)?;
-                next += bytes;
+                next = next.saturating_add(bytes);
                 count += 1;
                 Ok(value)
             };
@@ -58,7 +59,7 @@ impl<W: Hooks> Exec<'_, W> {
             }
             if spec.precision == Count::Given {
                 let precision = argument(self, 4)? as u32 as i32;
-                spec.precision = usize::try_from(precision).map_or(Count::None, Count::Of);
+                spec.precision = usize::try_from(precision).map_or(Count::None, |n| Count::Of(n.min(MOST)));
             }
             let value = argument(self, spec.bytes())?;
             if spec.kind == b's' {
@@ -77,7 +78,7 @@ impl<W: Hooks> Exec<'_, W> {
     fn text(&mut self, at: u64, lane: usize) -> Run<Vec<u8>> {
         let mut text = vec![];
         while text.len() < MOST {
-            match self.word(at + text.len() as u64, 1, lane)? as u8 {
+            match self.word(at.saturating_add(text.len() as u64), 1, lane)? as u8 {
                 0 => break,
                 byte => text.push(byte),
             }

@@ -137,6 +137,10 @@ fn printf_rounds_and_pads_as_c_does() {
     }
     // A negative width aligns left, a negative precision counts as none.
     assert_eq!(printed("%*d|%.*f", &[int(-4), int(7), int(-1), float(0.5)]), "7   |0.500000");
+    // More digits than the widest field has are cut.
+    assert_eq!(printed("%.*f", &[int(i32::MAX), float(0.5)]), format!("0.5{}", "0".repeat(4095)));
+    assert_eq!(printed("%.*d", &[int(70_000), int(1)]), format!("{}1", "0".repeat(4095)));
+    assert_eq!(printed("%.*e", &[int(65_536), float(1.0)]), format!("1.{}e+00", "0".repeat(4096)));
     // An argument of 8 bytes behind one of 4 begins at a multiple of 8.
     assert_eq!(printed("%d %lld %c%s", &[int(1), (8, 2), int(51), (8, 0)]), "1 2 3(null)");
 }
@@ -160,6 +164,13 @@ fn a_null_format_is_an_error_of_the_call_and_a_wild_one_a_fault() {
     let fault = fault_of(VPRINTF, &call("mov.u64 %rd1, 4096;"), 1);
     assert!(matches!(fault.kind, FaultKind::OutOfBounds { addr: 4096, .. }), "{fault}");
     assert!(fault.ptx_text.contains("call"), "{fault}");
+    // Arguments at the end of all addresses, and a format there.
+    let globals = format!(".global .align 1 .b8 format[5] = {{37, 99, 37, 115, 0}};\n{VPRINTF}");
+    let body = call("mov.u64 %rd1, format;").replace("[param1], 0", "[param1], -2");
+    let fault = fault_of(&globals, &body, 1);
+    assert!(matches!(fault.kind, FaultKind::Misaligned { align: 4, .. }), "{fault}");
+    let fault = fault_of(&globals, &call("mov.u64 %rd1, -1;"), 1);
+    assert!(matches!(fault.kind, FaultKind::OutOfBounds { .. }), "{fault}");
     for (body, what) in [
         ("{ .param .b64 x; call vprintf, (x); }", "vprintf takes 2 addresses"),
         ("{ .param .b64 x; .param .b32 z; call (z), vprintf, (x, %r1); }", "not a .param variable"),
