@@ -73,11 +73,13 @@ pub(super) fn call(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
         l.push(Op::Bra { target: 0 });
     }
     let outside = std::mem::replace(&mut l.scopes, vec![inside]);
+    let local_bytes = l.local_bytes;
     l.calls.push(Call { name: name.clone(), returns: vec![] });
     l.statements(body)?;
     let closed = l.close_scope();
     l.unless_noted(closed)?;
     l.scopes = outside;
+    l.local_bytes = local_bytes;
     let end = l.code.len() as u32;
     let returns = l.calls.pop().map_or(vec![], |c| c.returns);
     for at in returns.into_iter().chain(around) {

@@ -143,6 +143,7 @@ fn indexed_branch(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     };
     match l.lookup(name, *pos)? {
         super::Binding::Targets { table } => {
+            l.count_targets(*pos, name, l.tables[table as usize].len())?;
             l.push(Op::BrxIdx { index, table });
             Ok(())
         }

@@ -38,7 +38,7 @@ use crate::kernel::{Globals, Kernel, ParamInfo};
 use crate::module::Refusal;
 use crate::ptx::lexer::error_at;
 use crate::ptx::{self, Span, Stmt, VarSpace};
-use state::{Binding, Lower, Lowered, Patch, Scope};
+use state::{Binding, Lower, Lowered, MAX_LOCAL_BYTES, Patch, Scope};
 
 /// The kernels of a file, and its `.global` and `.const` variables, if it has any.
 pub(crate) struct Loaded {
@@ -119,6 +119,19 @@ fn load(
             all.extend(errors.into_iter().map(|error| Refusal { kernel: kernel(), error: at(error) }));
             continue;
         }
+        if l.most_local_bytes > MAX_LOCAL_BYTES {
+            let (name, bytes) = (&e.name, l.most_local_bytes);
+            let error = at((
+                e.pos,
+                format!(
+                    "kernel '{name}' has {bytes} bytes of local memory, and a thread has at most \
+                     {MAX_LOCAL_BYTES}: make its .local variables smaller, or those of functions that it calls"
+                ),
+            ));
+            let Some(all) = &mut refused else { return Err(error) };
+            all.push(Refusal { kernel: name.clone(), error });
+            continue;
+        }
         accumulators::guard(&mut l);
         let Lower { code, sigs, tables, operands, slots, inits, .. } = &mut l;
         let allocated = allocate::allocate(code, sigs, tables, operands, slots, inits);
@@ -152,7 +165,7 @@ fn load(
             inits: l.inits,
             alive_at_start: allocated.alive,
             unwritten,
-            local_bytes: l.local_bytes.next_multiple_of(16),
+            local_bytes: l.most_local_bytes.next_multiple_of(16),
             reads_workspace,
             globals: globals_init.clone(),
             files: files.clone(),
@@ -192,6 +205,7 @@ impl Lower<'_> {
                 self.bind(*pos, name, Binding::Label { pc })?;
             }
             Stmt::Targets { pos, name, labels } => {
+                self.count_targets(*pos, name, labels.len())?;
                 let table = self.tables.len() as u32;
                 self.tables.push(vec![0; labels.len()]);
                 self.bind(*pos, name, Binding::Targets { table })?;

@@ -15,6 +15,11 @@ use crate::ptx::{self, Operand, Span, VarSpace};
 const MAX_REGISTERS: u32 = 1 << 16;
 /// Shared, or local, variables of a kernel have fewer bytes than this.
 const MAX_BYTES: u32 = 1 << 24;
+/// Most bytes of local memory of a thread, as in CUDA.
+pub(super) const MAX_LOCAL_BYTES: u32 = 512 << 10;
+/// Most labels in the tables of a kernel, and in those that its `brx.idx` name: each of the latter is
+/// an edge of the control flow graph.
+const MAX_TARGETS: usize = 1 << 20;
 
 /// An error with its place; the text line is added at the end.
 pub(crate) type Lowered<T> = Result<T, (Span, String)>;
@@ -69,13 +74,15 @@ pub(crate) struct Lower<'a> {
     pub(super) scopes: Vec<Scope>,
     /// The functions that are being inlined, the innermost last.
     pub(super) calls: Vec<Call>,
+    /// Statements of functions that were inlined so far, and the calls themselves.
+    pub(super) inlined: usize,
     pub(super) code: Vec<Inst>,
     /// Types of the slots of each arithmetic instruction; empty for others.
     pub(super) sigs: Vec<Vec<Sig>>,
     pub(super) origins: Vec<Origin>,
     pub(super) tables: Vec<Vec<u32>>,
-    /// Statements of functions that were inlined so far, and the calls themselves.
-    pub(super) inlined: usize,
+    /// Labels so far, for [`MAX_TARGETS`].
+    pub(super) targets: usize,
     pub(super) operands: Operands,
     pub(super) register_checks: Vec<RegisterCheck>,
     /// Instructions that copy one register to another, in order.
@@ -90,7 +97,9 @@ pub(crate) struct Lower<'a> {
     pub(super) dynamic_align: u32,
     /// The first name of dynamic shared memory.
     pub(super) dynamic_shared: Option<String>,
+    /// Local memory in use, which called functions give back, and the most that ever was.
     pub(super) local_bytes: u32,
+    pub(super) most_local_bytes: u32,
     /// The guard, the origin and the place of the instruction in hand.
     pub(super) guard: u32,
     pub(super) origin: Origin,
@@ -112,16 +121,17 @@ impl<'a> Lower<'a> {
             shared_named: HashMap::new(),
             scopes: vec![Scope::default()],
             calls: vec![],
+            inlined: 0,
             code: vec![],
             sigs: vec![],
             origins: vec![],
             tables: vec![],
+            targets: 0,
             operands: Operands::default(),
             register_checks: vec![],
             moves: vec![],
             // Slot 0 of each file is the sink; predicate slot 1 is the carry flag.
             slots: [1, 1, CARRY + 1],
-            inlined: 0,
             declared: vec![],
             inits: vec![],
             constants: HashMap::new(),
@@ -130,6 +140,7 @@ impl<'a> Lower<'a> {
             dynamic_align: 1,
             dynamic_shared: None,
             local_bytes: 0,
+            most_local_bytes: 0,
             guard: NO_GUARD,
             origin: Origin::default(),
             pos: Span::default(),
@@ -178,6 +189,18 @@ impl<'a> Lower<'a> {
         if let Some(scope) = self.scopes.last_mut() {
             scope.fixups.push(Fixup { name: name.to_string(), pos, place });
         }
+    }
+
+    /// Counts the labels of a table, or of a branch by one.
+    pub(super) fn count_targets(&mut self, pos: Span, name: &str, labels: usize) -> Lowered<()> {
+        self.targets += labels;
+        if self.targets <= MAX_TARGETS {
+            return Ok(());
+        }
+        let rule = format!(
+            "the tables of a kernel and its branches by them have at most {MAX_TARGETS} labels in all"
+        );
+        Err((pos, format!("'{name}' has {labels} labels, which are too many: {rule}")))
     }
 
     pub(super) fn registers(&mut self, pos: Span, ty: &str, name: &str, count: Option<u32>) -> Lowered<()> {
@@ -263,6 +286,7 @@ impl<'a> Lower<'a> {
             // Arguments of a function call lie in local memory; see `lower::call`.
             VarSpace::Local | VarSpace::Param => {
                 let offset = place(&mut self.local_bytes, bytes, align).ok_or_else(too_large)?;
+                self.most_local_bytes = self.most_local_bytes.max(self.local_bytes);
                 Binding::Local { offset: offset.into() }
             }
             _ => return Err((v.pos, "global variable inside of a kernel".into())),

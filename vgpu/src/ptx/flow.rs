@@ -46,6 +46,9 @@ impl Flow {
             let next = || Leave { continues: true, ..Leave::default() };
             let leave = leave(block.end - 1).unwrap_or_else(next);
             let mut to: Vec<usize> = leave.targets.into_iter().map(block_of).collect();
+            // Tables mostly name some labels many times.
+            to.sort_unstable();
+            to.dedup();
             let at_the_end = leave.continues && block.end == len;
             if leave.continues && !at_the_end {
                 to.push(block_of(block.end));

@@ -385,6 +385,25 @@ fn there_are_refusals_where_a_module_does_not_load_and_only_there() {
 fn modules_that_are_too_large_are_rejected() {
     let head = ".version 8.4\n.target sm_90\n.address_size 64\n";
     let kernel = |body: &str| format!("{head}.visible .entry k(.param .u64 p) {{ {body} ret; }}");
+    // Branches by a table of 1000 labels.
+    let jumps = |table: &str, branches: usize| {
+        let labels = (0..1000).map(|i| format!("L{i}")).collect::<Vec<_>>().join(", ");
+        let ends: String = (0..1000).map(|i| format!("L{i}: ")).collect();
+        let branch = format!("brx.idx %r0, {table};").repeat(branches);
+        format!(".reg .b32 %r<1>; T: .branchtargets {labels}; {branch} {ends}")
+    };
+    Module::parse(&kernel(&jumps("T", 100))).unwrap();
+    Module::parse(&kernel(".local .b8 v[524272]; .local .b8 w[16];")).unwrap();
+    // A function gives its local memory back, so that calls behind each other share it.
+    let calls = |body: &str| {
+        let function =
+            |name: &str, body: &str| format!(".func {name}() {{ .local .b8 v[200000]; {body} ret; }}\n");
+        let (inner, outer) = (function("inner", ""), function("outer", "call inner;"));
+        kernel(body).replace(".visible", &format!("{inner}{outer}.visible"))
+    };
+    Module::parse(&calls("call outer; call outer; call inner; .local .b8 v[124288];")).unwrap();
+    let refusals = Module::refusals(&kernel(".local .b8 v[524289];"));
+    assert!(matches!(&refusals[..], [only] if only.kernel == "k"), "{refusals:?}");
     let huge = ".local .b8 v[16000000]; .local .b8 w[16000000];";
     for (text, what) in [
         (format!("{head}.global .b8 words[4294967296] = {{1}};"), "too large"),
@@ -403,6 +422,9 @@ fn modules_that_are_too_large_are_rejected() {
         (kernel(huge), "too large"),
         (kernel(&huge.replace("local", "shared")), "too large"),
         (kernel(&format!("mov.b64 %rd1, {};", "{".repeat(1_000_000))), "vector"),
+        (kernel(".local .b8 v[524272]; .local .b8 w[17];"), "kernel 'k' has 524289 bytes of local memory"),
+        (calls(".local .b8 v[124289]; call outer; call inner;"), "kernel 'k' has 524289 bytes"),
+        (kernel(&jumps("T", 4_000)), "'T' has 1000 labels, which are too many"),
         (kernel(&format!("mov.b64 %rd1, {};", "[a,".repeat(1_000_000))), "coordinates in braces"),
         (kernel(&format!("mov.b64 %rd1, {};", "[a,{".repeat(1_000_000))), "vector"),
         (kernel(&format!("mov.b64 %rd1, {};", "{[a,".repeat(1_000_000))), "vector"),
