@@ -225,11 +225,9 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
             Ok(())
         }));
     }
-    let cached = m.one_of(&[("ca", ()), ("cg", ())]).is_some();
+    let all_sizes = m.one_of(&[("ca", true), ("cg", false)]);
     let shared = m.has("shared") || m.has("shared::cta");
-    if !(cached && shared && m.has("global")) {
-        return m.unsupported();
-    }
+    let (Some(all_sizes), true) = (all_sizes, shared & m.has("global")) else { return m.unsupported() };
     m.ignore(&["L2::64B", "L2::128B", "L2::256B"]);
     let policy = usize::from(m.has("L2::cache_hint"));
     Ok(Box::new(move |l, ops| {
@@ -238,8 +236,10 @@ pub(super) fn copy(m: &mut Mods) -> Result<Emit, String> {
             l.source_of::<u64>(&ops[ops.len() - 1])?;
         }
         let bytes = match ops[2].0 {
-            Operand::Int(n @ (4 | 8 | 16)) => n as u8,
-            _ => return l.error("cp.async copies 4, 8 or 16 bytes"),
+            Operand::Int(16) => 16,
+            Operand::Int(n @ (4 | 8)) if all_sizes => n as u8,
+            _ if all_sizes => return l.error("cp.async.ca copies 4, 8 or 16 bytes"),
+            _ => return l.error("cp.async.cg copies 16 bytes; cp.async.ca copies 4 or 8 as well"),
         };
         let (dst, src) = (l.address(&ops[0])?, l.address(&ops[1])?);
         // Only the first bytes are read, and zeros replace the others. A predicate may reduce the

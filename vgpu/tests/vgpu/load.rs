@@ -21,6 +21,8 @@ fn unknown_things_are_errors_with_their_place() {
         ("call.uni foo;", 10, "'foo' is not a function"),
         ("call (%r1), 5;", 1, "name of a function"),
         ("cp.async.ca.shared.global [%r1], [%rd1], 12;", 1, "4, 8 or 16 bytes"),
+        ("cp.async.cg.shared.global [%r1], [%rd1], 8;", 1, "cp.async.cg copies 16 bytes"),
+        ("cp.async.cg.shared.global [%r1], [%rd1], 4, 2;", 1, "cp.async.cg copies 16 bytes"),
         ("cp.async.ca.shared.global [%r1], [%rd1], 4, %rd2;", 45, "32 bits are needed"),
         ("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r1}, [%r2];", 42, "1 registers given, 2 expected"),
         ("st.param.u32 [buf], %r1;", 1, "st.param"),
