@@ -21,7 +21,7 @@ use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, S
 use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
-use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special};
+use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special, WgmmaOp};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
@@ -712,7 +712,7 @@ impl Grid {
     }
 
     /// No warp of the grid can run: looks for clusters, mostly of one block, whose warps all wait at
-    /// barriers and on mbarriers. Only the cluster itself could complete these. If it is found twice
+    /// barriers, on mbarriers and for the other warps of a warpgroup. Only the cluster itself could complete these. If it is found twice
     /// in the same state, nothing ever will. True when one was found for the first time.
     fn may_be_stalled(&mut self) -> Result<bool, Box<Fault>> {
         let mut first = false;
@@ -722,31 +722,38 @@ impl Grid {
             let before = std::mem::replace(&mut self.blocks[slot].stalled, state);
             first |= state != 0 && before == 0;
             if state != 0 && state == before {
-                let waits =
-                    |warp: &Warp| warp.groups.iter().find(|g| g.state == GroupState::Ready).map(|g| g.pc);
+                let waits = |warp: &Warp| {
+                    let ready = warp.groups.iter().find(|g| g.state == GroupState::Ready)?;
+                    self.waits_for_its_block(ready.pc)
+                };
                 let blocks = (slot as u32..).zip(&self.blocks[slot..slot + size]);
                 let mut warps = blocks.flat_map(|(slot, b)| b.warps.iter().map(move |warp| (slot, warp)));
                 let at = warps.find_map(|(block, warp)| waits(warp).map(|pc| (block, warp.index, pc)));
                 let (block, warp, pc) = at.unwrap_or((slot as u32, 0, 0));
-                return Err(self.deadlock(WarpRef { block, warp }, pc.saturating_sub(1)));
+                return Err(self.deadlock(WarpRef { block, warp }, pc));
             }
         }
         Ok(first)
     }
 
-    /// A hash of the registers and places of a block of which every warp waits at a barrier or has
-    /// just looked at an mbarrier. `None` where a warp does not.
+    /// The instruction at which lanes that are idle at `pc` wait for the block itself: a
+    /// `wgmma.wait_group` there, or the test of an mbarrier before.
+    fn waits_for_its_block(&self, pc: u32) -> Option<u32> {
+        let op = |pc: u32| self.env.kernel.code.get(pc as usize).map(|inst| &inst.op);
+        if matches!(op(pc), Some(Op::Wgmma(WgmmaOp::Wait { .. }))) {
+            return Some(pc);
+        }
+        pc.checked_sub(1).filter(|&before| matches!(op(before), Some(Op::Mbar { .. })))
+    }
+
+    /// A hash of the registers and places of a block of which every warp waits at a barrier or for
+    /// a warpgroup, or has just looked at an mbarrier. `None` where a warp does not.
     fn waits_for_itself(&self, block: &Block) -> Option<u64> {
-        let code = &self.env.kernel.code;
-        let on_mbarrier = |pc: u32| {
-            let op = (pc as usize).checked_sub(1).and_then(|at| code.get(at)).map(|inst| &inst.op);
-            matches!(op, Some(Op::Mbar { .. }))
-        };
         if block.state.is_copying() || block.polled_memory + 1 == self.epoch {
             return None;
         }
         let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
-        if !groups().all(|g| g.state != GroupState::Ready || on_mbarrier(g.pc)) {
+        if !groups().all(|g| g.state != GroupState::Ready || self.waits_for_its_block(g.pc).is_some()) {
             return None;
         }
         let mut hash = 1;

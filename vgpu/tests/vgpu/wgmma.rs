@@ -679,6 +679,22 @@ fn registers_of_a_rest_until_the_wait() {
     assert_wgmma(&fault, "register '%d0' is read", "wgmma.mma_async");
 }
 
+/// Warp 2 commits only behind a barrier, and the others come to that behind their wait.
+#[test]
+fn a_wait_for_a_warp_that_waits_itself_is_a_deadlock() {
+    let product = line();
+    let body = format!(
+        "shr.u32 %r6, %r40, 5;\nsetp.eq.u32 %p3, %r6, 2;\n{FENCE}{product}\n@%p3 bar.sync 1;{COMMIT}{WAIT}@!%p3 bar.sync 1;"
+    );
+    for check in [None, Some(CheckConfig::default())] {
+        let fault = fault_of(&body, 128, check);
+        let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
+        assert_eq!(report.warps.len(), 4, "{fault}");
+        assert!(fault.ptx_text.contains("wgmma.wait_group"), "{fault}");
+        assert!(fault.to_string().contains("warp 2"), "{fault}");
+    }
+}
+
 #[test]
 fn the_warps_of_a_warpgroup_execute_the_same() {
     let product = line();
