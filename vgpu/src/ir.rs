@@ -861,6 +861,11 @@ pub(crate) enum Op {
     },
     Copy(CopyOp),
     Wgmma(WgmmaOp),
+    /// Checks that the first `rows` lanes have addresses of rows of 16 bytes.
+    CheckRows {
+        addr: Addr,
+        rows: u32,
+    },
     /// Checks that no `wgmma` under way uses the registers of the next instruction: the number in
     /// [`Kernel::register_checks`].
     ///

@@ -338,6 +338,18 @@ impl<W: Hooks> Exec<'_, W> {
         found.or_else(|kind| stop(kind, Some(lane)))
     }
 
+    /// The rows of `ldmatrix` and `stmatrix` are aligned to their size.
+    pub(super) fn check_rows(&self, addr: &Addr, rows: u32, m: u32) -> Run<()> {
+        const ROW: u64 = 16;
+        for lane in lanes(m).take_while(|&lane| lane < rows as usize) {
+            let at = self.address(addr, lane);
+            if !at.is_multiple_of(ROW) {
+                return stop(FaultKind::Misaligned { addr: at & !TAG, align: ROW }, Some(lane));
+            }
+        }
+        Ok(())
+    }
+
     fn windowed(
         &mut self,
         cache: usize,

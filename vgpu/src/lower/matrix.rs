@@ -40,7 +40,7 @@ pub(super) fn transfer(m: &mut Mods) -> Result<Emit, String> {
         if regs_of.len() != n {
             return Err((regs.1, format!("{} registers given, {n} expected", regs_of.len())));
         }
-        let rows = row_addresses(l, address)?;
+        let rows = row_addresses(l, address, 8 * n as u32)?;
         for (matrix, reg) in regs_of.iter().enumerate() {
             let reg = (reg.clone(), regs.1);
             let reg = if load { l.dest_of::<u32>(&reg)? } else { l.source_of::<u32>(&reg)? };
@@ -51,9 +51,10 @@ pub(super) fn transfer(m: &mut Mods) -> Result<Emit, String> {
 }
 
 /// The address that each lane gives, in two halves, since shuffles take 32 bits; the second is
-/// missing in a 32-bit address.
-fn row_addresses(l: &mut Lower, op: &(Operand, Span)) -> Lowered<(u32, Option<u32>)> {
-    let Addr { slot, wide, offset } = l.address(op)?;
+/// missing in a 32-bit address. The first `rows` lanes give those of rows.
+fn row_addresses(l: &mut Lower, op: &(Operand, Span), rows: u32) -> Lowered<(u32, Option<u32>)> {
+    let addr @ Addr { slot, wide, offset } = l.address(op)?;
+    l.push(Op::CheckRows { addr, rows });
     let low = l.slot(File::R32);
     let add = l.constant(if wide { File::R64 } else { File::R32 }, Init::Bits(offset as u64));
     if !wide {

@@ -516,6 +516,36 @@ fn matrices_go_to_registers_and_back() {
     }
 }
 
+#[test]
+fn rows_of_matrices_are_aligned() {
+    const S: &str = ".shared .align 16 .b8 S[1024];";
+    // Lane `odd` gives an address that is no multiple of 16.
+    let body = |odd: u32, access: &str| {
+        format!(
+            "mov.u32 %r1, S; mad.lo.u32 %r3, %r40, 16, %r1;
+             setp.eq.u32 %p1, %r40, {odd}; @%p1 add.u32 %r3, %r3, 8;
+             cvt.u64.u32 %rd5, %r3; cvta.shared.u64 %rd6, %rd5;
+             mov.u32 %r11, 0; mov.u32 %r12, 0; mov.u32 %r13, 0; mov.u32 %r14, 0;
+             {access}"
+        )
+    };
+    for (rows, access) in [
+        (8, "ldmatrix.sync.aligned.m8n8.x1.shared.b16 %r11, [%r3];"),
+        (16, "ldmatrix.sync.aligned.m8n8.x2.trans.b16 {%r11, %r12}, [%rd6];"),
+        (32, "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r11, %r12, %r13, %r14}, [%r3];"),
+        (8, "stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%r3], %r11;"),
+        (16, "stmatrix.sync.aligned.m8n8.x2.b16 [%rd6], {%r11, %r12};"),
+    ] {
+        let fault = fault_of(S, &body(rows - 1, access), 32);
+        let FaultKind::Misaligned { addr, align: 16 } = fault.kind else { panic!("{access}: {fault}") };
+        assert_eq!((addr, fault.lane), (1024 + 16 * u64::from(rows - 1) + 8, Some(rows - 1)), "{access}");
+        // The other lanes give no address.
+        run_body(S, &body(rows, access), 32, &[0]);
+        let offset = access.replace("%r3]", "%r3+4]").replace("%rd6]", "%rd6+4]");
+        assert_eq!(fault_of(S, &body(32, &offset), 32).lane, Some(0), "{offset}");
+    }
+}
+
 /// Types of loads and stores, the registers of their elements, and the size of the vector.
 const SHAPES: [(&str, &str, u64); 12] = [
     ("b32", "%r", 4),
