@@ -74,14 +74,15 @@ fn rows_on_lines(pretty: &str) -> String {
     out + rest
 }
 
-/// Prints text and a line end.
+/// Prints text and a line end. A reader that has closed the pipe is no error: files are still to be
+/// written, and the exit code may carry a verdict.
 pub fn text_line(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match writeln!(out, "{text}").and_then(|()| out.flush()) {
-        Ok(()) => Ok(()),
-        // The reader has closed the pipe.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(CommandError::said(0)),
-        Err(error) => Err(CommandError::failed(format!("standard output: {error}"))),
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(CommandError::failed(format!("standard output: {error}")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -394,6 +394,28 @@ fn output_to_a_full_device_is_an_error() {
     }
 }
 
+/// As `epoxide .. | true`: the files and the exit code are those of a command that is read.
+#[test]
+fn a_reader_that_closes_the_pipe_loses_no_file_and_no_verdict() {
+    let unread = |command: &mut Command| {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        command.stdout(writer).stderr(Stdio::piped()).output().unwrap()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let [csv, trace] = ["a.csv", "a.trace"].map(|name| folder.path().join(name));
+    let sizes = "bench --ranks-per-node 2 --tokens 2 --hidden 64 --experts 4 --topk 2 --num-sms 2 --warmup 0 --iters 1";
+    let mut bench = epoxide(&sizes.split_whitespace().collect::<Vec<_>>());
+    let output = unread(bench.arg("--csv").arg(&csv).arg("--trace").arg(&trace));
+    assert!(output.status.success(), "{output:?}");
+    assert!(csv.exists() && trace.exists());
+
+    let results = concat!(env!("CARGO_MANIFEST_DIR"), "/../benches/data/h200.json");
+    let output = unread(&mut epoxide(&["bench", "compare", results, results, "--fail-if-slower", "1%"]));
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    assert!(text(&output.stderr).contains("too few samples"), "{output:?}");
+}
+
 #[test]
 fn numbers_that_no_host_has_and_files_without_an_end_are_refused() {
     let cases: [(&[&str], &str); 4] = [
