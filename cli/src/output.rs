@@ -1,8 +1,10 @@
 //! Output of the command: lines, one JSON object, errors, and progress on a terminal.
 
 use std::fmt::Display;
-use std::io::{IsTerminal, Write};
-use std::path::Path;
+use std::fs::Permissions;
+use std::io::{ErrorKind, IsTerminal, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -10,6 +12,7 @@ use std::time::{Duration, Instant};
 use epoxide_bench::Watch;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
+use tempfile::NamedTempFile;
 
 use crate::error::{CommandError, Result};
 
@@ -91,8 +94,42 @@ pub fn write_text(path: &Path, text: &str) -> Result<()> {
     if path.as_os_str() == "-" {
         return text_line(text);
     }
-    std::fs::write(path, format!("{text}\n"))
-        .map_err(|error| CommandError::failed(format!("{}: {error}", path.display())))
+    let text = format!("{text}\n");
+    let written = match replacement(path) {
+        Ok(Some((mut file, path))) => file
+            .write_all(text.as_bytes())
+            .and_then(|()| file.persist(path).map(drop).map_err(|error| error.error)),
+        Ok(None) => std::fs::write(path, text),
+        Err(error) => Err(error),
+    };
+    written.map_err(|error| CommandError::failed(format!("{}: {error}", path.display())))
+}
+
+/// Rejects a path of a flag that no file can be written to, before anything is measured for it.
+pub fn check_file(flag: &str, path: Option<&Path>) -> Result<()> {
+    let Some(path) = path.filter(|path| path.as_os_str() != "-") else { return Ok(()) };
+    let rule = |error| {
+        let remedy = "name a file in a folder that exists and can be written to";
+        CommandError::usage(format!("{flag} {}: {error}; {remedy}", path.display()))
+    };
+    replacement(path).map(drop).map_err(rule)
+}
+
+/// A new file, and the path that it is to replace once it is whole. `None` for a path that cannot be
+/// replaced, such as that of a device or a pipe.
+fn replacement(path: &Path) -> std::io::Result<Option<(NamedTempFile, PathBuf)>> {
+    // A link stays one.
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let permissions = match std::fs::metadata(&path) {
+        Ok(old) if old.is_dir() => return Err(ErrorKind::IsADirectory.into()),
+        Ok(old) if !old.is_file() => return Ok(None),
+        Ok(old) => old.permissions(),
+        // Without what the user's mask forbids.
+        Err(_) => Permissions::from_mode(0o666),
+    };
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let file = tempfile::Builder::new().permissions(permissions).tempfile_in(folder)?;
+    Ok(Some((file, path)))
 }
 
 /// A time for people.
@@ -350,6 +387,38 @@ mod tests {
         assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
         for line in ["    [1, 2],", "    [3, -4],", "    []", "      \"d\": [5]", "  \"e\": \"[ 1\""] {
             assert!(text.lines().any(|of_text| of_text == line), "{line}: {text}");
+        }
+    }
+
+    #[test]
+    fn files_are_replaced_whole_and_others_written_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let [file, link] = ["a.json", "link.json"].map(|name| folder.path().join(name));
+        std::fs::write(&file, "before, and longer than what follows").unwrap();
+        std::fs::set_permissions(&file, Permissions::from_mode(0o640)).unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        let mut reader = std::fs::File::open(&file).unwrap();
+        check_file("--json", Some(&link)).unwrap();
+        write_text(&link, "after").unwrap();
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "after\n");
+        assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+        // The old file was not written to: a reader that has opened it has all of it.
+        let mut before = String::new();
+        std::io::Read::read_to_string(&mut reader, &mut before).unwrap();
+        assert_eq!(before, "before, and longer than what follows");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
+
+        for path in ["-", "/dev/null"] {
+            check_file("--json", Some(Path::new(path))).unwrap();
+        }
+        write_text(Path::new("/dev/null"), "nothing").unwrap();
+        assert!(!std::fs::metadata("/dev/null").unwrap().is_file());
+        for path in [folder.path().join("none/a.json"), folder.path().to_owned()] {
+            let error = check_file("--json", Some(&path)).unwrap_err();
+            let message = error.message.unwrap();
+            assert_eq!(error.code, crate::error::USAGE);
+            assert!(message.starts_with(&format!("--json {}: ", path.display())), "{message}");
         }
     }
 

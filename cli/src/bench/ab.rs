@@ -82,6 +82,9 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     let sides = args.sides()?;
+    for (flag, path) in [("--json-a", &args.json_a), ("--json-b", &args.json_b)] {
+        output::check_file(flag, path.as_deref())?;
+    }
     let runs = args.repeat.saturating_mul(args.comparisons).saturating_mul(2);
     if runs > MOST_RUNS {
         let rule = format!("twice their product must be at most {MOST_RUNS}");
@@ -200,6 +203,10 @@ impl Args {
             let comparison = self.verdict.compare(&a, &b)?;
             if self.comparisons == 1 {
                 progress.end();
+                for side in sides {
+                    output::text_line(&side.text())?;
+                }
+                let verdict = self.verdict.say(&comparison);
                 for (path, points) in [(&self.json_a, a), (&self.json_b, b)] {
                     if let Some(path) = path {
                         write_text(path, &Results::new(points).json()?)?;

@@ -71,6 +71,12 @@ pub fn run(bench: &Bench) -> Result<()> {
     if let Some(path) = &args.plot {
         plot::check_path(path)?;
     }
+    // The ranks of other hosts write nothing, and may have no such folder.
+    let files =
+        [("--json", &args.json), ("--csv", &args.csv), ("--plot", &args.plot), ("--trace", &args.trace)];
+    for (flag, path) in files.into_iter().filter(|_| ranks::speaks()) {
+        output::check_file(flag, path.as_deref())?;
+    }
     // Before anything is made: a sweep would leave out size after size.
     if let Some(baseline) = plan.baseline {
         baseline.check()?;
@@ -107,12 +113,11 @@ fn single(args: &Args, plans: &[Plan]) -> Result<Vec<Point>> {
     if !ranks::speaks() {
         return Ok(points);
     }
-    let text = report::whole(&points);
+    if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {
+        output::text_line(report::whole(&points).trim_end())?;
+    }
     if let Some(path) = &args.json {
         output::write_text(path, &Results::new(points.clone()).json()?)?;
-    }
-    if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {
-        output::text_line(text.trim_end())?;
     }
     if let Some(path) = &args.trace {
         output::write_text(path, &trace::text(&results))?;

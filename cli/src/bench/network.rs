@@ -62,22 +62,26 @@ pub struct Args {
 /// Measures, prints and stores.
 pub fn run(args: &Args) -> Result<()> {
     let plan = args.plan()?;
+    for (flag, path) in [("--json", &args.json), ("--csv", &args.csv)].into_iter().filter(|_| ranks::speaks())
+    {
+        output::check_file(flag, path.as_deref())?;
+    }
     let progress = Progress::new("bench wire", 0, ranks::speaks());
     let points = measure(&plan, args.device)?;
     drop(progress);
     if !ranks::speaks() {
         return Ok(());
     }
+    if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {
+        output::text_line(&text(&points))?;
+    }
     if let Some(path) = &args.csv {
         csv::write_lines(path, points.iter().map(record))?;
     }
-    if let Some(path) = &args.json {
-        write_text(path, &WireResults::new(points.clone()).json()?)?;
-        if path.as_os_str() == "-" {
-            return Ok(());
-        }
+    match &args.json {
+        Some(path) => write_text(path, &WireResults::new(points).json()?),
+        None => Ok(()),
     }
-    output::text_line(&text(&points))
 }
 
 fn measure(plan: &NetworkPlan, device: DeviceKind) -> Result<Vec<WirePoint>> {

@@ -335,6 +335,19 @@ fn rows_that_are_quantised_on_their_way_are_measured() {
 }
 
 #[test]
+fn files_that_cannot_be_written_are_bad_usage_before_anything_is_measured() {
+    for flag in ["--json", "--csv", "--trace"] {
+        let path = "/no/such/folder/a";
+        // The other sizes cannot be, either, which would come to light later.
+        let args = flags(&format!("--tokens 0 {flag} {path}"));
+        let error = run(&Bench { tool: None, args }).unwrap_err();
+        let message = error.message.unwrap();
+        assert_eq!(error.code, USAGE);
+        assert!(message.starts_with(&format!("{flag} {path}: No such file")), "{message}");
+    }
+}
+
+#[test]
 fn sizes_without_room_on_the_device_are_skipped() {
     let error = measure_points(&[arguments("--tokens 100000000 --hidden 7168")], &()).unwrap_err();
     assert_eq!(error.code, SKIPPED);
