@@ -3,7 +3,8 @@
 //!
 //! The order within each pair is drawn by lot, because the test of the comparison relies on it.
 //! Runs that differ in the kernels alone happen in this process, which keeps a device open, so that
-//! a run costs only a buffer. Other programs, and low latency, are started for each run.
+//! a run costs only a buffer. Other programs, low latency and replays of graphs are started for each
+//! run.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -41,8 +42,8 @@ pub struct Args {
     /// Kernels of side B.
     #[arg(long, value_name = "FILE.ptx")]
     b_ptx: Option<PathBuf>,
-    /// Runs of each side, in pairs; of fewer than 9 nothing can be told. Runs of low latency are
-    /// processes of their own.
+    /// Runs of each side, in pairs; of fewer than 9 nothing can be told. Runs of low latency and with
+    /// --graph are processes of their own.
     #[arg(long, value_name = "N", default_value_t = 12)]
     repeat: u32,
     /// Compare so many times, with new runs each time, and count the verdicts of a difference.
@@ -101,9 +102,10 @@ pub fn run(args: &Args) -> Result<()> {
     args.compare(&sides, &mut || runner.alternate(args.repeat), &progress)
 }
 
-/// Whether runs are made in this process: of one plan and program.
+/// Whether runs are made in this process: of one plan and program, whose phases alone are timed.
 fn are_here(plans: &[Plan], sides: &[Side; 2]) -> bool {
-    matches!(plans, [plan] if plan.low_latency.is_none() && sides.iter().all(|side| side.program.is_none()))
+    let has_phases_alone = |plan: &Plan| plan.low_latency.is_none() && plan.graph.is_none();
+    matches!(plans, [plan] if has_phases_alone(plan) && sides.iter().all(|side| side.program.is_none()))
 }
 
 /// The generator that draws the order within each pair.
@@ -212,10 +214,7 @@ impl Args {
                         write_text(path, &Results::new(points).json()?)?;
                     }
                 }
-                for side in sides {
-                    output::text_line(&side.text())?;
-                }
-                return self.verdict.say(&comparison);
+                return verdict;
             }
             if let Some(line) = tally.add(number, &comparison) {
                 progress.line(&line)?;
@@ -477,6 +476,26 @@ mod tests {
         // the order in a pair is drawn by lot.
         assert!(tally.differing <= 2, "{}", tally.text());
         assert!(tally.text().ends_with(&format!("of {comparisons} comparisons call a difference")));
+    }
+
+    /// In this process the phases alone are timed.
+    #[test]
+    fn replays_of_graphs_are_measured_in_other_processes() {
+        let is_here = |line: &str| {
+            let args = args(line);
+            are_here(&args.sizes.plans().unwrap(), &args.sides().unwrap())
+        };
+        assert_eq!(["", "--graph=3", "--mode low-latency"].map(is_here), [true, false, false]);
+    }
+
+    #[test]
+    fn files_that_cannot_be_written_are_bad_usage_before_anything_is_measured() {
+        for flag in ["--json-a", "--json-b"] {
+            let error = run(&args(&format!("{flag} /no/such/folder/a.json"))).unwrap_err();
+            assert_eq!(error.code, USAGE);
+            let message = error.message.unwrap();
+            assert!(message.starts_with(&format!("{flag} /no/such/folder/a.json: ")), "{message}");
+        }
     }
 
     #[test]
