@@ -459,6 +459,11 @@ impl Plan {
             return Err(Error::Usage(format!("--baseline: not with {other}; {remedy}")));
         }
         if let Some(low) = self.low_latency {
+            if self.masked != 0.0 {
+                let rule =
+                    "not with --mode low-latency, whose tokens all select --topk experts; leave it out";
+                return Err(Error::Usage(format!("--masked {}: {rule}", self.masked)));
+            }
             let Some(most) = low.max_tokens else { return Ok(()) };
             let sizes = || Sizes { tokens: most, ..self.sizes() };
             if most < self.tokens || sizes().check().is_err() {

@@ -13,6 +13,12 @@ use crate::options::{DeviceKind, Mode, NO_QUANTISE_IN_LOW_LATENCY, NetworkFlags,
 /// Experts per token where neither flags nor environment give them.
 const TOPK: u32 = 8;
 
+/// Rows of a put, likewise, and the variable.
+const DEFAULT_RDMA_SEND: u32 = 16;
+const RDMA_SEND: &str = "EPOXIDE_RDMA_SEND";
+/// MiB that empty an L2 cache.
+const DEFAULT_FLUSH_MIB: u64 = 256;
+
 /// Other sizes, likewise.
 struct Defaults {
     tokens: u32,
@@ -150,7 +156,7 @@ pub struct PlanFlags {
     #[arg(long, value_delimiter = ',', help_heading = SIZES)]
     pub num_sms: Vec<u32>,
     /// Rows that travel together in one put.
-    #[arg(long, env = "EPOXIDE_RDMA_SEND", default_value_t = 16, help_heading = HINTS)]
+    #[arg(long, env = RDMA_SEND, default_value_t = DEFAULT_RDMA_SEND, help_heading = HINTS)]
     pub rdma_send: u32,
     /// Rows of the ring between nodes that the original interface's size hints assume; nothing here
     /// has one.
@@ -177,7 +183,7 @@ pub struct PlanFlags {
     /// Seed of routing and rows.
     #[arg(long, default_value_t = 0xA1B2, help_heading = SIZES)]
     pub seed: u64,
-    /// Share of the entries that select no expert.
+    /// In high throughput: share of the entries that select no expert.
     #[arg(long, default_value_t = 0.0, value_parser = parse_share, help_heading = SIZES)]
     pub masked: f64,
     /// Also measure replays of CUDA graphs: one graph for each phase, and one for cached dispatch +
@@ -194,7 +200,7 @@ pub struct PlanFlags {
     #[arg(long, help_heading = TIMING)]
     pub no_ceiling: bool,
     /// MiB written between iterations to empty the L2 cache; on the virtual GPU nothing is.
-    #[arg(long, default_value_t = 256, help_heading = TIMING)]
+    #[arg(long, default_value_t = DEFAULT_FLUSH_MIB, help_heading = TIMING)]
     pub flush_mib: u64,
     /// With --mode low-latency: tokens of a rank that are said to be complete together.
     #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS, help_heading = LOW)]
@@ -311,11 +317,37 @@ impl PlanFlags {
         for (flag, is_given, more) in [
             ("--combine-dtype", self.combine_dtype != RowType::Bf16, "; otherwise a combine is bf16"),
             ("--combine-rows", self.combine_rows != ReturnPathFlag::ByExpert, ""),
+            ("--chunk-tokens", self.chunk_tokens != Options::DEFAULT_CHUNK_TOKENS, ""),
+            ("--packet-tokens", self.packet_tokens.is_some(), ""),
             ("--max-tokens", self.max_tokens.is_some(), ""),
             ("--between-us", self.between_us.is_some(), ""),
         ] {
             if is_given && !is_low_latency {
                 return Err(CommandError::usage(format!("{flag}: only with --mode low-latency{more}")));
+            }
+        }
+        let tuning = self.tuning;
+        // A variable may be set for measurements of both modes.
+        let has_rdma_send = self.rdma_send != DEFAULT_RDMA_SEND && std::env::var_os(RDMA_SEND).is_none();
+        for (flag, is_given) in [
+            ("--queues", self.network.queues.is_some()),
+            ("--rdma-send", has_rdma_send),
+            ("--nvl-bytes", self.nvl_bytes.is_some()),
+            ("--rdma-bytes", self.rdma_bytes.is_some()),
+            ("--flush-mib", self.flush_mib != DEFAULT_FLUSH_MIB),
+            ("--dispatch-warps", tuning.dispatch_warps.is_some()),
+            ("--dispatch-metadata-warps", tuning.dispatch_metadata_warps.is_some()),
+            ("--dispatch-copy-warps", tuning.dispatch_copy_warps.is_some()),
+            ("--dispatch-stages", tuning.dispatch_stages.is_some()),
+            ("--dispatch-stage-bytes", tuning.dispatch_stage_bytes.is_some()),
+            ("--combine-warps", tuning.combine_warps.is_some()),
+            ("--combine-slots", tuning.combine_slots.is_some()),
+            ("--combine-slot-bytes", tuning.combine_slot_bytes.is_some()),
+            ("--combine-stagers", tuning.combine_stagers.is_some()),
+        ] {
+            if is_given && is_low_latency {
+                let rule = "not with --mode low-latency, which does not use it; leave it out";
+                return Err(CommandError::usage(format!("{flag}: {rule}")));
             }
         }
         match self.dtype {
@@ -354,8 +386,7 @@ impl PlanFlags {
             }
         };
         let chain = if self.device == DeviceKind::Virtual { 2 } else { 128 };
-        let tuning = self.tuning;
-        let plan = Plan {
+        Ok(Plan {
             low_latency: is_low_latency.then(|| LowLatencySettings {
                 quantise: self.dtype.quantise(),
                 combine_dtype: self.combine_dtype.dtype(),
