@@ -201,6 +201,9 @@ const MOST_ALIGNMENT: u32 = 4096;
 /// countable.
 const MOST_REPETITIONS: u32 = 100_000;
 
+/// Most MiB that are written to empty an L2 cache: no device has more memory.
+const MOST_FLUSHED_MIB: u64 = 1 << 20;
+
 /// Rejects a number of repetitions that is too small or absurdly large.
 pub(crate) fn check_count(flag: &str, value: u32, least: u32) -> Result<()> {
     let bound = match value {
@@ -450,6 +453,10 @@ impl Plan {
         check_count("--graph", self.graph.unwrap_or(1), 1)?;
         self.sizes().check().map_err(Error::Usage)?;
         check_alignment(self.rows_by_expert)?;
+        if self.flush_mib > MOST_FLUSHED_MIB {
+            let rule = format!("must be at most {MOST_FLUSHED_MIB}; twice the L2 cache is enough");
+            return Err(Error::Usage(format!("--flush-mib {}: {rule}", self.flush_mib)));
+        }
         let others = [
             ("--rows-by-expert", self.rows_by_expert.is_some()),
             ("--quantise", self.quantise != Quantise::Not),

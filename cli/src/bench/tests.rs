@@ -252,6 +252,7 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
             "--baseline: not with --rows-by-expert; measure each in a run of its own",
         ),
         ("--iters 0", "--iters 0: must be at least 1"),
+        ("--flush-mib 17592186044416", "--flush-mib 17592186044416: must be at most 1048576"),
         ("--iters 4294967295", "--iters 4294967295: must be at most 100000"),
         ("--warmup 4294967295", "--warmup 4294967295: must be at most 100000"),
         ("--repeat 4294967295", "--repeat 4294967295: must be at most 100000"),
@@ -275,7 +276,7 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
         assert!(message.starts_with(reason), "{line}: {message}");
         // A round trip says the same; it has no iterations to time, and tokens may be none.
         if line.split_whitespace().count() == 2
-            && !["--iters", "--warmup", "--repeat", "--tokens", "--rows-by-expert"]
+            && !["--iters", "--warmup", "--repeat", "--tokens", "--rows-by-expert", "--flush-mib"]
                 .iter()
                 .any(|flag| line.contains(flag))
         {
