@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::counts::{self, random_topk};
 use crate::replay::STEPS;
-use crate::results::{Key, LOW_LATENCY, PhaseName};
+use crate::results::{Key, LOW_LATENCY, PhaseName, Settings};
 use crate::{Error, Result};
 
 /// Longest wait for a peer: the ranks of a virtual GPU share few processors.
@@ -511,6 +511,17 @@ impl Plan {
             }
         }
         Ok(())
+    }
+
+    /// The settings of a point that are no part of its key.
+    pub(crate) fn settings(&self) -> Settings {
+        Settings {
+            connections: self.connections,
+            nvl_bytes: self.nvl_bytes,
+            rdma_bytes: self.rdma_bytes,
+            flush_mib: self.flush_mib,
+            no_ceiling: self.no_ceiling,
+        }
     }
 
     /// The key of a point with `num_sms` multiprocessors.

@@ -93,6 +93,7 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 kernels: Some(first.kernels.clone()),
                 key: asked.key(first.times[index].num_sms),
                 shapes: plan.shapes,
+                settings: Some(plan.settings()),
                 warmup: plan.warmup,
                 iters: plan.iters,
                 setup_ms: ranks.iter().map(|rank| rank.setup_ms).fold(0.0, f64::max),

@@ -60,6 +60,9 @@ pub struct Point {
     /// Launch shapes that were asked for.
     #[serde(default, rename = "tuning")]
     pub shapes: Shapes,
+    /// Settings that are no part of the key; missing in older files.
+    #[serde(default)]
+    pub settings: Option<Settings>,
     /// Untimed iterations.
     pub warmup: u32,
     /// Timed iterations.
@@ -175,6 +178,22 @@ pub struct Key {
     /// Microseconds of the kernel behind each call of a chain of pairs; missing: none.
     #[serde(default)]
     pub between_us: Option<u32>,
+}
+
+/// Settings of a point that are no part of its [`Key`]. Points that differ in them can be compared,
+/// but a sweep does not take one for the other.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Connections of each queue over tcp, if given.
+    pub connections: Option<u32>,
+    /// Bytes of the pool, if given.
+    pub nvl_bytes: Option<u64>,
+    /// Bytes of wire memory, if given.
+    pub rdma_bytes: Option<u64>,
+    /// MiB written between iterations to empty the L2 cache.
+    pub flush_mib: u64,
+    /// Whether ceilings were left out.
+    pub no_ceiling: bool,
 }
 
 impl Key {

@@ -7,10 +7,16 @@ use std::path::Path;
 use std::str::FromStr;
 
 use epoxide::driver::Device;
-use epoxide::internal::{JSON, Topology, read_text_file};
+use epoxide::internal::driver::shipped_ptx;
+use epoxide::internal::{JSON, read_text_file};
 
 use crate::results::{PhaseName, Point, Results};
+use crate::versions::Versions;
 use crate::{Error, Plan, Result, Watch};
+
+/// Most values of an axis, and most combinations of all: more than can be measured in a day.
+const MOST_VALUES: u32 = 4096;
+const MOST_COMBINATIONS: usize = 1 << 20;
 
 /// The axes of a sweep; an empty one stays at the plan's value.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -59,9 +65,16 @@ impl FromStr for Sweep {
             list.extend(parse_values(values.trim())?);
         }
         let Sweep { tokens, sms, ranks, nodes, rdma_send } = &mut sweep;
+        let mut combinations: usize = 1;
         for list in [tokens, sms, ranks, nodes, rdma_send] {
             list.sort_unstable();
             list.dedup();
+            combinations = combinations.saturating_mul(list.len().max(1));
+        }
+        if combinations > MOST_COMBINATIONS {
+            let rule =
+                format!("the axes have at most {MOST_COMBINATIONS}; give fewer values, or larger steps");
+            return Err(format!("{text}: {combinations} combinations; {rule}"));
         }
         Ok(sweep)
     }
@@ -70,7 +83,7 @@ impl FromStr for Sweep {
 /// `7`, `4..48` (doubling, with the end if a doubling meets it), or `4..48:4` (steps).
 ///
 /// # Errors
-/// The text is no list of values; the error gives the wrong part.
+/// The text is no list of values, or has too many; the error gives the wrong part.
 pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
     let number = |text: &str| match text.trim().parse::<u32>() {
         Ok(number) if number > 0 => Ok(number),
@@ -87,6 +100,10 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
     if from > to {
         return Err(format!("{text}: the end lies before the start"));
     }
+    if let Some(step) = step.filter(|step| (to - from) / step >= MOST_VALUES) {
+        let values = u64::from((to - from) / step) + 1;
+        return Err(format!("{text}: {values} values; there may be {MOST_VALUES}: give a larger step"));
+    }
     let next = |&at: &u32| match step {
         Some(step) => at.checked_add(step),
         None => at.checked_mul(2),
@@ -96,8 +113,8 @@ pub fn parse_values(text: &str) -> std::result::Result<Vec<u32>, String> {
 
 /// Devices of a sweep, and receivers of its progress.
 pub struct Means<'a> {
-    /// Gives the places of so many nodes of so many ranks, or the error.
-    pub topology: &'a dyn Fn(u32, u32) -> Result<Topology>,
+    /// Gives the plan for so many nodes of so many ranks, with the defaults for those, or the error.
+    pub plan: &'a dyn Fn(u32, u32) -> Result<Plan>,
     /// Makes the device of a rank.
     pub open: &'a (dyn Fn(u32) -> epoxide::Result<Device> + Sync),
     /// Is told before each run what it is of, how many points are done, and how many there are.
@@ -125,12 +142,20 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Sw
         mend(out)?;
     }
     let mut known = if has_text() { Results::read(out)?.points } else { Vec::new() };
-    let mut plan = plan.clone();
-    if plan.num_sms.contains(&Plan::ALL_SMS) {
+    let mut groups = groups(plan, sweep, how.plan)?;
+    let info = (how.open)(0)?.info().clone();
+    for group in &mut groups {
         // Points have the number itself, by which they are found again.
-        plan.num_sms = vec![(how.open)(0)?.info().sm_count];
+        let all = group.num_sms.iter_mut().filter(|sms| **sms == Plan::ALL_SMS);
+        all.for_each(|sms| *sms = info.sm_count);
     }
-    let groups = groups(&plan, sweep, how.topology)?;
+    // Another program, device or driver measured another thing.
+    let kernels = Some(Versions::of_ptx(&shipped_ptx(plan.ptx.as_deref())?, info.is_virtual));
+    let driver_version = if info.is_virtual { 0 } else { info.driver_version };
+    let here = (&kernels, &info.name, driver_version);
+    known.retain(|point| (&point.kernels, &point.device, point.driver_version) == here);
+    // Before anything is measured: a file that cannot be written is an error now.
+    append(out, &[])?;
     let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();
     let mut done = 0;
     let mut swept = Swept { points: Vec::new(), left_out: Vec::new() };
@@ -138,6 +163,16 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Sw
         (how.progress)(&group, done, total);
         let mut missing = group.clone();
         missing.num_sms.retain(|&sms| find(&known, &group, sms).is_none());
+        // A number of multiprocessors that cannot be does not end the others.
+        let of_number = |sms| Plan { num_sms: vec![sms], ..group.clone() };
+        if (Plan { num_sms: Vec::new(), ..group.clone() }).check().is_ok() {
+            missing.num_sms.retain(|&sms| {
+                let reason = of_number(sms).check().err();
+                let is_possible = reason.is_none();
+                swept.left_out.extend(reason.map(|reason| (of_number(sms), reason)));
+                is_possible
+            });
+        }
         if !missing.num_sms.is_empty() {
             match crate::measure(&missing, how.open, how.watch) {
                 Ok((points, _)) => {
@@ -149,7 +184,7 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Sw
                     reason @ (Error::Usage(_)
                     | Error::DoesNotFit(_)
                     | Error::Operation(epoxide::Error::Unavailable { .. })),
-                ) => swept.left_out.push((group.clone(), reason)),
+                ) => swept.left_out.push((missing, reason)),
                 Err(error) => return Err(error),
             }
         }
@@ -162,25 +197,19 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Sw
 
 /// One run for each combination of the other axes, with all numbers of multiprocessors. All are
 /// settled before any is measured.
-fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topology>) -> Result<Vec<Plan>> {
+fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Plan>) -> Result<Vec<Plan>> {
     let or = |list: &[u32], value: u32| if list.is_empty() { vec![value] } else { list.to_vec() };
-    let num_sms = if sweep.sms.is_empty() { &plan.num_sms } else { &sweep.sms };
     let mut groups = Vec::new();
     for nodes in or(&sweep.nodes, plan.topology.nodes) {
         for ranks_per_node in or(&sweep.ranks, plan.topology.ranks_per_node) {
+            let placed = place(nodes, ranks_per_node)?;
+            let num_sms = if sweep.sms.is_empty() { &placed.num_sms } else { &sweep.sms };
             // Within one node nothing is put, and low latency has one message for each rank.
             let has_chunks = nodes > 1 && plan.low_latency.is_none();
             let chunks = if has_chunks { &sweep.rdma_send[..] } else { &[] };
             for rdma_send in or(chunks, plan.rdma_send) {
                 for tokens in or(&sweep.tokens, plan.tokens) {
-                    let topology = place(nodes, ranks_per_node)?;
-                    groups.push(Plan {
-                        topology,
-                        tokens,
-                        rdma_send,
-                        num_sms: num_sms.clone(),
-                        ..plan.clone()
-                    });
+                    groups.push(Plan { tokens, rdma_send, num_sms: num_sms.clone(), ..placed.clone() });
                 }
             }
         }
@@ -194,14 +223,15 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Topolog
     Ok(groups)
 }
 
-/// A finished point: the same sizes and launch shapes, the same kind of device, as many iterations,
-/// and the replays that are asked for.
+/// A finished point: the same sizes, settings and launch shapes, the same kind of device, as many
+/// iterations, and the replays that are asked for.
 fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
     let key = plan.key(sms);
     known.iter().find(|point| {
         point.key == key
             && point.is_virtual == plan.is_virtual
             && (point.warmup, point.iters, point.shapes) == (plan.warmup, plan.iters, plan.shapes)
+            && point.settings == Some(plan.settings())
             && point.runs.len().max(1) == plan.repeat as usize
             && (plan.baseline.is_none() || !point.baselines.is_empty())
             && plan
@@ -310,15 +340,21 @@ pub fn summary(points: &[Point]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use epoxide::internal::Topology;
+
     use super::*;
-    use crate::tests::{open, plan, topology};
+    use crate::tests::{open, plan};
 
     fn sweep_of(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Vec<Point>> {
         swept(plan, sweep, out).map(|swept| swept.points)
     }
 
     fn swept(plan: &Plan, sweep: &Sweep, out: &Path) -> Result<Swept> {
-        let how = Means { topology: &topology, open: &open, progress: &|_, _, _| {}, watch: &() };
+        let place = |nodes, ranks_per_node| {
+            let topology = Topology { nodes, ranks_per_node };
+            Ok(Plan { topology, ..plan.clone() })
+        };
+        let how = Means { plan: &place, open: &open, progress: &|_, _, _| {}, watch: &() };
         run(plan, sweep, out, &how)
     }
 
@@ -339,6 +375,13 @@ mod tests {
         assert_eq!(sweep.sms, [4, 8, 12]);
         assert_eq!(sweep.ranks, [2, 4, 8]);
         assert_eq!("sms=4,4,2".parse::<Sweep>().unwrap().sms, [2, 4]);
+        for (many, part) in [
+            ("tokens=1..4294967295:1", "1..4294967295:1: 4294967295 values; there may be 4096"),
+            ("tokens=1..4096:1,sms=1..2048:1", "8388608 combinations"),
+        ] {
+            let reason = many.parse::<Sweep>().unwrap_err();
+            assert!(reason.contains(part), "{reason}");
+        }
         for bad in ["", "4", "hidden=3", "sms=0", "sms=8..4", "sms=4..8:0", "sms=x", "sms=4..4294967295:x"] {
             assert!(bad.parse::<Sweep>().is_err(), "{bad}");
         }
@@ -395,6 +438,69 @@ mod tests {
         let (plan, reason) = &left_out[0];
         assert_eq!((plan.topology.ranks(), plan.tokens), (3, 4));
         assert!(reason.to_string().starts_with("--experts 8: must be a positive multiple of the 3 ranks"));
+    }
+
+    #[test]
+    fn points_of_other_settings_are_measured_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("sweep.jsonl");
+        let asked = plan("--tokens 4");
+        let sweep = Sweep::default();
+        sweep_of(&asked, &sweep, &out).unwrap();
+        let lines = || std::fs::read_to_string(&out).unwrap().lines().count();
+        let others = [
+            Plan { flush_mib: 1, ..asked.clone() },
+            Plan { connections: Some(2), ..asked.clone() },
+            Plan { nvl_bytes: Some(1 << 30), ..asked.clone() },
+            Plan { rdma_bytes: Some(1 << 30), ..asked.clone() },
+            Plan { no_ceiling: true, ..asked.clone() },
+        ];
+        for (number, other) in (2..).zip(&others) {
+            sweep_of(other, &sweep, &out).unwrap();
+            assert_eq!(lines(), number, "{other:?}");
+            sweep_of(other, &sweep, &out).unwrap();
+            assert_eq!(lines(), number, "{other:?}");
+        }
+        // Another program, its kernels, another device and another driver.
+        let changes: [fn(&mut Point); 5] = [
+            |point| point.kernels.as_mut().unwrap().ptx.push('0'),
+            |point| point.kernels.as_mut().unwrap().commit.push('0'),
+            |point| point.kernels = None,
+            |point| point.device.push('0'),
+            |point| point.driver_version += 1,
+        ];
+        let own = Results::read(&out).unwrap().points.remove(0);
+        for change in changes {
+            let mut point = own.clone();
+            change(&mut point);
+            std::fs::write(&out, lines_of(&[point]).unwrap()).unwrap();
+            assert_eq!(sweep_of(&asked, &sweep, &out).unwrap().len(), 1);
+            assert_eq!(lines(), 2);
+        }
+    }
+
+    #[test]
+    fn a_number_of_multiprocessors_that_cannot_be_does_not_end_the_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("sweep.jsonl");
+        let asked = plan("--tokens 4 --nodes 2 --ranks-per-node 1 --transport shm");
+        let Swept { points, left_out } = swept(&asked, &"sms=2,4".parse().unwrap(), &out).unwrap();
+        assert_eq!(points.iter().map(|point| point.key.num_sms).collect::<Vec<_>>(), [4]);
+        let [(plan, reason)] = &left_out[..] else { panic!("{left_out:?}") };
+        assert_eq!(plan.num_sms, [2]);
+        assert!(reason.to_string().starts_with("--num-sms 2: a cached dispatch across nodes"), "{reason}");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_an_error_before_anything_is_measured() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("no-such-folder/sweep.jsonl");
+        let asked = plan("--tokens 4");
+        let place = |_, _| Ok(asked.clone());
+        let measured = |_: &Plan, _: usize, _: usize| panic!("nothing is measured");
+        let how = Means { plan: &place, open: &open, progress: &measured, watch: &() };
+        let error = run(&asked, &Sweep::default(), &out, &how).unwrap_err().to_string();
+        assert!(error.contains("no-such-folder/sweep.jsonl: No such file"), "{error}");
     }
 
     #[test]

@@ -91,11 +91,6 @@ pub fn open(rank: u32) -> epoxide::Result<Device> {
     Ok(VirtualGpu::new(VirtConfig { ordinal: rank, time: Time::Real, ..VirtConfig::default() }))
 }
 
-/// Where ranks of threads are.
-pub fn topology(nodes: u32, ranks_per_node: u32) -> Result<Topology> {
-    Ok(Topology { nodes, ranks_per_node })
-}
-
 /// A run on the virtual GPU.
 pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
     measure(&plan(line), open, &()).unwrap()

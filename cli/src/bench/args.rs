@@ -91,7 +91,7 @@ pub struct Args {
     #[arg(long, value_name = "AXES", requires = "out", conflicts_with_all = ["trace", "json"], help_heading = SWEEP)]
     pub sweep: Option<Sweep>,
     /// File of a sweep's points, one JSON line each; points that it holds already are not measured
-    /// again.
+    /// again, unless another program, device, driver or other settings measured them.
     #[arg(long, value_name = "FILE", requires = "sweep", help_heading = SWEEP)]
     pub out: Option<PathBuf>,
 }
@@ -288,6 +288,18 @@ impl Args {
         let plans = self.sizes.plans()?.into_iter();
         Ok(plans.map(|plan| Plan { repeat: self.repeat, baseline, ..plan }).collect())
     }
+
+    /// The plan of a sweep for these nodes and ranks, with the defaults for them.
+    pub fn plan_on(&self, nodes: u32, ranks_per_node: u32) -> Result<Plan> {
+        let sizes = &self.sizes;
+        // High throughput follows the number of nodes.
+        let mode = sizes.place.mode.filter(|mode| *mode == Mode::LowLatency);
+        let (nodes, ranks_per_node) = (Some(nodes), Some(ranks_per_node));
+        let place = WorldFlags { mode, nodes, ranks_per_node, ..sizes.place };
+        let plan = PlanFlags { place, ..sizes.clone() }.plan()?;
+        let baseline = self.baseline.map(|BaselineName::Nccl| Baseline::Nccl);
+        Ok(Plan { repeat: self.repeat, baseline, ..plan })
+    }
 }
 
 impl PlanFlags {
@@ -299,6 +311,9 @@ impl PlanFlags {
     /// A plan for each number of tokens: where none is given, low latency is measured with many.
     pub fn plans(&self) -> Result<Vec<Plan>> {
         let plan = self.plan()?;
+        if self.is_low_latency() {
+            plan.check()?;
+        }
         let most = match self.device {
             _ if self.tokens.is_some() || !self.is_low_latency() => plan.tokens,
             DeviceKind::Virtual => 8,
@@ -441,11 +456,7 @@ impl PlanFlags {
                 combine_stagers: tuning.combine_stagers,
             },
             ids: None,
-        };
-        if is_low_latency {
-            plan.check()?;
-        }
-        Ok(plan)
+        })
     }
 
     /// Whether any size is the command's own choice.

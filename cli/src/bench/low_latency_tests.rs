@@ -111,6 +111,52 @@ fn a_sweep_goes_on_where_it_was() {
     assert_eq!(Results::read(&out).unwrap().points.len(), 12);
 }
 
+/// `--help` promises them.
+#[test]
+fn defaults_of_a_sweep_are_those_of_its_ranks() {
+    let args = parse("bench --mode low-latency --tokens 1").unwrap();
+    let of = |nodes, ranks| {
+        let plan = args.plan_on(nodes, ranks).unwrap();
+        (plan.topology.ranks(), plan.low_latency.unwrap().packet_tokens, plan.experts)
+    };
+    assert_eq!([of(1, 2), of(1, 3), of(2, 2)], [(2, 128, 16), (3, 64, 24), (4, 42, 32)]);
+}
+
+/// The sizes of another group of ranks than the first.
+#[test]
+fn a_sweep_measures_with_the_defaults_of_its_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("low.jsonl");
+    let mut args = parse(SMALL).unwrap();
+    (args.sweep, args.out) = (Some("tokens=1,ranks=2,3".parse().unwrap()), Some(out.clone()));
+    args.sizes.experts = Some(6);
+    run(&Bench { tool: None, args }).unwrap();
+    let points = Results::read(&out).unwrap().points;
+    assert_eq!(points.iter().map(|point| point.key.packet_tokens).collect::<Vec<_>>(), [Some(128), Some(64)]);
+}
+
+#[test]
+fn flags_that_a_mode_does_not_use_are_rejected() {
+    for (line, rule) in [
+        ("--mode low-latency --masked 0.5", "--masked 0.5: not with --mode low-latency"),
+        ("--mode low-latency --queues 2", "--queues: not with --mode low-latency"),
+        ("--mode low-latency --rdma-send 3", "--rdma-send: not with"),
+        ("--mode low-latency --nvl-bytes 3", "--nvl-bytes: not with"),
+        ("--mode low-latency --rdma-bytes 3", "--rdma-bytes: not with"),
+        ("--mode low-latency --flush-mib 0", "--flush-mib: not with"),
+        ("--mode low-latency --dispatch-warps 2", "--dispatch-warps: not with"),
+        ("--mode low-latency --combine-stagers 2", "--combine-stagers: not with"),
+        ("--chunk-tokens 2", "--chunk-tokens: only with --mode low-latency"),
+        ("--packet-tokens 0", "--packet-tokens: only with --mode low-latency"),
+    ] {
+        let error = parse(&format!("bench {line}")).unwrap().plans().unwrap_err();
+        assert_eq!(error.code, crate::error::USAGE);
+        assert!(error.message.as_ref().is_some_and(|message| message.starts_with(rule)), "{error:?}");
+    }
+    // Commands of both modes have it.
+    assert!(parse("bench --mode low-latency --no-ceiling").unwrap().plans().is_ok());
+}
+
 #[test]
 fn points_of_version_1_are_read() {
     let times = |us: f64| serde_json::json!({"p50_us": us, "p99_us": us, "min_us": us, "mean_us": us, "samples_us": [us, us]});

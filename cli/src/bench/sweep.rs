@@ -8,9 +8,8 @@ use epoxide_bench::{Error, Plan, ways};
 
 use super::Args;
 use super::report;
-use super::start::{launched, open};
+use super::start::open;
 use crate::error::{CommandError, Result};
-use crate::options::{Mode, WorldFlags};
 use crate::output::{self, Progress};
 
 /// Measures what `out` does not hold yet; gives the points of this sweep, old and new.
@@ -20,14 +19,10 @@ pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec
         1 => sweep.clone(),
         _ => sweep.clone().or_tokens(plans.iter().map(|plan| plan.tokens).collect()),
     };
-    let mode = plan.low_latency.map(|_| Mode::LowLatency);
     let bar = Progress::new("bench", 0, true);
-    let launched = launched()?;
-    let topology = |nodes, ranks_per_node| {
-        let (nodes, ranks_per_node) = (Some(nodes), Some(ranks_per_node));
-        let place = WorldFlags { mode, nodes, ranks_per_node, keep_nodes: plan.keep_nodes };
-        let topology = place.topology(mode.unwrap_or(Mode::Intranode), launched);
-        topology.map_err(|error| Error::Usage(error.message.unwrap_or_default()))
+    let plan_on = |nodes, ranks_per_node| {
+        let plan = args.plan_on(nodes, ranks_per_node);
+        plan.map_err(|error| Error::Usage(error.message.unwrap_or_default()))
     };
     let progress = |group: &Plan, done: usize, total: usize| {
         bar.reached(
@@ -37,13 +32,14 @@ pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec
         );
     };
     let open = |rank| open(args.sizes.device, rank);
-    let how = Means { topology: &topology, open: &open, progress: &progress, watch: &() };
+    let how = Means { plan: &plan_on, open: &open, progress: &progress, watch: &() };
     let swept = sweep::run(plan, sweep, out, &how);
     drop(bar);
     let swept = swept?;
     for (left_out, reason) in &swept.left_out {
         let (ranks, tokens) = (left_out.topology.ranks(), left_out.tokens);
-        output::complain(&format!("left out: {ranks} ranks, {tokens} tokens: {reason}"));
+        let sms = left_out.num_sms.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+        output::complain(&format!("left out: {ranks} ranks, {tokens} tokens, {sms} SMs: {reason}"));
     }
     if swept.points.is_empty() {
         // Why none can be, the first of them says: bad usage, or a machine that lacks something.

@@ -229,8 +229,11 @@ fn replays_are_printed_stored_compared_and_swept() {
 
     // A point without replays does not stand for one with.
     let asked = "tokens=1,8".parse().unwrap();
-    let plan = |graph| Plan { graph, ..args.plans().unwrap().remove(0) };
-    let swept = |graph| sweep::run(&args, &[plan(graph)], &asked, &file("a.jsonl")).unwrap();
+    let swept = |graph| {
+        let mut args = args.clone();
+        args.sizes.graph = graph;
+        sweep::run(&args, &args.plans().unwrap(), &asked, &file("a.jsonl")).unwrap()
+    };
     assert!(swept(None).iter().all(|point| point.graph.is_empty()));
     let points = swept(Some(3));
     assert!(points.iter().all(|point| point.graph.len() == 5) && swept(Some(3)) == points);
