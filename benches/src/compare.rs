@@ -142,10 +142,33 @@ fn is_like(a: &Point, b: &Point) -> bool {
     a == b
 }
 
+/// Whether two points may be of the same routing. Files of before have no digest.
+fn may_share_routing(a: &Point, b: &Point) -> bool {
+    a.routing_digest.as_ref().zip(b.routing_digest.as_ref()).is_none_or(|(a, b)| a == b)
+}
+
 /// Whether two points of the same sizes are runs of the same measurement.
 fn are_runs_of_one(a: &Point, b: &Point) -> bool {
-    let settings = |point: &Point| (point.iters, point.shapes, point.is_virtual);
-    settings(a) == settings(b)
+    let settings = |point: &Point| (point.iters, point.shapes, point.settings, point.is_virtual);
+    settings(a) == settings(b) && may_share_routing(a, b)
+}
+
+/// For each point of A the index of the point of B that it is compared with. The same measurement
+/// takes precedence, then the same routing. A point of B has at most one partner.
+fn partners(a: &[Point], b: &[Point]) -> Vec<Option<usize>> {
+    // Equal seeds that drew different routings are an error, which the caller reports.
+    let matches: [fn(&Point, &Point) -> bool; 3] =
+        [are_runs_of_one, may_share_routing, |a, b| a.key.seed == b.key.seed];
+    let mut partners = vec![None; a.len()];
+    for matches in matches {
+        for (at, old) in a.iter().enumerate() {
+            let is_partner = |other: &usize| {
+                !partners.contains(&Some(*other)) && is_like(&b[*other], old) && matches(&b[*other], old)
+            };
+            partners[at] = partners[at].or_else(|| (0..b.len()).find(is_partner));
+        }
+    }
+    partners
 }
 
 /// All that can be compared of a point whose runs are known. Nothing of the baselines: whether
@@ -218,8 +241,8 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
     let (a, b) = (gathered(a), gathered(b));
     let mut lines = Vec::new();
     let (mut pairs, mut is_virtual) = (0, false);
-    for old in &a {
-        let Some(new) = b.iter().find(|new| is_like(new, old)) else { continue };
+    for (old, partner) in a.iter().zip(partners(&a, &b)) {
+        let Some(new) = partner.map(|at| &b[at]) else { continue };
         if old.is_virtual != new.is_virtual {
             return Err(Error::Usage(
                 "compare: one side is of the virtual GPU, the other of hardware".into(),
@@ -252,7 +275,7 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         ));
     }
     judge(&mut lines, tolerance);
-    let alone = (a.len() - pairs, b.iter().filter(|new| !a.iter().any(|old| is_like(old, new))).count());
+    let alone = (a.len() - pairs, b.len() - pairs);
     let kernels = [&a, &b].map(|points| {
         let texts: BTreeSet<String> = points.iter().map(Point::kernels_text).collect();
         texts.into_iter().collect::<Vec<_>>().join("; ")
@@ -484,6 +507,7 @@ mod tests {
     use epoxide_testing::tier;
 
     use super::*;
+    use crate::results::{LOW_LATENCY, Pairs};
     use crate::tests::h200;
 
     /// Runs of a noisy machine. It drifts, each run is off by a little of its own, some by a lot,
@@ -729,5 +753,43 @@ mod tests {
         assert!(of(None, Some("1")).is_ok() && of(Some("1"), Some("1")).is_ok());
         let error = of(Some("1"), Some("2")).unwrap_err().to_string();
         assert!(error.contains("different routings, 1 and 2"), "{error}");
+    }
+
+    #[test]
+    fn each_point_is_compared_with_that_of_its_own_settings() {
+        let point = |warps: u32, us: f64| {
+            let mut point = h200().remove(0);
+            point.shapes.combine_warps = Some(warps);
+            point.phases.truncate(1);
+            point.phases[0].call.median_us = us;
+            point
+        };
+        let ratios = |a: &[Point], b: &[Point]| -> Vec<f64> {
+            compare(a, b, 0.01).unwrap().lines.iter().map(|line| line.ratio.round()).collect()
+        };
+        let (a, b) = ([point(2, 10.0), point(3, 100.0)], [point(3, 200.0), point(2, 30.0)]);
+        assert_eq!(ratios(&a, &b), [3.0, 2.0]);
+        // Another tuning may be compared, but no point twice.
+        let comparison = compare(&a, &b[..1], 0.01).unwrap();
+        assert_eq!((comparison.lines.len(), comparison.alone), (1, (1, 0)));
+        assert_eq!(ratios(&a[..1], &b[..1]), [20.0]);
+    }
+
+    /// Seeds of low latency do not count, since version 1 had none.
+    #[test]
+    fn points_of_two_seeds_are_not_runs_of_one() {
+        let point = |seed: u64, us: f64| {
+            let mut point = h200().remove(0);
+            (point.mode, point.key.chunk_tokens, point.key.seed) = (LOW_LATENCY.into(), Some(1), seed);
+            point.routing_digest = Some(seed.to_string());
+            let period = Slowest::new(&[&[us; 5]]);
+            (point.pair, point.phases) = (Some(Pairs { chain: 1, period }), Vec::new());
+            point
+        };
+        let comparison = |a: &[Point], b: &[Point]| compare(a, b, 0.01).unwrap();
+        let (a, b) = ([point(1, 10.0), point(2, 100.0)], [point(2, 200.0), point(1, 30.0)]);
+        let ratios: Vec<f64> = comparison(&a, &b).lines.iter().map(|line| line.ratio.round()).collect();
+        assert_eq!(ratios, [3.0, 2.0]);
+        assert_eq!(comparison(&a, &b[..1]).alone, (1, 0));
     }
 }
