@@ -165,7 +165,15 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
     let Some(first) = ranks.first() else { return Vec::new() };
     let measured: Vec<&Vec<OfSize>> = ranks.iter().map(|rank| &rank.sizes).collect();
     let peers = f64::from(plan.topology.nodes - 1);
-    let putting = if plan.one_way { plan.topology.ranks_per_node as usize } else { measured.len() };
+    let ranks_per_node = plan.topology.ranks_per_node as usize;
+    let putting = if plan.one_way { ranks_per_node } else { measured.len() };
+    // One way, a sender's own time ends when its bytes have left. A receiver's ends when they have
+    // arrived.
+    let seconds = |rank: usize, size: usize, depth: usize| {
+        let receivers = measured.iter().skip(rank + ranks_per_node).step_by(ranks_per_node);
+        let others = receivers.filter(|_| plan.one_way).map(|of| of[size].seconds[depth]);
+        others.fold(measured[rank][size].seconds[depth], f64::max)
+    };
     let mut points = Vec::new();
     for (index, &message_bytes) in plan.sizes.iter().enumerate() {
         let timed = measured.iter().map(|of| of[index].latency.as_slice());
@@ -173,7 +181,7 @@ pub fn points(plan: &NetworkPlan, ranks: &[OfRank]) -> Vec<WirePoint> {
         let puts = plan.puts_of(message_bytes);
         for (at, &depth) in plan.depths.iter().enumerate() {
             let per_rank: Vec<f64> =
-                measured.iter().take(putting).map(|of| peers * puts as f64 / of[index].seconds[at]).collect();
+                (0..putting).map(|rank| peers * puts as f64 / seconds(rank, index, at)).collect();
             let to_gbps = |puts: f64| gbps(puts * message_bytes as f64, 1e6);
             points.push(WirePoint {
                 schema_version: SCHEMA_VERSION,
@@ -230,4 +238,38 @@ pub fn rank(plan: &NetworkPlan, device: &Device, group: &dyn ProcessGroup) -> ep
     poster.close()?;
     let info = device.info();
     Ok(OfRank { device: info.name.clone(), is_virtual: info.is_virtual, sizes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Over tcp the bytes of a sender have left when its socket has them.
+    #[test]
+    fn puts_of_one_way_take_until_they_have_arrived() {
+        let plan = |one_way| NetworkPlan {
+            sizes: vec![1 << 20],
+            depths: vec![1],
+            topology: Topology { nodes: 3, ranks_per_node: 2 },
+            transport: TransportKind::Tcp,
+            queues: 1,
+            connections: None,
+            one_way,
+            mib: 64,
+            warmup: 0,
+            iters: 1,
+        };
+        // The rank with index 0 of node 1 is the last to have its bytes, and index 1 of node 2.
+        let seconds = [0.1, 0.2, 0.5, 0.3, 0.4, 0.8];
+        let of_size = |seconds| OfSize { latency: Vec::new(), seconds: vec![seconds] };
+        let rank = |seconds| OfRank { device: "a".into(), is_virtual: true, sizes: vec![of_size(seconds)] };
+        let rates = |one_way| {
+            let point = points(&plan(one_way), &seconds.map(rank)).remove(0);
+            let rate = |seconds: f64| 2.0 * 64.0 * f64::from(1 << 20) / 1e9 / seconds;
+            [point.max_rank_gbps, point.min_rank_gbps].map(|gbps| rate(1.0) / gbps)
+        };
+        let close = |a: [f64; 2], b: [f64; 2]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-9);
+        assert!(close(rates(true), [0.5, 0.8]), "{:?}", rates(true));
+        assert!(close(rates(false), [0.1, 0.8]), "{:?}", rates(false));
+    }
 }

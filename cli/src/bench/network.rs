@@ -38,7 +38,8 @@ pub struct Args {
     /// Puts under way on a queue: a list, `a..b` doubles.
     #[arg(long, value_delimiter = ',', default_value = "1,16,256")]
     depths: Vec<String>,
-    /// Measure the bandwidth with puts of the ranks of node 0 alone, instead of all at once.
+    /// Measure the bandwidth with puts of the ranks of node 0 alone, instead of all at once, until
+    /// they have arrived.
     #[arg(long)]
     one_way: bool,
     /// MiB that each rank puts to each peer for a bandwidth, within 32 to 4096 puts a queue.
