@@ -212,14 +212,14 @@ impl<'a> Poster<'a> {
         let start = Instant::now();
         let mut waits = Wait::new();
         loop {
-            let (mut open, mut posted) = (false, false);
-            for lane in &mut self.lanes {
+            let (mut open, mut posted) = (None, false);
+            for (number, lane) in self.lanes.iter_mut().enumerate() {
                 let node = lane.node as usize;
                 let (rest, copies) = left[node];
                 if copies == 0 || bytes[node] == 0 {
                     continue;
                 }
-                open = true;
+                open = open.or(Some(number));
                 if lane.in_flight()? >= depth {
                     continue;
                 }
@@ -232,13 +232,12 @@ impl<'a> Poster<'a> {
                 left[node] = if rest == size { (bytes[node], copies - 1) } else { (rest - size, copies) };
                 posted = true;
             }
-            if !open {
-                break;
-            }
+            let Some(open) = open else { break };
             if posted {
                 waits = Wait::new();
             } else {
-                self.pause(&mut waits, 0)?;
+                // No lane with puts to post has room.
+                self.pause(&mut waits, open)?;
             }
         }
         self.round += 1;
@@ -392,5 +391,45 @@ struct Wait {
 impl Wait {
     fn new() -> Wait {
         Wait { since: Instant::now(), turns: 0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use epoxide::group::run_threads;
+    use epoxide::transport::TransportKind;
+
+    use super::*;
+    use crate::TIMEOUT;
+    use crate::tests::open as open_device;
+
+    #[test]
+    fn a_wait_for_room_names_the_peer_whose_queue_is_full() {
+        let topology = Topology { nodes: 3, ranks_per_node: 1 };
+        let outcomes = run_threads(3, TIMEOUT, |rank, group| {
+            let device = open_device(rank)?;
+            let timeout = Duration::from_millis(100);
+            let shm = TransportOptions::new(TransportKind::Shm);
+            let options = TransportOptions { timeout, queues_per_peer: 1, ..shm };
+            let mut poster = Poster::new(&device, &*group, topology, &options, 128)?;
+            let mut late = None;
+            if rank == 0 {
+                // No proxy serves this ring.
+                let bytes = size_of::<QueueWords>() + RING_ENTRIES as usize * size_of::<PutRequest>();
+                let ring = Memory::alloc(&device, bytes as u64, MemoryKind::MappedHost, "a ring")?;
+                let lane = poster.lanes.iter_mut().find(|lane| lane.peer == 2).unwrap();
+                let served = std::mem::replace(&mut lane.carrier, Carrier::Ring(ring.host_ptr() as u64));
+                let Err(Error::PeerTimeout { peer, .. }) = poster.put_all(&[0, 0, 256], 128, 1, 1) else {
+                    panic!("nothing came to an end that cannot")
+                };
+                late = Some(peer);
+                poster.lanes.iter_mut().find(|lane| lane.peer == 2).unwrap().carrier = served;
+            } else {
+                group.barrier(TIMEOUT)?;
+            }
+            group.barrier(TIMEOUT)?;
+            Ok(late)
+        });
+        assert_eq!(outcomes.map_err(|failure| failure.error).unwrap(), [Some(2), None, None]);
     }
 }
