@@ -334,13 +334,13 @@ impl Mode for HighThroughput {
         if !plan.no_ceiling && has_links && !plan.is_virtual {
             script.doing("the links' ceiling");
             let [push, pull] = [Direction::Push, Direction::Pull].map(|way| script.ceiling(way, num_sms));
-            times.ceiling = Some((push?, pull?));
+            times.ceiling = push?.zip(pull?);
         }
         if !plan.no_ceiling && !plan.is_virtual && plan.rows_by_expert.is_some() {
             script.doing("the memory's ceiling");
             times.memory_ceiling = script.memory_ceiling()?;
             if plan.topology.nodes == 1 {
-                times.store_ceiling = Some(script.store_ceiling(num_sms)?);
+                times.store_ceiling = script.store_ceiling(num_sms)?;
             }
         }
         if let Some(chain) = plan.replays() {
@@ -556,8 +556,9 @@ impl Script<'_, HighThroughput> {
         Ok((bytes > 0).then(|| 2e-3 * bytes as f64 / mean(&samples)))
     }
 
-    /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks.
-    fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<f64> {
+    /// GB/s of remote bytes per rank that the bulk copies reach with `blocks` blocks; missing where
+    /// none can be measured.
+    fn ceiling(&mut self, direction: Direction, blocks: u32) -> Result<Option<f64>> {
         let row_bytes = match direction {
             Direction::Push => self.mode.case.row_bytes,
             Direction::Pull => self.plan.combine_row_bytes() as u32,
@@ -569,42 +570,102 @@ impl Script<'_, HighThroughput> {
         })
     }
 
-    /// GB/s that the same copies store in the own memory.
-    fn store_ceiling(&mut self, blocks: u32) -> Result<f64> {
+    /// GB/s that the same copies store in the own memory; likewise.
+    fn store_ceiling(&mut self, blocks: u32) -> Result<Option<f64>> {
         let row_bytes = self.mode.case.row_bytes;
         let mut parts = None;
         self.best_of_shapes(blocks, row_bytes, LOCAL_FANOUT, |script, shape| {
             let (buffer, stream) = (&script.mode.rig.buffer, &script.stream);
-            // The same in all shapes.
-            let parts = match &mut parts {
-                Some(parts) => &*parts,
-                none => none.insert(local_parts(buffer, shape, stream)?),
+            // The same for all shapes of as many rows.
+            let of_shape = match parts.take() {
+                Some((rows, of_shape)) if rows == shape.rows => of_shape,
+                _ => local_parts(buffer, shape, stream)?,
             };
-            launch_local_ceiling(buffer, parts, shape, stream)
+            let (_, of_shape) = parts.insert((shape.rows, of_shape));
+            launch_local_ceiling(buffer, of_shape, shape, stream)
         })
     }
 
-    /// The most GB/s of stored bytes per rank that launches of several shapes reach.
+    /// The most GB/s of stored bytes per rank that launches of several shapes reach, with as many of
+    /// the plan's rows as the pool has room for. Missing where a block has no room for two stages of
+    /// a warp, or the pool none for a row.
     fn best_of_shapes(
         &mut self,
         blocks: u32,
         row_bytes: u32,
         fanout: u32,
         mut launch: impl FnMut(&mut Self, CeilingShape) -> Result<()>,
-    ) -> Result<f64> {
-        let limit = self.stream.device().info().max_shared_bytes_per_block;
-        let mut best = f64::MAX;
-        for warps in [4, 7] {
-            let stages = (limit / (warps * (row_bytes + 8))).min(3);
-            if stages < 2 {
-                continue;
-            }
-            let shape = CeilingShape { blocks, warps, stages, rows: self.plan.tokens, row_bytes, fanout };
-            let samples = self.isolated(Front::EmptiedCaches, |script| launch(script, shape))?;
+    ) -> Result<Option<f64>> {
+        let mut best: Option<f64> = None;
+        let mut rows = self.plan.tokens;
+        for (warps, stages) in ring_shapes(self.stream.device().info().max_shared_bytes_per_block, row_bytes)
+        {
+            let mut shape = CeilingShape { blocks, warps, stages, rows, row_bytes, fanout };
+            let samples = loop {
+                match self.isolated(Front::EmptiedCaches, |script| launch(script, shape)) {
+                    // Nothing was launched, on no rank: their pools are of one size.
+                    Err(Error::Capacity { needed, have, .. }) => {
+                        shape.rows = (u128::from(shape.rows) * u128::from(have) / u128::from(needed)) as u32;
+                        if shape.rows == 0 {
+                            return Ok(None);
+                        }
+                    }
+                    samples => break samples?,
+                }
+            };
+            rows = shape.rows;
             // The next barrier may not start before all have written.
             self.mode.barrier()?;
-            best = best.min(mean(&samples) / shape.stored_bytes() as f64);
+            let gbps = 1e-3 * shape.stored_bytes() as f64 / mean(&samples);
+            best = Some(best.map_or(gbps, |best| best.max(gbps)));
         }
-        Ok(1e-3 / best)
+        Ok(best)
+    }
+}
+
+/// Warps of a block, and the stages of each, with which a ceiling is measured: of the rows that fit
+/// into its shared memory, fewer warps than usual where those have no two stages.
+fn ring_shapes(shared_bytes: u32, row_bytes: u32) -> Vec<(u32, u32)> {
+    let stages = |warps: u32| (shared_bytes / (warps * (row_bytes + 8))).min(3);
+    let shape = |warps: u32| Some((warps, stages(warps))).filter(|(_, stages)| *stages >= 2);
+    let usual: Vec<_> = [4, 7].into_iter().filter_map(shape).collect();
+    if usual.is_empty() { [2, 1].into_iter().find_map(shape).into_iter().collect() } else { usual }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::{open, plan};
+
+    #[test]
+    fn large_rows_have_fewer_warps_in_a_ceiling() {
+        let shared = 227 << 10;
+        assert_eq!(ring_shapes(shared, 14_336), [(4, 3), (7, 2)]);
+        assert_eq!(ring_shapes(shared, 28_672), [(4, 2)]);
+        assert_eq!(ring_shapes(shared, 32_768), [(2, 3)]);
+        assert_eq!(ring_shapes(shared, 65_536), [(1, 3)]);
+        assert_eq!(ring_shapes(shared, 131_072), []);
+    }
+
+    /// The virtual GPU runs the kernels of the ceilings, too, if a plan calls it hardware.
+    #[test]
+    fn ceilings_fit_into_the_pool_or_are_left_out() {
+        let measured = |line: &str, nvl_bytes: Option<u64>| {
+            let plan = Plan { is_virtual: false, flush_mib: 0, nvl_bytes, ..plan(line) };
+            crate::measure(&plan, open, &()).unwrap().1.remove(0)
+        };
+        let mut whole = measured("--tokens 32 --hidden 1024", None);
+        // Without room for all rows of all ranks: two rows fewer to receive, and as many to return.
+        let mut less = measured("--tokens 32 --hidden 1024", Some(whole.pool_bytes - 4 * 2048));
+        let mut by_expert = measured("--tokens 40 --rows-by-expert 4", None);
+        let mut large = measured("--tokens 2 --hidden 20480", None);
+        for (result, is_by_expert) in
+            [(&mut whole, false), (&mut less, false), (&mut by_expert, true), (&mut large, false)]
+        {
+            let times = result.times.remove(0);
+            assert!(times.ceiling.is_some_and(|(push, pull)| push > 1e-9 && pull > 1e-9), "{times:?}");
+            assert_eq!(times.store_ceiling.is_some(), is_by_expert);
+        }
+        assert_eq!(measured("--tokens 2 --hidden 65536", None).times[0].ceiling, None);
     }
 }
