@@ -194,14 +194,19 @@ impl Case {
     }
 }
 
+/// Most entries of all ranks' tokens in a sample, of 8 bytes each.
+const MOST_ENTRIES: u64 = 1 << 27;
+
 /// Mean counts, and the most rows that a rank receives, of `sample` random tokens a rank, scaled to
 /// `tokens`.
 ///
 /// # Errors
-/// Where the sample is empty.
+/// Where the sample is empty, or larger than a machine can draw.
 pub fn sampled(sample: u32, tokens: f64, sizes: Sizes) -> Result<(TokenCounts<f64>, f64)> {
-    if sample == 0 {
-        return Err(Error::Usage("model: --sampled must be at least 1".into()));
+    let entries = u64::from(sample) * u64::from(sizes.ranks) * u64::from(sizes.topk);
+    if sample == 0 || entries > MOST_ENTRIES {
+        let most = MOST_ENTRIES / (u64::from(sizes.ranks) * u64::from(sizes.topk)).max(1);
+        return Err(Error::Usage(format!("model: --sampled {sample}: must be 1 to {most} for these sizes")));
     }
     let ids: Vec<Vec<i64>> = (0..u64::from(sizes.ranks))
         .map(|rank| {
@@ -231,12 +236,16 @@ impl Checked<'_> {
     }
 }
 
-/// Predicts every measured phase of hardware from its sizes alone.
+/// Whether the model has what a point measured: high throughput of rows by token, on hardware.
+fn is_modelled(point: &Point) -> bool {
+    !point.is_virtual && !point.is_low_latency() && point.key.rows_by_expert.is_none()
+}
+
+/// Predicts every measured phase of hardware from its sizes alone. Points that the model does not
+/// have are left out.
 pub fn check<'a>(points: &'a [Point], machine: &Machine) -> Vec<Checked<'a>> {
     let mut checked = Vec::new();
-    // The model has no rows by expert.
-    let of_tokens = |point: &&Point| !point.is_virtual && point.key.rows_by_expert.is_none();
-    for point in points.iter().filter(of_tokens) {
+    for point in points.iter().filter(|point| is_modelled(point)) {
         let key = &point.key;
         let row_bytes = |name| point.phase(name).map_or(0, |phase| phase.row_bytes);
         // Nodes whose ranks are all mapped were one to the buffer: nothing is told of a wire.
@@ -271,8 +280,8 @@ pub fn check<'a>(points: &'a [Point], machine: &Machine) -> Vec<Checked<'a>> {
     checked
 }
 
-/// The results of [`check`], as a table.
-pub fn check_text(checked: &[Checked<'_>]) -> String {
+/// The results of [`check`] of these points, as a table.
+pub fn check_text(checked: &[Checked<'_>], points: &[Point]) -> String {
     let mut out =
         "nodes ranks   SMs dtype phase              measured us    model us   error  limit".to_owned();
     for c in checked {
@@ -284,6 +293,10 @@ pub fn check_text(checked: &[Checked<'_>]) -> String {
     }
     let worst = checked.iter().map(|c| c.error().abs()).fold(0.0, f64::max);
     let _ = write!(out, "\n{} points, largest error {:.1}%", checked.len(), 100.0 * worst);
+    let left_out = points.iter().filter(|point| !is_modelled(point)).count();
+    if left_out > 0 {
+        let _ = write!(out, "\nleft out: {left_out} points of low latency, rows by expert or virtual GPUs");
+    }
     let kernels: BTreeSet<String> = checked.iter().map(|c| c.point.kernels_text()).collect();
     for kernels in kernels {
         let _ = write!(out, "\nmeasured kernels: {kernels}");
@@ -379,7 +392,25 @@ mod tests {
             assert_eq!(c.predicted.nic_bytes, expected.send_rdma * slot);
             assert_eq!(c.predicted.limit, "NIC");
         }
-        assert!(check_text(&checked).contains("4 points"));
+        assert!(check_text(&checked, &points).contains("4 points"));
+    }
+
+    #[test]
+    fn points_that_the_model_does_not_have_are_left_out() {
+        let changes: [fn(&mut Point); 3] = [
+            |point| point.mode = crate::results::LOW_LATENCY.into(),
+            |point| point.key.rows_by_expert = Some(64),
+            |point| point.is_virtual = true,
+        ];
+        let mut points = measured();
+        points.truncate(4);
+        for (change, point) in changes.into_iter().zip(&mut points) {
+            change(point);
+        }
+        let checked = check(&points, &Machine::h200(50.0, 10.0));
+        assert_eq!(checked.len(), 4);
+        let text = check_text(&checked, &points);
+        assert!(text.contains("4 points, largest") && text.contains("left out: 3 points"), "{text}");
     }
 
     #[test]

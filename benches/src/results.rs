@@ -904,7 +904,7 @@ impl Results {
             let _ = comparison.slower_by(0.01);
         }
         let machine = crate::model::Machine::h200(50.0, 5.0);
-        let _ = crate::model::check_text(&crate::model::check(&results.points, &machine));
+        let _ = crate::model::check_text(&crate::model::check(&results.points, &machine), &results.points);
         let _ = machine.with_ceilings_of(&results.points);
     }
 

@@ -3,9 +3,11 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
+use epoxide::throughput::Quantise;
 use epoxide_bench::counts::{self, Sizes, TokenCounts};
 use epoxide_bench::model::{Case, FITTED, Machine, Prediction, check, check_text, sampled};
 use epoxide_bench::results::{PhaseName, Results, SCHEMA_VERSION, gbps};
+use epoxide_testing::payload::Format;
 
 use crate::error::{CommandError, Result};
 use crate::options::RowType;
@@ -58,19 +60,34 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// Hold the model against these measured results, all other sizes left aside.
-    #[arg(long, value_name = "RESULT.json")]
+    #[arg(long, value_name = "RESULT.json", conflicts_with = "json")]
     check: Option<PathBuf>,
 }
 
 /// Predicts or checks, and prints.
 pub fn run(args: &Args) -> Result<()> {
+    for (flag, value, is_possible) in [
+        ("--nic-gbps", args.nic_gbps, args.nic_gbps > 0.0),
+        ("--nic-latency-us", args.nic_latency_us, args.nic_latency_us >= 0.0),
+    ] {
+        if !is_possible || !value.is_finite() {
+            let rule = "must be a positive number; a latency may be 0";
+            return Err(CommandError::usage(format!("model: {flag} {value}: {rule}")));
+        }
+    }
     let machine = Machine::h200(args.nic_gbps, args.nic_latency_us);
     let machine = match &args.from {
         Some(path) => machine.with_ceilings_of(&Results::read(path)?.points)?,
         None => machine,
     };
     if let Some(path) = &args.check {
-        return output::text_line(&check_text(&check(&Results::read(path)?.points, &machine)));
+        let points = Results::read(path)?.points;
+        let checked = check(&points, &machine);
+        if checked.is_empty() {
+            let rule = "has no point of high throughput by token on hardware, which alone is modelled";
+            return Err(CommandError::usage(format!("model: --check {}: {rule}", path.display())));
+        }
+        return output::text_line(&check_text(&checked, &points));
     }
     let case = case_of(args)?;
     let tokens = f64::from(args.tokens);
@@ -105,18 +122,24 @@ fn case_of(args: &Args) -> Result<Case> {
         .checked_mul(args.ranks_per_node)
         .filter(|&ranks| (1..=1024).contains(&ranks))
         .ok_or_else(|| CommandError::usage("model: nodes times ranks per node must be 1 to 1024"))?;
-    if args.experts == 0 || !args.experts.is_multiple_of(ranks) {
-        let why = format!("model: num_experts {} is not divisible by num_ranks {ranks}", args.experts);
-        return Err(CommandError::usage(format!(
-            "{why}; give --experts {}",
-            args.experts.next_multiple_of(ranks).max(ranks)
-        )));
-    }
-    if args.topk == 0 || args.topk > args.experts {
-        return Err(CommandError::usage("model: topk must be 1 to the number of experts"));
-    }
-    if args.num_sms == 0 || args.nic_gbps.is_nan() || args.nic_gbps <= 0.0 {
-        return Err(CommandError::usage("model: --num-sms and --nic-gbps must be positive"));
+    let sizes = epoxide_testing::sizes::Sizes {
+        ranks,
+        low_latency: false,
+        tokens: args.tokens,
+        fewest_tokens: 1,
+        hidden: args.hidden,
+        format: match args.dtype {
+            RowType::Bf16 => Format::Bf16,
+            RowType::Fp8 => Format::Fp8,
+            RowType::Mxfp8 => Format::Mxfp8,
+        },
+        quantise: Quantise::Not,
+        experts: args.experts,
+        topk: args.topk,
+    };
+    sizes.check().map_err(|why| CommandError::usage(format!("model: {why}")))?;
+    if args.num_sms == 0 {
+        return Err(CommandError::usage("model: --num-sms 0: must be at least 1"));
     }
     let ranks_per_node = if args.mapped { ranks } else { args.ranks_per_node };
     let row = args.hidden * args.dtype.dtype().size() + args.dtype.num_scales(args.hidden) * 4;
@@ -159,4 +182,49 @@ fn text(
         let _ = write!(out, "\n  {name:<18} {us:>10.1} {nvlink:>12.1} {nic:>10.1} {rate:>12.1}  {limit}");
     }
     out + "\n  " + FITTED
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::USAGE;
+    use crate::testing::parse;
+
+    fn error_of(line: &str) -> CommandError {
+        run(&parse(["model"].into_iter().chain(line.split_whitespace())).unwrap()).unwrap_err()
+    }
+
+    #[test]
+    fn impossible_sizes_are_rejected_by_name() {
+        for (line, part) in [
+            ("--hidden 18446744073709551608", "--hidden 18446744073709551608: must be a positive multiple"),
+            ("--hidden 0", "--hidden 0: must be"),
+            ("--tokens 0", "--tokens 0: must be"),
+            ("--topk 33", "--topk 33: must be 1 to 32"),
+            ("--experts 12", "--experts 12: must be a positive multiple of the 8 ranks"),
+            ("--num-sms 0", "--num-sms 0: must be at least 1"),
+            ("--sampled 4294967295", "--sampled 4294967295: must be 1 to 2097152 for these sizes"),
+            ("--sampled 0", "--sampled 0: must be 1 to"),
+            ("--nic-latency-us NaN", "--nic-latency-us NaN: must be"),
+            ("--nic-latency-us=-1", "--nic-latency-us -1: must be"),
+            ("--nic-gbps inf", "--nic-gbps inf: must be"),
+            ("--nic-gbps 0", "--nic-gbps 0: must be"),
+        ] {
+            let error = error_of(line);
+            assert_eq!(error.code, USAGE, "{line}");
+            assert!(error.message.as_ref().is_some_and(|message| message.contains(part)), "{error:?}");
+        }
+    }
+
+    #[test]
+    fn a_check_of_nothing_is_bad_usage_and_has_no_json() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a.json");
+        let points = crate::bench::testing::measured("").0;
+        std::fs::write(&file, Results::new(points).json().unwrap()).unwrap();
+        let error = error_of(&format!("--check {}", file.display()));
+        assert_eq!(error.code, USAGE);
+        assert!(error.message.as_ref().is_some_and(|message| message.contains("a.json: has no point")));
+        assert!(parse::<Args>(["model", "--check", "a.json", "--json", "-"]).is_err());
+    }
 }
