@@ -22,13 +22,21 @@ pub struct CommandError {
     pub message: Option<String>,
     /// It follows from another rank's trouble, which is the one to report if that is known.
     pub consequence: bool,
+    /// A peer did not come in time, which may only be slow.
+    pub timed_out: bool,
     /// Every rank of the group ends for this reason, so that one of them can print it for all.
     pub agreed: bool,
 }
 
 impl CommandError {
     fn new(code: u8, message: impl Into<String>) -> CommandError {
-        CommandError { code, message: Some(message.into()), consequence: false, agreed: false }
+        CommandError {
+            code,
+            message: Some(message.into()),
+            consequence: false,
+            timed_out: false,
+            agreed: false,
+        }
     }
 
     /// A check failed, or something broke.
@@ -61,6 +69,16 @@ impl CommandError {
         CommandError { message: None, ..CommandError::new(code, "") }
     }
 
+    /// The error of a command with the flag `--timeout`, which is a remedy of some: on a virtual GPU
+    /// a slow machine looks like a peer that hangs.
+    pub fn of_timeout_flag(mut self) -> CommandError {
+        let remedy = |message| format!("{message}; if it is only slow, raise --timeout");
+        if self.timed_out {
+            self.message = self.message.map(remedy);
+        }
+        self
+    }
+
     /// The message, with the rank it comes from.
     pub fn on_rank(mut self, rank: u32) -> CommandError {
         self.message = self.message.map(|message| format!("rank {rank}: {message}"));
@@ -78,11 +96,9 @@ impl From<Error> for CommandError {
             | Error::Capacity { .. }
             | Error::Mismatch { .. } => CommandError::usage(message),
             Error::Unavailable { .. } => CommandError::skipped(message),
-            // On a virtual GPU a slow machine looks like a peer that hangs.
-            Error::PeerTimeout { .. } => CommandError {
-                consequence: true,
-                ..CommandError::failed(format!("{message}; if it is only slow, raise --timeout"))
-            },
+            Error::PeerTimeout { .. } => {
+                CommandError { consequence: true, timed_out: true, ..CommandError::failed(message) }
+            }
             // The launcher, or the rank that failed, reports why the group was given up.
             Error::GivenUp { .. } => CommandError { consequence: true, ..CommandError::said(FAILED) },
             Error::Store { .. } => CommandError { consequence: true, ..CommandError::failed(message) },
@@ -99,5 +115,33 @@ impl From<epoxide_bench::Error> for CommandError {
             epoxide_bench::Error::Failed(message) => CommandError::failed(message),
             epoxide_bench::Error::Operation(error) => CommandError::from(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flag_is_a_remedy_only_of_commands_that_have_it() {
+        let timeout = Error::PeerTimeout {
+            rank: 0,
+            peer: 1,
+            operation: "dispatch",
+            place: None,
+            late: [1].into(),
+            word: "ready",
+            epoch: 1,
+            needed: 1,
+            seen: 0,
+            waited: std::time::Duration::from_secs(1),
+            beside: "".into(),
+        };
+        let error = CommandError::from(timeout);
+        assert!(error.message.as_ref().is_some_and(|message| !message.contains("--timeout")), "{error:?}");
+        let message = error.of_timeout_flag().message.unwrap();
+        assert!(message.ends_with("; if it is only slow, raise --timeout"), "{message}");
+        let other = CommandError::failed("broke");
+        assert_eq!(other.clone().of_timeout_flag(), other);
     }
 }

@@ -83,7 +83,8 @@ fn execute(args: &Args) -> (Report, Result<()>) {
     let start = Instant::now();
     let report = Mutex::new(Report { command: "roundtrip", ..Report::default() });
     let defaults = if args.shared.virtual_gpu.check.is_some() { CHECK_DEFAULTS } else { DEFAULTS };
-    let outcome = ranks::run(&args.shared, defaults, |context| roundtrip(context, args, &report));
+    let outcome = ranks::run(&args.shared, defaults, |context| roundtrip(context, args, &report))
+        .map_err(CommandError::of_timeout_flag);
     let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
     report.times.total_seconds = start.elapsed().as_secs_f64();
     report.pass = outcome.is_ok();
