@@ -466,4 +466,11 @@ mod tests {
         assert_eq!(run(two, &long.to_string()).unwrap_err().code, crate::error::USAGE);
         assert_eq!(read(Path::new("/no/such/file")).unwrap_err().code, crate::error::USAGE);
     }
+
+    #[test]
+    fn help_names_no_flag_that_there_is_not() {
+        use clap::Args as _;
+        let help = HandleArgs::augment_args(clap::Command::new("handle")).render_long_help().to_string();
+        assert!(help.contains("--random-schedule") && !help.contains("--seed"), "{help}");
+    }
 }

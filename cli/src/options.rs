@@ -159,15 +159,15 @@ pub enum Check {
 pub struct VirtualFlags {
     /// Run kernels in check mode, slowly: report data races and reads of unwritten memory. With
     /// --check=weak, let weak memory show as wrong results instead. The ranks are threads of this
-    /// process, and --seed draws the schedule
+    /// process, and the schedule is drawn from the seed (0 in `inspect`)
     #[arg(long, value_enum, num_args = 0..=1, require_equals = true, default_missing_value = "races", value_name = "WHAT")]
     pub check: Option<Check>,
 
-    /// Draw the order of warps from --seed: any warp next
+    /// Draw the order of warps from the seed: any warp next
     #[arg(long, conflicts_with = "preemptions")]
     pub random_schedule: bool,
 
-    /// Draw the order of warps from --seed: the most urgent one runs, and loses its urgency at so
+    /// Draw the order of warps from the seed: the most urgent one runs, and loses its urgency at so
     /// many points
     #[arg(long, value_name = "D")]
     pub preemptions: Option<u32>,

@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{CommandError, FAILED, Result};
 use crate::launch::launch_error;
-use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings};
+use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings, VirtualFlags};
 
 /// How long the other ranks get to end when one has failed.
 const GRACE: Duration = Duration::from_secs(5);
@@ -110,10 +110,16 @@ pub fn run(
     main: impl Fn(&RankContext) -> Result<()> + Sync,
 ) -> Result<()> {
     let placement = Placement::of(shared, defaults, |name| std::env::var(name).ok());
-    if shared.virtual_gpu.check.is_some() && shared.device == DeviceKind::Cuda {
-        return Err(CommandError::usage(
-            "--check with --device cuda: it is the virtual GPU that checks; leave --device cuda out",
-        ));
+    let VirtualFlags { check, random_schedule, preemptions } = shared.virtual_gpu;
+    for (flag, is_given) in [
+        ("--check", check.is_some()),
+        ("--random-schedule", random_schedule),
+        ("--preemptions", preemptions.is_some()),
+    ] {
+        if is_given && shared.device == DeviceKind::Cuda {
+            let rule = "the virtual GPU alone can do it; leave --device cuda out";
+            return Err(CommandError::usage(format!("{flag} with --device cuda: {rule}")));
+        }
     }
     let checker = shared.virtual_gpu.checker(shared.seed);
     let open = |ordinal| match shared.device {

@@ -495,6 +495,18 @@ mod tests {
     }
 
     #[test]
+    fn a_gpu_has_neither_checks_nor_an_order_of_warps() {
+        for flag in ["--check", "--random-schedule", "--preemptions 2"] {
+            let (_, outcome) = execute_line(&format!("--device cuda {flag}"));
+            let error = outcome.unwrap_err();
+            let message = error.message.unwrap();
+            let name = flag.split(' ').next().unwrap();
+            assert_eq!(error.code, crate::error::USAGE);
+            assert!(message.starts_with(&format!("{name} with --device cuda: ")), "{message}");
+        }
+    }
+
+    #[test]
     fn check_mode_prints_its_estimate_beforehand() {
         let of = |line: &str| {
             let words = format!("roundtrip --check {line}");
