@@ -712,8 +712,9 @@ impl Grid {
     }
 
     /// No warp of the grid can run: looks for clusters, mostly of one block, whose warps all wait at
-    /// barriers, on mbarriers and for the other warps of a warpgroup. Only the cluster itself could complete these. If it is found twice
-    /// in the same state, nothing ever will. True when one was found for the first time.
+    /// barriers, on mbarriers and for the other warps of a warpgroup. Only the cluster itself could
+    /// complete these. If it is found twice in the same state, nothing ever will. True when one was
+    /// found for the first time.
     fn may_be_stalled(&mut self) -> Result<bool, Box<Fault>> {
         let mut first = false;
         let size = self.clusters.size() as usize;
