@@ -21,8 +21,8 @@ pub struct PeerQueue {
 /// The side of a transport where the peers' puts come in. Dropping it without [`Receiving::close`]
 /// looks like a death.
 pub(crate) trait Receiving: Send + Sync + Debug {
-    /// The first thing that went wrong.
-    fn failure(&self) -> Option<Error>;
+    /// For each peer that something went wrong with the first error, by rank.
+    fn failures(&self) -> Vec<(u32, Error)>;
 
     /// Tells the peers that nothing is taken any more, and ends all threads.
     fn close(&mut self);
@@ -56,10 +56,10 @@ impl Links {
         self.mapped.iter().find(|mapped| mapped.peer == peer).map(|mapped| &mapped.memory)
     }
 
-    /// The failure of the receiving side: a peer that died without a goodbye, or one that sent what
-    /// is refused.
-    pub fn failure(&self) -> Option<Error> {
-        self.receiving.iter().find_map(|side| side.failure())
+    /// Failures of the receiving side, with their peers: peers that died without a goodbye, and
+    /// those that sent what is refused.
+    pub fn failures(&self) -> Vec<(u32, Error)> {
+        self.receiving.iter().flat_map(|side| side.failures()).collect()
     }
 
     /// Says goodbye to all peers and ends every thread. Later puts of peers fail there. Memory that

@@ -81,10 +81,10 @@ pub(super) struct Neighbours {
 }
 
 impl Receiving for Neighbours {
-    fn failure(&self) -> Option<Error> {
+    fn failures(&self) -> Vec<(u32, Error)> {
         // A peer that has said goodbye wrote all that it had to.
-        let dead = |(ends, life): &(LinkEnds, Life)| life.is_dead().then(|| ends.error("receive", "it died"));
-        self.lives.iter().find_map(dead)
+        let dead = self.lives.iter().filter(|(_, life)| life.is_dead());
+        dead.map(|(ends, _)| (ends.peer, ends.error("receive", "it died"))).collect()
     }
 
     fn close(&mut self) {

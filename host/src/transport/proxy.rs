@@ -11,7 +11,7 @@ use epoxide_gpu::layout::{PutRequest, QUEUE_BYTES, QueueWords, RING_ENTRIES};
 
 use super::links::{Links, PeerQueue};
 use super::put::{Interrupt, Put, PutQueue};
-use super::setup::{JOIN_TIMEOUT, deadline};
+use super::setup::{JOIN_TIMEOUT, caught, deadline};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -83,9 +83,15 @@ impl Proxies {
         self.links.mapped(peer)
     }
 
-    /// The first failure of any proxy, else of the receiving side.
+    /// The failures of all proxies, then of the receiving side, with their peers.
+    pub fn failures(&self) -> Vec<(u32, Error)> {
+        let failure = |proxy: &Proxy| Some((proxy.peer, proxy.failure()?));
+        self.proxies.iter().filter_map(failure).chain(self.links.failures()).collect()
+    }
+
+    /// The first of [`Proxies::failures`].
     pub fn failure(&self) -> Option<Error> {
-        self.proxies.iter().find_map(Proxy::failure).or_else(|| self.links.failure())
+        self.failures().into_iter().next().map(|(_, failure)| failure)
     }
 
     /// The proxies that are in the same call of the system now and a moment later, with the call.
@@ -138,6 +144,12 @@ impl Proxies {
         self.proxies.iter().flat_map(take).collect()
     }
 
+    /// Ends the waits of the proxies to `peer`, which need not carry out what was posted.
+    pub fn give_up(&self, peer: u32) {
+        let to_peer = self.proxies.iter().filter(|proxy| proxy.peer == peer);
+        to_peer.for_each(|proxy| proxy.interrupt.raise());
+    }
+
     /// Ends all proxies: those that carry out all that was posted within `grace` say goodbye, the
     /// others are interrupted. Then nothing is received any more. Kernels must not post any more,
     /// and meet the peers at a barrier before.
@@ -185,8 +197,8 @@ fn stop(proxies: &mut [Proxy], grace: Duration) {
             let error = proxy.stuck();
             tracing::error!("left behind: {error}");
             lock(&proxy.shared.failure).get_or_insert(error);
-        } else if thread.join().is_err() {
-            tracing::error!("the proxy of queue {} to rank {} panicked", proxy.queue, proxy.peer);
+        } else {
+            let _ = thread.join();
         }
     }
 }
@@ -247,7 +259,14 @@ impl Proxy {
         };
         let thread = spawn(format!("to {peer} q{index}"), move || {
             let _rule = NoDriverCalls::new("a proxy");
-            worker.run(&Poller::of_this_thread());
+            let run = || {
+                worker.run(&Poller::of_this_thread());
+                Ok(())
+            };
+            let failed = |reason| Error::internal("proxy", format!("queue {index} to rank {peer}: {reason}"));
+            if let Err(error) = caught(run, failed) {
+                lock(&worker.shared.failure).get_or_insert(error);
+            }
         })
         .map_err(|error| Error::system("spawn thread", error))?;
         Ok(Proxy { peer, queue: index, ring, shared, interrupt, thread: Some(thread) })

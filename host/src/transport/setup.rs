@@ -1,5 +1,6 @@
 //! The parameters that every transport is set up with.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -11,6 +12,7 @@ use super::options::TransportOptions;
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::group::internal::panic_text;
 
 /// Longest time for a thread to end after it was told to. All its waits poll for that. Only a call
 /// of the system or of a card's driver that does not return takes longer. Then the thread is
@@ -18,6 +20,14 @@ use crate::group::ProcessGroup;
 pub(super) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a wait looks whether it was interrupted.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The outcome of a thread's work. A panic is a failure as well: `error` makes one of its text.
+pub(super) fn caught(work: impl FnOnce() -> Result<()>, error: impl FnOnce(String) -> Error) -> Result<()> {
+    let outcome = catch_unwind(AssertUnwindSafe(work));
+    outcome.unwrap_or_else(|panic| {
+        Err(error(format!("its thread panicked, please report it: {}", panic_text(&*panic))))
+    })
+}
 
 /// Waits for the end of a thread that was told to end. After `until` the thread is left behind: it
 /// keeps the memory and the sockets that it uses until its call returns.

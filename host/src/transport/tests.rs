@@ -753,10 +753,10 @@ fn mapped_peers_share_memory_and_need_no_queue() {
                 });
             }
             it.barrier();
-            assert!(links.failure().is_none());
+            assert!(links.failures().is_empty());
             links.close();
             it.barrier();
-            assert!(links.failure().is_none(), "a goodbye is no death");
+            assert!(links.failures().is_empty(), "a goodbye is no death");
             Ok(())
         })
         .unwrap();
@@ -774,8 +774,10 @@ fn a_mapped_peer_that_dies_is_told() {
                 // Simulates a process that is gone: its descriptors are closed, without a goodbye.
                 links.receiving.clear();
             } else {
-                eventually(|| links.failure().is_some());
-                let text = links.failure().unwrap().to_string();
+                eventually(|| !links.failures().is_empty());
+                let (peer, failure) = links.failures().remove(0);
+                let text = failure.to_string();
+                assert_eq!(peer, 1);
                 assert!(text.contains("rank 0 with rank 1") && text.contains("it died"), "{text}");
             }
             it.barrier();
@@ -833,6 +835,72 @@ fn a_proxy_that_calls_the_driver_makes_the_device_unusable() {
     eventually(|| proxy.failure().is_some());
     let fault = device.free_memory().unwrap_err().to_string();
     assert!(fault.contains("made by a proxy"), "{fault}");
+}
+
+/// A queue with a bug.
+#[derive(Debug)]
+struct Panicking;
+
+impl PutQueue for Panicking {
+    fn put_with_counter(&mut self, _puts: &[Put]) -> Result<()> {
+        panic!("a bug of the test's");
+    }
+
+    fn completed(&mut self) -> Result<u64> {
+        Ok(0)
+    }
+
+    fn close(&mut self) {}
+}
+
+#[test]
+fn failures_of_all_peers_are_there_and_a_panic_is_one() {
+    let device: Device = VirtualGpu::new(VirtConfig::default());
+    let link = |peer| PeerQueue { peer, index: 0, queue: Box::new(Panicking) };
+    let links = Links { links: vec![link(1), link(3)], mapped: Vec::new(), receiving: Vec::new() };
+    let mut proxies = Proxies::start(&device, links).unwrap();
+    for peer in [3, 1] {
+        Poster { ring: proxies.handle(0, peer).unwrap(), posted: 0 }.post_blindly(tiny(1));
+        eventually(|| proxies.failures().iter().any(|(failed, _)| *failed == peer));
+    }
+    for ((peer, failure), expected) in proxies.failures().into_iter().zip([1, 3]) {
+        let text = failure.to_string();
+        assert_eq!(peer, expected);
+        assert!(text.contains(&format!("queue 0 to rank {peer}: its thread panicked")), "{text}");
+        assert!(text.contains("a bug of the test's"), "{text}");
+    }
+    proxies.close(TIMEOUT);
+}
+
+#[test]
+fn a_peer_that_was_given_up_does_not_keep_a_rank() {
+    let device: Device = VirtualGpu::new(VirtConfig::default());
+    let lists = [1, 2].map(|_| Arc::<Mutex<Vec<_>>>::default());
+    let completed = [1, 2].map(|_| Arc::<AtomicU64>::default());
+    let closed = Arc::<AtomicU64>::default();
+    let link = |peer: u32| {
+        let index = peer as usize - 1;
+        let (puts, completed) = (lists[index].clone(), completed[index].clone());
+        PeerQueue { peer, index: 0, queue: Box::new(Recording { puts, completed, closed: closed.clone() }) }
+    };
+    let links = Links { links: vec![link(1), link(2)], mapped: Vec::new(), receiving: Vec::new() };
+    let mut proxies = Proxies::start(&device, links).unwrap();
+    for peer in [1, 2] {
+        Poster { ring: proxies.handle(0, peer).unwrap(), posted: 0 }.post_blindly(tiny(1));
+    }
+    eventually(|| lists.iter().all(|puts| !puts.lock().unwrap().is_empty()));
+    // The put to rank 1 leaves while the proxies close, that to rank 2 never.
+    proxies.give_up(2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            completed[0].store(1, Ordering::Release);
+        });
+        let start = Instant::now();
+        proxies.close(Duration::from_secs(3600));
+        assert!(start.elapsed() < TIMEOUT);
+    });
+    assert_eq!(closed.load(Ordering::Acquire), 1, "rank 1 alone gets a goodbye");
 }
 
 /// A queue whose card's driver does not return until it is told to.

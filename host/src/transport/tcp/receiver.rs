@@ -24,7 +24,9 @@ use crate::group::internal::{Signer, TAG};
 use crate::lock::lock;
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
-use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, Setup, WireHost, deadline, join_until, store_counter};
+use crate::transport::setup::{
+    JOIN_TIMEOUT, LinkEnds, Setup, WireHost, caught, deadline, join_until, store_counter,
+};
 use crate::virtual_time::spawn;
 
 /// A connection of a peer that has been let in.
@@ -47,7 +49,8 @@ pub(super) struct Receivers {
 struct ReceiverState {
     /// This rank takes nothing any more, so that broken connections are no failures.
     closing: AtomicBool,
-    failure: Mutex<Option<Error>>,
+    /// The first failure of each peer.
+    failures: Mutex<BTreeMap<u32, Error>>,
 }
 
 impl Receivers {
@@ -83,10 +86,11 @@ impl Receivers {
                 let shared = receivers.shared.clone();
                 let run = move || {
                     let _rule = NoDriverCalls::new("a receiver");
-                    if let Err(error) = reader.run(connection, signer.as_mut()) {
+                    let panicked = |reason| reader.ends.error("receive", reason);
+                    if let Err(error) = caught(|| reader.run(connection, signer.as_mut()), panicked) {
                         if !shared.closing.load(Ordering::Acquire) {
                             tracing::debug!("connection {connection} of queue {queue}: {error}");
-                            lock(&shared.failure).get_or_insert(error);
+                            lock(&shared.failures).entry(peer).or_insert(error);
                         }
                         // Behind the failure: it ends the other connections of the queue.
                         reader.progress.fail();
@@ -102,8 +106,8 @@ impl Receivers {
 }
 
 impl Receiving for Receivers {
-    fn failure(&self) -> Option<Error> {
-        lock(&self.shared.failure).clone()
+    fn failures(&self) -> Vec<(u32, Error)> {
+        lock(&self.shared.failures).iter().map(|(peer, error)| (*peer, error.clone())).collect()
     }
 
     fn close(&mut self) {

@@ -24,7 +24,9 @@ use crate::foreign::quoted;
 use crate::group::internal::Signer;
 use crate::lock::lock;
 use crate::transport::put::{Interrupt, Put, PutQueue};
-use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, POLL_INTERVAL, Setup, WireHost, deadline, join_until};
+use crate::transport::setup::{
+    JOIN_TIMEOUT, LinkEnds, POLL_INTERVAL, Setup, WireHost, caught, deadline, join_until,
+};
 use crate::virtual_time::spawn;
 
 /// Puts per system call: two pieces each, of at most 1024.
@@ -252,7 +254,9 @@ impl Further {
         let shared = state.clone();
         let run = move || {
             let _rule = NoDriverCalls::new("a sender");
-            if let Err(error) = run_further(&mut connection, &shared) {
+            let ends = connection.ends;
+            let panicked = |reason| ends.error("put", reason);
+            if let Err(error) = caught(|| run_further(&mut connection, &shared), panicked) {
                 tracing::debug!("connection {number} to rank {}: {error}", connection.ends.peer);
                 lock(&shared.failure).get_or_insert(error);
             }

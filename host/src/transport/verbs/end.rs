@@ -100,8 +100,8 @@ impl End {
 pub(super) struct Ends(pub Vec<Arc<End>>);
 
 impl Receiving for Ends {
-    fn failure(&self) -> Option<Error> {
-        None
+    fn failures(&self) -> Vec<(u32, Error)> {
+        Vec::new()
     }
 
     fn close(&mut self) {
