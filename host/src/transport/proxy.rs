@@ -447,7 +447,11 @@ impl Worker {
                 self.trace_completed();
             }
         }
-        Ok(())
+        // Behind the completion of puts that have left before the queue ended.
+        match self.queue.failure() {
+            Some(error) if self.completed == self.posted => Err(error),
+            _ => Ok(()),
+        }
     }
 
     fn trace_completed(&mut self) {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::driver::Memory;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes
 /// from the start of wire memory.
@@ -58,6 +58,11 @@ pub trait PutQueue: Send + Debug {
     /// How many puts, of all posted so far, have left: the memory that their bytes came from may be
     /// written again. Does not wait.
     fn completed(&mut self) -> Result<u64>;
+
+    /// Why the next put fails, where that is known already. Puts before it may have left.
+    fn failure(&self) -> Option<Error> {
+        None
+    }
 
     /// Waits until all puts have left. The default is that of a queue whose puts have left once
     /// they are put.

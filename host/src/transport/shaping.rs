@@ -172,6 +172,10 @@ impl PutQueue for Shaped {
         self.queue.completed()
     }
 
+    fn failure(&self) -> Option<Error> {
+        self.queue.failure()
+    }
+
     fn quiet(&mut self, timeout: Duration) -> Result<()> {
         if !self.vanished {
             return self.queue.quiet(timeout);

@@ -502,7 +502,9 @@ fn a_put_after_the_peers_goodbye_is_an_error_that_names_it() {
                     poster.post(tiny(value));
                 }
                 eventually(|| poster.taken() == poster.posted);
-                assert_eq!((poster.completed(), proxies.stats().puts), (1, 1));
+                // Over tcp the second put leaves, because the goodbye is read behind it.
+                let left = 1 + u64::from(kind == TransportKind::Tcp);
+                assert_eq!((poster.completed(), proxies.stats().puts), (left, left));
             } else {
                 it.wait(counter(2, 0, 0), 1);
                 it.barrier();

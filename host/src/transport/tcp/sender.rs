@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io::Read;
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -54,6 +54,8 @@ pub(super) struct TcpQueue {
     sent: u64,
     /// The number and the parts of puts that further connections may not have sent.
     divided: VecDeque<(u64, usize)>,
+    /// The peer takes no further puts. Those that were sent have left nevertheless.
+    ended: Option<Error>,
     failed: Option<Error>,
 }
 
@@ -94,6 +96,7 @@ impl TcpQueue {
             smallest_part: setup.options.hooks.smallest_part.unwrap_or(SMALLEST_PART).max(1),
             sent: 0,
             divided: VecDeque::new(),
+            ended: None,
             failed: None,
         })
     }
@@ -116,11 +119,10 @@ impl TcpQueue {
             self.first.send_frames(&frames, deadline)?;
             self.sent += batch.len() as u64;
         }
-        // Behind the puts, which do not wait for this system call.
-        match self.first.farewell() {
-            Some(reason) => Err(self.first.ends.error("put", reason)),
-            None => Ok(()),
-        }
+        // Behind the puts, which do not wait for this system call. The peer may have left because it
+        // has received them.
+        self.ended = self.first.farewell().map(|reason| self.first.ends.error("put", reason));
+        Ok(())
     }
 
     /// Hands parts of a large put to the further connections. The bytes that are left for the first
@@ -151,10 +153,15 @@ impl TcpQueue {
         })
     }
 
-    /// Keeps the first failure: the queue is of no use from then on.
+    /// Keeps the first failure, and ends all connections: the peer waits for no puts of a queue that
+    /// is of no use any more.
     fn keep_failure<T>(&mut self, outcome: Result<T>) -> Result<T> {
-        if let Err(error) = &outcome {
-            self.failed.get_or_insert_with(|| error.clone());
+        if let Err(error) = &outcome
+            && self.failed.is_none()
+        {
+            self.failed = Some(error.clone());
+            self.further.iter().for_each(Further::stop);
+            let _ = self.first.socket.shutdown(Shutdown::Both);
         }
         outcome
     }
@@ -165,7 +172,10 @@ impl PutQueue for TcpQueue {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
-        let outcome = self.put(puts);
+        let outcome = match self.ended.take() {
+            Some(error) => Err(error),
+            None => self.put(puts),
+        };
         self.keep_failure(outcome)
     }
 
@@ -183,6 +193,10 @@ impl PutQueue for TcpQueue {
         let checked = if self.divided.is_empty() { Ok(()) } else { self.check_further() };
         self.keep_failure(checked)?;
         Ok(self.divided.front().map_or(self.sent, |(number, _)| self.sent.min(number - 1)))
+    }
+
+    fn failure(&self) -> Option<Error> {
+        self.failed.as_ref().or(self.ended.as_ref()).cloned()
     }
 
     fn quiet(&mut self, timeout: Duration) -> Result<()> {
@@ -266,6 +280,14 @@ impl Further {
         Ok(Further { state, stopped, thread: Some(thread) })
     }
 
+    /// Ends the thread, which closes the connection.
+    fn stop(&self) {
+        self.stopped.store(true, Ordering::Release);
+        if let Some(thread) = &self.thread {
+            thread.thread().unpark();
+        }
+    }
+
     fn runs(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
@@ -292,9 +314,8 @@ impl Further {
 
 impl Drop for Further {
     fn drop(&mut self) {
-        self.stopped.store(true, Ordering::Release);
+        self.stop();
         let Some(thread) = self.thread.take() else { return };
-        thread.thread().unpark();
         join_until(thread, deadline(JOIN_TIMEOUT));
     }
 }
@@ -377,7 +398,7 @@ impl Connection {
         if let Err(error) = unsafe { self.send(&mut piece, deadline(GOODBYE_TIME)) } {
             tracing::debug!("goodbye: {error}");
         }
-        let _ = self.socket.shutdown(std::net::Shutdown::Write);
+        let _ = self.socket.shutdown(Shutdown::Write);
     }
 
     /// Writes all of `pieces` to the socket.

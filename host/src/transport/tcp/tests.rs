@@ -13,7 +13,7 @@ use rand_chacha::ChaCha8Rng;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::acceptor::{HELLO, TOKEN, hello, read_answer};
-use super::frame::{GOODBYE, MAX_REASON, Part, header, part_header, signed, word64};
+use super::frame::{FAREWELL, GOODBYE, MAX_REASON, Part, header, part_header, signed, word64};
 use super::receiver::Incoming;
 use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
@@ -431,7 +431,9 @@ fn frames_out_of_range_are_refused_and_the_sender_is_told() {
             let error = wait_for_failure(&receivers);
             assert!(error.contains("with rank 1: refused a frame of it"), "{error}");
             let mut queue = queue_over(setup, vec![theirs]);
-            let told = queue.put_with_counter(&[good]).unwrap_err().to_string();
+            // A put may leave before the answer is read.
+            let told = queue.put_with_counter(&[good]).and_then(|()| queue.put_with_counter(&[good]));
+            let told = told.unwrap_err().to_string();
             assert!(told.contains("it refused a frame, and says \"") && told.contains("must be"), "{told}");
         }
         let mut arrived = [0u8; 80];
@@ -473,6 +475,74 @@ fn a_peer_that_dies_is_named_on_both_sides() {
         };
         assert!(error.contains("put, rank 0 with rank 1: the connection broke"), "{error}");
         assert_eq!(queue.put_with_counter(&[put]).unwrap_err().to_string(), error, "it stays");
+    });
+}
+
+/// A rank closes once it has the last put that it needs. Its farewell may come while this rank still
+/// sees to that put.
+#[test]
+fn puts_that_were_sent_when_the_farewell_came_have_left() {
+    alone(SOON, |setup| {
+        let (mut theirs, ours) = pair();
+        let arrived = ours.try_clone().unwrap();
+        let mut queue = queue_over(setup, vec![ours]);
+        theirs.write_all(&FAREWELL.to_le_bytes()).unwrap();
+        let end = deadline(SOON);
+        while !arrived.peek(&mut [0; 4]).is_ok_and(|count| count == 4) {
+            assert!(Instant::now() < end, "the farewell does not come");
+        }
+        assert!(queue.failure().is_none());
+        let put = Put { bytes: 64, ..Put::default() };
+        queue.put_with_counter(&[put]).unwrap();
+        assert_eq!(queue.completed().unwrap(), 1);
+        theirs.set_read_timeout(Some(SOON)).unwrap();
+        theirs.read_exact(&mut [0; 40 + 64]).unwrap();
+        // The reason is known at once, and the next put fails with it.
+        let known = queue.failure().unwrap().to_string();
+        assert!(known.contains("put, rank 0 with rank 1: it said goodbye"), "{known}");
+        for _ in 0..2 {
+            assert_eq!(queue.put_with_counter(&[put]).unwrap_err().to_string(), known);
+        }
+    });
+}
+
+#[test]
+fn a_queue_that_has_failed_ends_at_the_peer_though_it_is_kept() {
+    for patience in [BLOCKS, POLLS] {
+        alone(SOON, |setup| {
+            let (mut queue, theirs) = queue_of_three(setup, patience);
+            queue.put_with_counter(&[Put { bytes: 64 << 10, ..Put::default() }]).unwrap();
+            let error = queue.put_with_counter(&[Put { counter: BYTES, ..Put::default() }]).unwrap_err();
+            for mut socket in theirs {
+                socket.set_read_timeout(Some(SOON)).unwrap();
+                std::io::copy(&mut socket, &mut std::io::sink()).expect("the connection ends");
+            }
+            assert_eq!(queue.completed().unwrap_err().to_string(), error.to_string());
+        });
+    }
+}
+
+#[test]
+fn failures_are_kept_for_each_peer() {
+    alone(SOON, |setup| {
+        let ((first, ours), (second, ours_second)) = (pair(), pair());
+        let incoming = BTreeMap::from([
+            (FIRST, Incoming { socket: ours, signer: None }),
+            (Place { peer: 2, ..FIRST }, Incoming { socket: ours_second, signer: None }),
+        ]);
+        let receivers = start(setup, incoming);
+        for (dying, dead) in [(first, &[1][..]), (second, &[1, 2])] {
+            drop(dying);
+            let end = deadline(SOON);
+            while receivers.failures().len() < dead.len() {
+                assert!(Instant::now() < end, "{:?}", receivers.failures());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            for ((peer, error), dead) in receivers.failures().into_iter().zip(dead) {
+                assert_eq!(peer, *dead);
+                assert!(error.to_string().contains(&format!("rank 0 with rank {peer}")), "{error}");
+            }
+        }
     });
 }
 
