@@ -84,7 +84,8 @@ pub struct TransportOptions {
     /// `None`: as many, up to four, as half of a rank's processors carry on the host where a rank
     /// has the fewest; one beside a virtual GPU.
     pub connections_per_queue: Option<u32>,
-    /// How long a put waits for the network.
+    /// How long a put waits for the network. A buffer that is dropped waits as long for its last
+    /// puts.
     pub timeout: Duration,
     /// Limits on connections to the sockets of [`TransportKind::Tcp`] while ranks connect.
     pub limits: ConnectionLimits,

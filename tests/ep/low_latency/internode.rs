@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use epoxide::Error;
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
 use epoxide::internal::Instruments;
+use epoxide::internal::transport::Shaping;
 use epoxide::low_latency::{Buffer, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
@@ -177,5 +178,68 @@ fn the_reason_of_a_failed_put_is_in_the_error() {
             assert!(error.to_string().contains("it said goodbye"), "{error}");
         }
         Ok(())
+    });
+}
+
+/// The put of rank 0 leaves long after its call has succeeded, and the rank leaves at once.
+#[test]
+fn a_rank_that_leaves_after_its_call_sends_what_peers_need() {
+    for transport in [TransportKind::Tcp, TransportKind::Shm] {
+        let case = LowLatencyCase::new(routing(&[1, 1], 1, 2, Style::DistinctTopK), 8);
+        run_ranks(2, |number, group| {
+            let mut transport = TransportOptions::new(transport);
+            let late = || Shaping::new(1).lag(1, 0, Duration::from_secs(1));
+            transport.hooks.shaping = (number == 0).then(late);
+            let options = |options: Options| options.ranks_per_node(1).transport(transport);
+            let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 2 };
+            let mut rank = Ones::new(case.device(number), group.clone(), shape, options, &[1])?;
+            let mut place = rank.buffer.place(0)?;
+            drop(rank.dispatch(&mut place)?);
+            rank.outcome()?;
+            drop(rank);
+            group.barrier(PATIENCE)
+        });
+    }
+}
+
+/// Rank 1 leaves, the others regroup, and rank 2 leaves: the error has the reason of the latter.
+#[test]
+fn the_reason_of_a_rank_that_was_left_out_hides_no_other() {
+    let case = LowLatencyCase::new(routing(&[1, 1, 1], 1, 3, Style::DistinctTopK), 8);
+    run_ranks(3, |number, group| {
+        let options = |options: Options| {
+            let options = options.ranks_per_node(1).transport(TransportOptions::new(TransportKind::Tcp));
+            options.timeout(Duration::from_millis(100))
+        };
+        let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 3 };
+        let rank = Ones::new(case.device(number), group.clone(), shape, options, &[1])?;
+        let survivors = group.split((number == 1).into())?;
+        let alone = survivors.split(number.into())?;
+        let mut rank = Some(rank).filter(|_| number != 1);
+        group.barrier(PATIENCE)?;
+        let fails = |rank: &mut Ones| -> epoxide::Result<String> {
+            let mut place = rank.buffer.place(0)?;
+            drop(rank.dispatch(&mut place)?);
+            let error = rank.outcome().unwrap_err();
+            assert!(matches!(error, Error::PeerTimeout { .. }), "{error}");
+            Ok(error.to_string())
+        };
+        let goodbye = |peer: u32| format!("rank {number} with rank {peer}: it said goodbye");
+        if let Some(rank) = &mut rank {
+            let error = fails(rank)?;
+            assert!(error.contains(&goodbye(1)), "{error}");
+            rank.buffer.regroup(&*survivors)?;
+        }
+        rank = rank.filter(|_| number == 0);
+        group.barrier(PATIENCE)?;
+        if let Some(rank) = &mut rank {
+            let error = fails(rank)?;
+            assert!(error.contains(&goodbye(2)) && !error.contains(&goodbye(1)), "{error}");
+            rank.buffer.regroup(&*alone)?;
+            drop(rank.dispatch(&mut rank.buffer.place(0)?)?);
+            rank.outcome()?;
+        }
+        drop(rank);
+        group.barrier(PATIENCE)
     });
 }

@@ -295,7 +295,7 @@ impl Faults {
     }
 
     /// Whether a kernel of the buffer has recorded that a wait failed.
-    fn has_failed(&self) -> Result<bool> {
+    pub fn has_failed(&self) -> Result<bool> {
         // The device stores `code` with release after the rest, and this load acquires it.
         Ok(self.memory.load(offset_of!(Status, code) as u64)? != 0)
     }

@@ -334,8 +334,12 @@ impl<R> Drop for Core<R> {
     fn drop(&mut self) {
         // Peers' mappings of this pool keep its memory alive for them, so no barrier is needed.
         self.enqueuer.close(self.patience());
-        if let Some(network) = &self.network {
+        let Some(network) = &self.network else { return };
+        let has_ended = self.enqueuer.sequence().has_ended().unwrap_or(false);
+        if has_ended && self.check_unbroken().is_ok() && !self.faults.has_failed().unwrap_or(true) {
             network.close();
+        } else {
+            network.close_failed();
         }
     }
 }

@@ -11,8 +11,8 @@ use crate::group::ProcessGroup;
 use crate::lock::lock;
 use crate::transport::{self, Proxies, TransportOptions, Way, Writer};
 
-/// How long queues may continue with posted puts when the buffer is dropped.
-const GRACE: Duration = Duration::from_millis(200);
+/// How long queues may continue with posted puts when a buffer is dropped that has failed.
+const FAILED_GRACE: Duration = Duration::from_millis(200);
 
 /// The ways to the ranks of other nodes, and the proxies of the queues to them.
 #[derive(Debug)]
@@ -21,6 +21,10 @@ pub struct Network {
     proxies: Mutex<Proxies>,
     ways: Vec<Way>,
     bytes: u64,
+    /// How long a put may wait for the network.
+    put_timeout: Duration,
+    /// The ranks that a regroup has left out.
+    left_out: Mutex<Vec<u32>>,
 }
 
 impl Network {
@@ -36,7 +40,14 @@ impl Network {
     ) -> Result<Network> {
         let timeout = group.timeout();
         let (ways, links) = transport::open(options, device, group, bytes, peers, timeout, Writer::Kernels)?;
-        Ok(Network { proxies: Mutex::new(Proxies::start(device, links)?), ways, bytes })
+        let proxies = Proxies::start(device, links)?;
+        Ok(Network {
+            proxies: Mutex::new(proxies),
+            ways,
+            bytes,
+            put_timeout: options.timeout,
+            left_out: Mutex::default(),
+        })
     }
 
     /// Bytes of wire memory.
@@ -56,13 +67,25 @@ impl Network {
     }
 
     /// The network's part of the report of an expired wait, each entry with a separator in front.
-    /// The entries are the first failure of a queue or of the receiving side, and proxies in a
-    /// system call that does not return.
+    /// The entries are the first failure of a queue or of the receiving side for each rank that was
+    /// not left out, and proxies in a system call that does not return.
     pub fn context(&self) -> String {
         let proxies = self.proxies();
-        let failure = proxies.failure().map(|failure| format!("; here, {failure}"));
+        let mut named = lock(&self.left_out).clone();
+        let mut failures = proxies.failures();
+        failures.retain(|(peer, _)| {
+            let is_new = !named.contains(peer);
+            named.push(*peer);
+            is_new
+        });
+        let failures = failures.into_iter().map(|(_, failure)| format!("; here, {failure}"));
         let calls = proxies.in_calls().into_iter().map(|call| format!("; here, {call}"));
-        failure.into_iter().chain(calls).collect()
+        failures.chain(calls).collect()
+    }
+
+    /// Records the ranks that operations ignore from now on.
+    pub fn leave_out(&self, ranks: Vec<u32>) {
+        *lock(&self.left_out) = ranks;
     }
 
     /// The proxies of the queues.
@@ -70,8 +93,20 @@ impl Network {
         lock(&self.proxies)
     }
 
-    /// Lets the queues finish, notifies the peers and ends all threads.
+    /// Lets the queues finish, notifies the peers and ends all threads. Peers may still need puts
+    /// of operations that have succeeded here: such puts have as long as any other put.
     pub fn close(&self) {
-        self.proxies().close(GRACE);
+        self.close_within(self.put_timeout);
+    }
+
+    /// The same, where an operation of the buffer has failed. Posted puts get little time.
+    pub fn close_failed(&self) {
+        self.close_within(FAILED_GRACE.min(self.put_timeout));
+    }
+
+    fn close_within(&self, grace: Duration) {
+        let mut proxies = self.proxies();
+        lock(&self.left_out).iter().for_each(|peer| proxies.give_up(*peer));
+        proxies.close(grace);
     }
 }

@@ -143,6 +143,9 @@ impl Buffer {
         self.publish_left_out(left_out, epoch + ahead)?;
         self.generation.end(stream)?;
         self.left_out = left_out;
+        if let Some(network) = self.core.network() {
+            network.leave_out((0..self.num_ranks()).filter(|rank| left_out >> rank & 1 != 0).collect());
+        }
         self.generation = Generation::new(self.core.faults());
         self.core.set_sent(None);
         // Every rank must have cleared its state before any rank starts an operation.
