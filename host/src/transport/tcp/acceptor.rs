@@ -3,13 +3,16 @@
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::time::Instant;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
 
-use rustix::net::sockopt;
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use super::frame::{MAX_REASON, refusal, word32, word64};
-use super::left;
 use super::receiver::Incoming;
+use super::{left, wait_for};
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
 use crate::group::internal::{
@@ -92,11 +95,14 @@ impl Dialed {
     }
 }
 
-/// Connects to a peer and sends this rank's hello.
+/// Connects to a peer and sends this rank's hello. The peer's listener queues few connections until
+/// its rank accepts some, and that rank may wait for this one in turn. So this rank accepts its
+/// `expected` ones meanwhile.
 pub(super) fn dial(
+    acceptor: &mut Acceptor,
     setup: &Setup<'_>,
     address: &str,
-    secret: Option<&JobSecret>,
+    expected: &[Place],
     place: Place,
     deadline: Instant,
 ) -> Result<Dialed> {
@@ -106,10 +112,19 @@ pub(super) fn dial(
         parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
     let failed = |error: std::io::Error| {
         fail(format!(
-            "{socket_address}: {error}; is it reachable from here? {SOCKET_IFNAME} chooses the interface"
+            "{socket_address}: {error}; is it reachable from here? {SOCKET_IFNAME} chooses the interface{}",
+            queue_hint(expected.len(), &somaxconn())
         ))
     };
-    let mut socket = TcpStream::connect_timeout(&socket_address, left(deadline)).map_err(failed)?;
+    let mut socket = begin(socket_address).map_err(failed)?;
+    while !is_connected(&socket).map_err(failed)? {
+        if Instant::now() >= deadline {
+            return Err(failed(ErrorKind::TimedOut.into()));
+        }
+        acceptor.accept_some(setup, expected, Duration::ZERO)?;
+    }
+    acceptor.accept_some(setup, expected, Duration::ZERO)?;
+    socket.set_nonblocking(false).map_err(failed)?;
     socket.set_nodelay(true).map_err(failed)?;
     // So that a host that vanished shows even where all bytes fit the socket's buffer.
     let limit = u32::try_from(setup.options.timeout.as_millis()).unwrap_or(u32::MAX);
@@ -118,7 +133,7 @@ pub(super) fn dial(
     let own = Place { peer: setup.group.rank(), ..place };
     let mut hello = hello(VERSION, PHASE, &token, own, setup.memory.bytes()).to_vec();
     let mut challenge = None;
-    if let Some(secret) = secret {
+    if let Some(secret) = &acceptor.secret {
         let claims = claims(setup, own, peer, socket_address);
         // The token came over the group and is new, so the proof can go with the opening. No rank
         // waits for an answer before it has accepted.
@@ -129,6 +144,41 @@ pub(super) fn dial(
     }
     socket.write_all(&hello).map_err(failed)?;
     Ok(Dialed { socket, challenge })
+}
+
+/// Begins a connection to a listener.
+fn begin(address: SocketAddr) -> std::io::Result<TcpStream> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&socket, &address) {
+        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(socket.into()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a connection that was begun stands, or does within [`POLL_INTERVAL`].
+fn is_connected(socket: &TcpStream) -> std::io::Result<bool> {
+    let mut polled = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::OUT)];
+    wait_for(&mut polled, POLL_INTERVAL)?;
+    socket.take_error()?.map_or(Ok(!polled[0].revents().is_empty()), Err)
+}
+
+/// A hint for the error of a connection that did not come about, where more are made at once than
+/// the system queues at a listener. `somaxconn` is the text of its limit.
+pub(super) fn queue_hint(expected: usize, somaxconn: &str) -> String {
+    match somaxconn.trim().parse::<usize>() {
+        Ok(limit) if expected > limit => format!(
+            "; {expected} connections come in at once, and the system queues {limit}: raise net.core.somaxconn, or lower \
+             queues_per_peer or connections_per_queue"
+        ),
+        _ => String::new(),
+    }
+}
+
+fn somaxconn() -> String {
+    // Without an answer, there is no hint.
+    std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap_or_default()
 }
 
 /// Reads all of `bytes` until the deadline. A peer that sends them one by one does not stretch it.
@@ -170,13 +220,14 @@ fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {
 /// Where the peers' connections come in while links are set up.
 #[derive(Debug)]
 pub(super) struct Acceptor {
-    listener: TcpListener,
+    pub(super) listener: TcpListener,
     pub(super) address: SocketAddr,
     /// Keeps strangers out.
     pub(super) token: [u8; TOKEN],
     /// The secret that a connecting process has to prove.
     pub(super) secret: Option<JobSecret>,
     strangers: Strangers,
+    accepted: BTreeMap<Place, Incoming>,
 }
 
 /// The verdict on a hello.
@@ -203,11 +254,18 @@ impl Acceptor {
             Strangers::new("tcp transport", &setup.options.limits, Place::all(setup, connections).count());
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
-            // All peers connect before any of them is accepted.
+            // All peers connect at once.
             rustix::net::listen(&listener, BACKLOG)?;
             listener.set_nonblocking(true)?;
             let address = listener.local_addr()?;
-            Ok(Acceptor { listener, address, token, secret: secret.clone(), strangers })
+            Ok(Acceptor {
+                listener,
+                address,
+                token,
+                secret: secret.clone(),
+                strangers,
+                accepted: BTreeMap::new(),
+            })
         };
         open()
             .map_err(|error: std::io::Error| Error::os("listen", format!("{ip}: {error}")).with_errno(&error))
@@ -225,56 +283,61 @@ impl Acceptor {
         deadline: Instant,
     ) -> Result<BTreeMap<Place, Incoming>> {
         let expected: Vec<Place> = Place::all(setup, connections).collect();
-        let mut accepted = BTreeMap::new();
         loop {
-            let mut missing = expected.iter().filter(|place| !accepted.contains_key(*place));
+            let mut missing = expected.iter().filter(|place| !self.accepted.contains_key(*place));
             let Some(&Place { queue, peer, connection }) = missing.next() else { break };
             if Instant::now() >= deadline {
                 let reason = format!(
                     "connection {connection} of queue {queue} did not connect within {:?}, as did {} other(s); the rank may \
-                     have died, or the network does not let it through",
+                     have died, or the network does not let it through{}",
                     setup.timeout,
-                    missing.count()
+                    missing.count(),
+                    queue_hint(expected.len(), &somaxconn())
                 );
                 return Err(setup.ends(peer).error("connect", reason));
             }
-            let ready = self.strangers.wait_readable(&self.listener, POLL_INTERVAL);
-            let ready = ready.map_err(|error| Error::system("poll", error))?;
-            for id in ready.strangers {
-                self.greet(id, setup, &expected, &mut accepted)?;
-            }
-            while let Some(id) = self.strangers.overdue() {
-                self.look_last(id, setup, &expected, &mut accepted)?;
-            }
-            if !ready.listener {
-                continue;
-            }
-            for _ in 0..ACCEPT_SLICE {
-                match self.strangers.accept(&self.listener) {
-                    Next::Greet(id) => self.greet(id, setup, &expected, &mut accepted)?,
-                    Next::LastLook(id) => self.look_last(id, setup, &expected, &mut accepted)?,
-                    Next::Nobody => break,
-                }
+            self.accept_some(setup, &expected, POLL_INTERVAL)?;
+        }
+        Ok(std::mem::take(&mut self.accepted))
+    }
+
+    /// Accepts connections that are there, or come within `wait`.
+    pub(super) fn accept_some(
+        &mut self,
+        setup: &Setup<'_>,
+        expected: &[Place],
+        wait: Duration,
+    ) -> Result<()> {
+        let ready = self.strangers.wait_readable(&self.listener, wait);
+        let ready = ready.map_err(|error| Error::system("poll", error))?;
+        for id in ready.strangers {
+            self.greet(id, setup, expected)?;
+        }
+        while let Some(id) = self.strangers.overdue() {
+            self.look_last(id, setup, expected)?;
+        }
+        if !ready.listener {
+            return Ok(());
+        }
+        for _ in 0..ACCEPT_SLICE {
+            match self.strangers.accept(&self.listener) {
+                Next::Greet(id) => self.greet(id, setup, expected)?,
+                Next::LastLook(id) => self.look_last(id, setup, expected)?,
+                Next::Nobody => break,
             }
         }
-        Ok(accepted)
+        Ok(())
     }
 
     /// Reads a stranger's hello, and admits it or sends the reason of its rejection.
-    fn greet(
-        &mut self,
-        id: u64,
-        setup: &Setup<'_>,
-        expected: &[Place],
-        accepted: &mut BTreeMap<Place, Incoming>,
-    ) -> Result<()> {
+    fn greet(&mut self, id: u64, setup: &Setup<'_>, expected: &[Place]) -> Result<()> {
         let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
         let length = HELLO + self.secret.as_ref().map_or(0, |_| OPENING + PROOF);
         let mut answer = vec![0; 4];
         let mut signer = None;
         let verdict = match stranger.read(length) {
             Ok(_) => {
-                let expects = |place| expected.contains(&place) && !accepted.contains_key(&place);
+                let expects = |place| expected.contains(&place) && !self.accepted.contains_key(&place);
                 let rules = Rules { token: &self.token, memory: setup.memory.bytes(), expects: &expects };
                 let (hello, rest) = stranger.hello.split_at(stranger.hello.len().min(HELLO));
                 let verdict = judge(&rules, hello);
@@ -307,7 +370,7 @@ impl Acceptor {
             Verdict::Welcome(place) => {
                 let ready = socket.write_all(&answer).and_then(|()| socket.set_nonblocking(false));
                 ready.map_err(|error| setup.ends(place.peer).error("connect", error.to_string()))?;
-                accepted.insert(place, Incoming { socket, signer });
+                self.accepted.insert(place, Incoming { socket, signer });
             }
             Verdict::Stranger(reason) => {
                 let _ = socket.write_all(&refusal(&reason));
@@ -322,14 +385,8 @@ impl Acceptor {
     }
 
     /// Closes a stranger, unless its hello came in the meantime.
-    fn look_last(
-        &mut self,
-        id: u64,
-        setup: &Setup<'_>,
-        expected: &[Place],
-        accepted: &mut BTreeMap<Place, Incoming>,
-    ) -> Result<()> {
-        self.greet(id, setup, expected, accepted)?;
+    fn look_last(&mut self, id: u64, setup: &Setup<'_>, expected: &[Place]) -> Result<()> {
+        self.greet(id, setup, expected)?;
         self.strangers.close(id);
         Ok(())
     }

@@ -174,11 +174,12 @@ fn make_links(
     let peers = all.iter().map(|greeting| greeting.peers.len() as u32).max().unwrap_or_default();
     let plan = Plan::new(&offers, setup.options.queues_per_peer, peers);
     let deadline = deadline(setup.timeout);
-    // Connect, accept, and only then wait for answers: no rank waits for one that waits.
+    // Connect and accept, and only then wait for answers: no rank waits for one that waits.
+    let expected: Vec<Place> = Place::all(setup, plan.connections).collect();
     let mut outgoing = Vec::new();
-    for place in Place::all(setup, plan.connections) {
+    for &place in &expected {
         let address = offers.get(place.peer as usize).map_or("", |offer| &offer.address);
-        outgoing.push((place, dial(setup, address, acceptor.secret.as_ref(), place, deadline)?));
+        outgoing.push((place, dial(acceptor, setup, address, &expected, place, deadline)?));
     }
     let incoming = acceptor.accept(setup, plan.connections, deadline)?;
     let mut sockets: BTreeMap<(u32, u32), Vec<_>> = BTreeMap::new();

@@ -12,7 +12,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use super::acceptor::{HELLO, TOKEN, hello, read_answer};
+use super::acceptor::{HELLO, TOKEN, hello, queue_hint, read_answer};
 use super::frame::{FAREWELL, GOODBYE, MAX_REASON, Part, header, part_header, signed, word64};
 use super::receiver::Incoming;
 use super::*;
@@ -208,8 +208,8 @@ fn an_impostor_without_the_secret_gets_no_frames() {
     alone_with_a_secret(|setup| {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("{:032x}@{}", 7, listener.local_addr().unwrap());
-        let secret = setup.group.job_secret().unwrap();
-        let dialed = dial(setup, &address, secret.as_ref(), FIRST, deadline(SOON)).unwrap();
+        let mut acceptor = Acceptor::open(setup, 1).unwrap();
+        let dialed = dial(&mut acceptor, setup, &address, &[FIRST], FIRST, deadline(SOON)).unwrap();
         let (mut impostor, _) = listener.accept().unwrap();
         let mut hello = [0; HELLO + OPENING + PROOF];
         impostor.read_exact(&mut hello).unwrap();
@@ -218,6 +218,48 @@ fn an_impostor_without_the_secret_gets_no_frames() {
         let error = dialed.answered(deadline(SOON)).unwrap_err();
         assert!(error.contains("does not know this job's secret"), "{error}");
     });
+}
+
+/// All ranks connect at once, and a rank that connects does not wait for one that does not accept.
+#[test]
+fn more_connections_than_a_listener_queues_come_about() {
+    const CONNECTIONS: u32 = 4;
+    run_threads(2, SOON, |rank, group| {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let memory = Memory::alloc(&device, 4096, MemoryKind::SharedHost, "wire")?.into();
+        let options = TransportOptions {
+            queues_per_peer: 1,
+            connections_per_queue: Some(CONNECTIONS),
+            ..TransportOptions::new(TransportKind::Tcp)
+        };
+        let peers = [1 - rank];
+        let setup = Setup {
+            options: &options,
+            memory: &memory,
+            group: &*group,
+            peers: &peers,
+            timeout: SOON,
+            writer: Writer::Proxies,
+        };
+        let mut acceptor = Acceptor::open(&setup, CONNECTIONS)?;
+        // From now on two may wait.
+        rustix::net::listen(&acceptor.listener, 1).unwrap();
+        let offer = Offer { address: acceptor.address(), ..Offer::new(&setup) };
+        let all = greeting::meet(&setup, Ok(serde_json::to_string(&offer).unwrap()))?;
+        let (links, receivers) = make_links(&setup, &mut acceptor, &offer, &all)?;
+        assert_eq!((links.len(), receivers.readers.len()), (1, CONNECTIONS as usize));
+        group.barrier(SOON)
+    })
+    .unwrap();
+}
+
+#[test]
+fn an_error_names_the_limit_of_a_listener_where_it_is_exceeded() {
+    let hint = queue_hint(129, "128\n");
+    assert!(hint.contains("129 connections") && hint.contains("raise net.core.somaxconn"), "{hint}");
+    for (expected, limit) in [(128, "128\n"), (4096, ""), (1, "no number")] {
+        assert_eq!(queue_hint(expected, limit), "");
+    }
 }
 
 #[test]
