@@ -1,4 +1,4 @@
-//! A device whose driver refuses a launch when a test wants it to.
+//! A device whose driver refuses a launch or an allocation when a test wants it to.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use epoxide::{Error, Result};
 use epoxide_gpu::layout::Section;
 
 /// Hands every call on to another device, but for the next launch of some kernels once it is told
-/// to refuse it.
+/// to refuse it, and allocations with one label.
 #[derive(Debug)]
 pub struct FailingDevice {
     inner: Arc<dyn Driver>,
@@ -19,15 +19,31 @@ pub struct FailingDevice {
     /// Handles of these kernels.
     handles: Mutex<Vec<u64>>,
     refuses: AtomicBool,
+    /// Allocations with this label fail.
+    refused_label: Option<&'static str>,
 }
 
-/// Error of the rejected launch.
-pub const REFUSAL: &str = "the test wants no launch of this kernel";
+/// Error of the rejected launch or allocation.
+pub const REFUSAL: &str = "the test refuses it";
 
 impl FailingDevice {
     pub fn new(inner: Device, kernels: &'static [&'static str]) -> Arc<FailingDevice> {
+        FailingDevice::over(inner, kernels, None)
+    }
+
+    /// A device whose allocations with this label fail.
+    pub fn without(inner: Device, label: &'static str) -> Arc<FailingDevice> {
+        FailingDevice::over(inner, &[], Some(label))
+    }
+
+    fn over(
+        inner: Device,
+        kernels: &'static [&'static str],
+        refused_label: Option<&'static str>,
+    ) -> Arc<FailingDevice> {
         let inner = driver(&inner).clone();
-        Arc::new(FailingDevice { inner, kernels, handles: Mutex::default(), refuses: AtomicBool::new(false) })
+        let (handles, refuses) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(FailingDevice { inner, kernels, handles, refuses, refused_label })
     }
 
     /// The next launch of one of the kernels fails.
@@ -67,6 +83,9 @@ impl Driver for FailingDevice {
     }
 
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
+        if self.refused_label == Some(label) {
+            return Err(Error::os("alloc", REFUSAL));
+        }
         self.inner.alloc(bytes, kind, label)
     }
 

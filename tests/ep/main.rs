@@ -15,6 +15,7 @@ mod gate;
 mod halves;
 mod overlap;
 mod own_memory;
+mod parts;
 mod payloads;
 mod promises;
 mod sms;

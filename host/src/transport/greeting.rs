@@ -135,15 +135,22 @@ pub(super) fn same<T: PartialEq + ToString>(
 
 /// Returns the outcome once every rank has one; fails where any of them failed.
 pub(super) fn agree<T>(group: &dyn ProcessGroup, kind: TransportKind, outcome: Result<T>) -> Result<T> {
+    let ends = |peer| LinkEnds { transport: kind.name(), rank: group.rank(), peer };
+    agree_or(group, outcome, |peer, reason| ends(peer).error("connect", reason))
+}
+
+/// The same; `failed` makes the error where a peer failed for a reason.
+pub(crate) fn agree_or<T>(
+    group: &dyn ProcessGroup,
+    outcome: Result<T>,
+    failed: impl FnOnce(u32, String) -> Error,
+) -> Result<T> {
     let text = outcome.as_ref().err().map(Error::to_string).unwrap_or_default();
     let all = group.all_gather(text.as_bytes());
     let value = outcome?;
     match (0u32..).zip(&all?).find(|(_, text)| !text.is_empty()) {
         None => Ok(value),
-        Some((peer, text)) => {
-            let reason = format!("rank {peer} failed: {}", escaped(text));
-            Err(LinkEnds { transport: kind.name(), rank: group.rank(), peer }.error("connect", reason))
-        }
+        Some((peer, text)) => Err(failed(peer, format!("rank {peer} failed: {}", escaped(text)))),
     }
 }
 

@@ -35,6 +35,7 @@ pub mod verbs;
 mod verbs;
 mod verbs_options;
 
+pub(crate) use greeting::agree_or;
 pub(crate) use open::{Way, connect, open};
 pub use options::{MAX_CONNECTIONS, MAX_QUEUES, TransportKind, TransportOptions};
 pub(crate) use proxy::{Proxies, PutTrace, QueueStats};

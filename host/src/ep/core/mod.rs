@@ -61,7 +61,7 @@ use super::tensor::Owner;
 use crate::driver::{Device, Event, Kernel, Memory, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::TransportOptions;
+use crate::transport::{self, TransportOptions};
 
 /// A buffer, but for its mode. `R`: the contents of a place.
 #[derive(Debug)]
@@ -347,6 +347,14 @@ impl<R> Drop for Core<R> {
 /// A deadline in the unit of kernels.
 pub fn nanoseconds(timeout: Duration) -> u64 {
     timeout.as_nanos().try_into().unwrap_or(u64::MAX)
+}
+
+/// Returns this rank's part of a new buffer once every rank has its part.
+///
+/// # Errors
+/// That of the part, or [`Error::Unavailable`] with the reason of a rank whose part is an error.
+pub fn agree_on_part<T>(group: &dyn ProcessGroup, part: Result<T>) -> Result<T> {
+    transport::agree_or(group, part, |_, reason| Error::Unavailable { what: "the buffer".into(), reason })
 }
 
 /// Checks that all ranks run the same version and have the same values of the same names.

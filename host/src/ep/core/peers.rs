@@ -1,11 +1,12 @@
 //! The pools of the ranks of this node, mapped. Ranks that can all map each other's pools are one
 //! node.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use epoxide_gpu::layout::{DevicePtr, FEW_RANKS};
 
+use super::agree_on_part;
 use crate::driver::{Device, Memory};
 use crate::ep::Topology;
 use crate::error::{Error, Result};
@@ -52,12 +53,17 @@ impl Pools {
         meanwhile: impl FnOnce(Topology) -> Result<T>,
     ) -> Result<(Pools, T)> {
         if let Some(joined) = joined
-            && let Some(pools) = Pools::joined(device, group, joined, transport, alloc(joined)?)?
+            && let own = agree_on_part(group, alloc(joined))?
+            && let Some(pools) = Pools::joined(device, group, joined, transport, own)?
         {
             return Ok((pools, meanwhile(joined)?));
         }
-        let done = meanwhile(nodes)?;
-        Ok((Pools::of_node(device, group, nodes, alloc(nodes)?)?, done))
+        let part = meanwhile(nodes).and_then(|done| {
+            let own = alloc(nodes)?;
+            Ok((done, own.export()?, own))
+        });
+        let (done, fd, own) = agree_on_part(group, part)?;
+        Ok((Pools::of_node(device, group, nodes, own, fd)?, done))
     }
 
     /// How ranks are spread over nodes, one of which the pools are of.
@@ -111,7 +117,14 @@ impl Pools {
 
     /// Exchanges descriptors with the ranks of this node and maps their pools, all as large as
     /// `own`. Collective, among all ranks of the group.
-    fn of_node(device: &Device, group: &dyn ProcessGroup, topology: Topology, own: Memory) -> Result<Pools> {
+    /// `fd` is that of `own`.
+    fn of_node(
+        device: &Device,
+        group: &dyn ProcessGroup,
+        topology: Topology,
+        own: Memory,
+        fd: OwnedFd,
+    ) -> Result<Pools> {
         let rank = group.rank();
         // Only the ranks of a node see each other's pools.
         let node_group;
@@ -125,15 +138,13 @@ impl Pools {
         let rank_of = |index: usize| topology.rank(topology.node(rank), index as u32);
         let index = topology.index(rank) as usize;
         let others = || devices.iter().enumerate().filter(|(peer, _)| *peer != index);
-        let mut unfit = None;
-        for (peer, id) in others() {
-            if !device.driver.has_native_atomics_with(&String::from_utf8_lossy(id))? {
-                unfit = unfit.or(Some(rank_of(peer)));
-            }
-        }
-        refuse_unfit_links(group, unfit)?;
+        let unfit = others().try_fold(None, |unfit, (peer, id)| {
+            let fits = device.driver.has_native_atomics_with(&String::from_utf8_lossy(id))?;
+            Ok(unfit.or((!fits).then(|| rank_of(peer))))
+        });
+        refuse_unfit_links(group, agree_on_part(group, unfit)?)?;
 
-        let (fd, bytes) = (own.export()?, own.bytes());
+        let bytes = own.bytes();
         let mut pools = Pools::new(topology, rank, own);
         for (peer, fds) in node.exchange_fds(&[fd.as_fd()])?.into_iter().enumerate() {
             for fd in fds.into_iter().filter(|_| peer != index) {

@@ -45,7 +45,8 @@ use epoxide_gpu::layout::{
 };
 
 use super::core::{
-    self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, laid_out, nanoseconds,
+    self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out,
+    nanoseconds,
 };
 use super::tensor::Owner;
 use super::{DType, Topology};
@@ -282,50 +283,68 @@ impl Buffer {
             check_members(topology)?;
             Kernels::load(&device, topology, &options)
         };
-        let (pools, kernels) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
-        let topology = pools.topology();
+        let prepare = || {
+            let (pools, kernels) =
+                Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
+            let topology = pools.topology();
 
-        let calls = Box::new(Calls { num_experts: options.shape.num_experts });
-        let mut core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
-        let own = |pieces: &mut Pieces| layout::tables(pieces, &options, topology);
-        let (tables, own) = laid_out(&device, "low-latency tables", own)?;
+            let calls = Box::new(Calls { num_experts: options.shape.num_experts });
+            let core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
+            let own = |pieces: &mut Pieces| layout::tables(pieces, &options, topology);
+            let (tables, own) = laid_out(&device, "low-latency tables", own)?;
+            tables.write(core.stream(), 0, &vec![0; tables.bytes() as usize])?;
+            if topology.nodes == 1 {
+                let addresses = bytemuck::cast_slice(core.pool_addresses());
+                tables.write_at(core.stream(), own.pools, addresses)?;
+            }
+            let entries = u64::from(ranks * options.shape.max_tokens * options.shape.num_topk);
+            let ones = 1f32.to_ne_bytes().repeat(entries as usize);
+            tables.write(core.stream(), own.unit_weights.0 - tables.ptr().0, &ones)?;
+            Ok((core, kernels, tables, own))
+        };
+        let (mut core, kernels, tables, own) = agree_on_part(group, prepare())?;
+        let topology = core.topology();
         let OwnTables { places: of_places, unit_weights, pools: pool_table } = own;
-        tables.write(core.stream(), 0, &vec![0; tables.bytes() as usize])?;
-        if topology.nodes == 1 {
-            let addresses = bytemuck::cast_slice(core.pool_addresses());
-            tables.write_at(core.stream(), pool_table, addresses)?;
-        }
-        let entries = u64::from(ranks * options.shape.max_tokens * options.shape.num_topk);
-        let ones = 1f32.to_ne_bytes().repeat(entries as usize);
-        tables.write(core.stream(), unit_weights.0 - tables.ptr().0, &ones)?;
-        let messages =
-            (topology.nodes > 1).then(|| Messages::new(&mut core, group, &options, &messages)).transpose()?;
-        // Kernels across nodes find memory by routes.
-        let comm = Comm { pool_table, rank, num_ranks: ranks, ..core.comm(tables.ptr()) };
-        let tables = Arc::new(tables);
-        let at_pool = |offset| core.pool().ptr().add(offset);
-        let within = |at: LowLatencyPlace| {
-            let combine_rows = (options.combine_dtype == DType::Bf16).then(|| at_pool(at.returned_x));
-            (at, None, at_pool(at.recv_x), at_pool(at.recv_scales), combine_rows)
+
+        let finish = || {
+            let messages = (topology.nodes > 1)
+                .then(|| Messages::new(&mut core, group, &options, &messages))
+                .transpose()?;
+            // Kernels across nodes find memory by routes.
+            let comm = Comm { pool_table, rank, num_ranks: ranks, ..core.comm(tables.ptr()) };
+            let tables = Arc::new(tables);
+            let at_pool = |offset| core.pool().ptr().add(offset);
+            let within = |at: LowLatencyPlace| {
+                let combine_rows = (options.combine_dtype == DType::Bf16).then(|| at_pool(at.returned_x));
+                (at, None, at_pool(at.recv_x), at_pool(at.recv_scales), combine_rows)
+            };
+            let across = |messages: LowLatencyMessages| {
+                (Zeroable::zeroed(), Some(messages), messages.recv_x, messages.recv_scales, None)
+            };
+            let spots: Vec<_> = match &messages {
+                None => layout.places.iter().copied().map(within).collect(),
+                Some(messages) => messages.places().iter().copied().map(across).collect(),
+            };
+            let room = |(own, spot)| {
+                let (at, messages, recv_x, recv_scales, combine_rows) = spot;
+                Room { at, recv_x, recv_scales, combine_rows, messages, own, _tables: tables.clone() }
+            };
+            core.make_places(of_places.into_iter().zip(spots).map(room));
+            let generation = Generation::new(core.faults());
+            Ok(Buffer {
+                core,
+                kernels,
+                messages,
+                tables,
+                unit_weights,
+                left_out: 0,
+                generation,
+                comm,
+                options,
+            })
         };
-        let across = |messages: LowLatencyMessages| {
-            (Zeroable::zeroed(), Some(messages), messages.recv_x, messages.recv_scales, None)
-        };
-        let spots: Vec<_> = match &messages {
-            None => layout.places.iter().copied().map(within).collect(),
-            Some(messages) => messages.places().iter().copied().map(across).collect(),
-        };
-        let room = |(own, spot)| {
-            let (at, messages, recv_x, recv_scales, combine_rows) = spot;
-            Room { at, recv_x, recv_scales, combine_rows, messages, own, _tables: tables.clone() }
-        };
-        core.make_places(of_places.into_iter().zip(spots).map(room));
-        let generation = Generation::new(core.faults());
-        let buffer =
-            Buffer { core, kernels, messages, tables, unit_weights, left_out: 0, generation, comm, options };
         // No peer may write before every mapping stands.
-        group.barrier(group.timeout())?;
-        Ok(buffer)
+        agree_on_part(group, finish())
     }
 
     core::buffer_methods! {

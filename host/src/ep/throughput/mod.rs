@@ -48,7 +48,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::core::{
-    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, laid_out, nanoseconds,
+    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out, nanoseconds,
 };
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
@@ -209,62 +209,68 @@ impl Buffer {
             spawn("kernels of a buffer".into(), move || LoadedKernels::new(&device, topology, by_expert, ptx))
                 .map_err(|error| Error::system("spawn thread", error))
         };
-        let (pools, loader) = Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
-        let topology = pools.topology();
+        let prepare = || {
+            let (pools, loader) =
+                Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
+            let (max_tokens, timeout) = (options.shape.max_tokens, options.timeout);
+            let core = Core::new(&device, rank, pools, timeout, max_tokens, Box::new(Calls))?;
+            let (addresses, comm_stream) = (core.pool_addresses(), core.stream());
+            let (tables, (pools, local)) = laid_out(&device, "peer table", |pieces| {
+                let pools = pieces.array("pools", addresses.len() as u64, 8);
+                let local = Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE);
+                (pools, pieces.push(local))
+            })?;
+            tables.write_at(comm_stream, pools, bytemuck::cast_slice(addresses))?;
+            tables.write_at(comm_stream, local, &[0; size_of::<LocalState>()])?;
+            let experts =
+                Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
+            let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
+            host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
+            let loaded = loader
+                .join()
+                .map_err(|_| Error::internal("module load", "the loading thread panicked"))??;
+            Ok((core, tables, pools, local, host_counts, loaded))
+        };
+        let (mut core, tables, pools, local, host_counts, loaded) = agree_on_part(group, prepare())?;
+        let topology = core.topology();
         let layouts = of(topology);
 
-        let (max_tokens, timeout) = (options.shape.max_tokens, options.timeout);
-        let mut core = Core::new(&device, rank, pools, timeout, max_tokens, Box::new(Calls))?;
-        let (addresses, comm_stream) = (core.pool_addresses(), core.stream());
-        let (tables, (pools, local)) = laid_out(&device, "peer table", |pieces| {
-            let pools = pieces.array("pools", addresses.len() as u64, 8);
-            let local = Section::one("local", size_of::<LocalState>() as u64).of(LOCAL_STATE);
-            (pools, pieces.push(local))
-        })?;
-        tables.write_at(comm_stream, pools, bytemuck::cast_slice(addresses))?;
-        tables.write_at(comm_stream, local, &[0; size_of::<LocalState>()])?;
-        let experts =
-            Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
-        let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
-        host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
-        let loaded =
-            loader.join().map_err(|_| Error::internal("module load", "the loading thread panicked"))??;
-
-        let comm = Comm { pool_table: pools, pool: layouts[0], ..core.comm(local) };
-        let wire = match topology.nodes {
-            1 => None,
-            _ => Some(WireTables::new(&mut core, group, &options, wire_layout)?),
-        };
-        let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
-        core.make_places(layouts.iter().map(|&layout| Room {
-            layout,
-            max_row_bytes: largest,
-            rows_given: AtomicBool::new(false),
-        }));
-        let limits = Limits {
-            shape: options.shape,
-            places: options.places,
-            rows: comm.pool.rows,
-            by_expert: options.rows_by_expert.is_some(),
-            slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
-        };
-        let plans = Plans::new(core.faults().clone(), limits);
-        let buffer = Buffer {
-            core,
-            kernels,
-            host_counts,
-            plans,
-            tables,
-            comm,
-            config,
-            options,
-            tag: 0,
-            row_bytes,
-            scratch: None,
+        let finish = || {
+            let comm = Comm { pool_table: pools, pool: layouts[0], ..core.comm(local) };
+            let wire = match topology.nodes {
+                1 => None,
+                _ => Some(WireTables::new(&mut core, group, &options, wire_layout)?),
+            };
+            let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
+            core.make_places(layouts.iter().map(|&layout| Room {
+                layout,
+                max_row_bytes: largest,
+                rows_given: AtomicBool::new(false),
+            }));
+            let limits = Limits {
+                shape: options.shape,
+                places: options.places,
+                rows: comm.pool.rows,
+                by_expert: options.rows_by_expert.is_some(),
+                slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
+            };
+            let plans = Plans::new(core.faults().clone(), limits);
+            Ok(Buffer {
+                core,
+                kernels,
+                host_counts,
+                plans,
+                tables,
+                comm,
+                config,
+                options,
+                tag: 0,
+                row_bytes,
+                scratch: None,
+            })
         };
         // No peer may write before every mapping stands.
-        group.barrier(group.timeout())?;
-        Ok(buffer)
+        agree_on_part(group, finish())
     }
 
     core::buffer_methods! {
