@@ -44,6 +44,12 @@ pub fn doctor(gpus: &[Device]) -> Vec<(String, Result<String, String>)> {
         }
         report.push((format!("{name} dma-buf"), text(dma_buf(&context))));
     }
+    let order = format!(
+        "cannot be checked here: adaptive routing and out-of-order placement must be off for service level {} and traffic \
+         class {}, because a counter must not pass the bytes ahead of it",
+        options.service_level, options.traffic_class
+    );
+    report.push(("RDMA order of writes".into(), Ok(order)));
     for gpu in gpus {
         let name = format!("RDMA wire memory of GPU {} ({})", gpu.info().ordinal, gpu.info().name);
         report.push((name, text(wire_memory(&options, gpu))));
