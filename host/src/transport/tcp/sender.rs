@@ -119,8 +119,8 @@ impl TcpQueue {
             self.first.send_frames(&frames, deadline)?;
             self.sent += batch.len() as u64;
         }
-        // Behind the puts, which do not wait for this system call. The peer may have left because it
-        // has received them.
+        // Behind the puts, which do not wait for this system call. The peer may have left because
+        // it has received them.
         self.ended = self.first.farewell().map(|reason| self.first.ends.error("put", reason));
         Ok(())
     }
@@ -153,8 +153,8 @@ impl TcpQueue {
         })
     }
 
-    /// Keeps the first failure, and ends all connections: the peer waits for no puts of a queue that
-    /// is of no use any more.
+    /// Keeps the first failure, and ends all connections: the peer waits for no puts of a queue
+    /// that is of no use any more.
     fn keep_failure<T>(&mut self, outcome: Result<T>) -> Result<T> {
         if let Err(error) = &outcome
             && self.failed.is_none()

@@ -520,8 +520,8 @@ fn a_peer_that_dies_is_named_on_both_sides() {
     });
 }
 
-/// A rank closes once it has the last put that it needs. Its farewell may come while this rank still
-/// sees to that put.
+/// A rank closes once it has the last put that it needs. Its farewell may come while this rank is
+/// still in the call that sent that put.
 #[test]
 fn puts_that_were_sent_when_the_farewell_came_have_left() {
     alone(SOON, |setup| {
