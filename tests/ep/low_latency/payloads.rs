@@ -6,7 +6,7 @@ use epoxide::transport::TransportKind;
 use epoxide::{DType, Payload, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, Segments};
-use epoxide_testing::oracle::{Style, by_expert, low_latency_plan, recv_order};
+use epoxide_testing::oracle::{Routing, Style, by_expert, low_latency_plan, recv_order};
 use epoxide_testing::payload::{Format, rng_of};
 use epoxide_testing::tier;
 use half::bf16;
@@ -25,6 +25,36 @@ fn case(tokens: &[u32], format: Format) -> LowLatencyCase {
     let routing = routing(tokens, 3, experts, Style::WithHoles);
     let max_scales = format.payload(HIDDEN).max_scales();
     LowLatencyCase { max_scales, ..LowLatencyCase::new(routing, HIDDEN as u32) }
+}
+
+/// Each of three nodes gets all tokens of the others. A column has as many words as there is room
+/// for without `max_scales`, so that messages are full to the last slot.
+#[test]
+fn full_messages_have_room_for_a_column() {
+    const TOKENS: u32 = 128;
+    const HIDDEN: u64 = 2048;
+    let to_all: Vec<i64> = (0..8).map(|entry| entry % 3 * 8 + entry).collect();
+    let topk_idx = vec![vec![to_all; TOKENS as usize]; 3];
+    let nodes = Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 });
+    let routing = Routing { num_experts: 24, num_topk: 8, topk_idx };
+    let case = LowLatencyCase { nodes, ..LowLatencyCase::new(routing, HIDDEN as u32) };
+    case.run(|rank| {
+        let topk_idx = rank.upload_typed(8, &case.routing.topk_idx[rank.rank as usize])?;
+        let x = upload(rank, &case, 0, 0, (DType::Bf16, HIDDEN))?;
+        let column = upload(rank, &case, 0, 1, (DType::F32, HIDDEN / 128))?;
+        let mut place = rank.buffer.place(0)?;
+        let stream = rank.stream.clone();
+        let request = DispatchRequest::new(&x, &topk_idx).column(&column);
+        let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
+        for (source, token) in recv_order(&case.routing, rank.rank) {
+            let row = (source * case.max_tokens + token) as usize;
+            let (got, sent) = (rank.row_of(&received.x, row)?, (source, token));
+            rank.equal(&format!("row {row}"), &got, &bytes(0, sent, 0, HIDDEN * 2));
+            let got = words_of(rank, &received.columns[0], row)?;
+            rank.equal(&format!("column of row {row}"), &got, &bytes(0, sent, 1, HIDDEN / 32));
+        }
+        Ok(())
+    });
 }
 
 /// The bytes of a token's row (part 0), or of a column of it.
@@ -62,6 +92,17 @@ fn check_row(
     check_columns(rank, format, (turn, source), columns, row)
 }
 
+/// The words of a row's column.
+fn words_of(rank: &LowLatencyRank, words: &TypedTensor<'_, i32>, row: usize) -> Result<Vec<u8>> {
+    let mut got = vec![0u8; words.rows() as usize * 4];
+    for (word, to) in got.chunks_exact_mut(4).enumerate() {
+        let at = words.ptr().add(word as u64 * words.row_stride() + row as u64 * 4);
+        // SAFETY: it is one of the tensor's elements.
+        unsafe { rank.stream.read(to, at)? };
+    }
+    Ok(got)
+}
+
 /// Compares the columns of a row.
 fn check_columns(
     rank: &mut LowLatencyRank,
@@ -74,12 +115,7 @@ fn check_columns(
     rank.check(columns.len() == payload.columns().len(), "columns are those of the payload");
     for (index, (words, &(dtype, elements))) in columns.iter().zip(payload.columns()).enumerate() {
         let want = bytes(turn, source, index + 1, elements * dtype.size());
-        let mut got = vec![0u8; words.rows() as usize * 4];
-        for (word, to) in got.chunks_exact_mut(4).enumerate() {
-            let at = words.ptr().add(word as u64 * words.row_stride() + row as u64 * 4);
-            // SAFETY: it is one of the tensor's elements.
-            unsafe { rank.stream.read(to, at)? };
-        }
+        let mut got = words_of(rank, words, row)?;
         got.truncate(want.len());
         rank.equal(&format!("column {index} of row {row} of {source:?}"), &got, &want);
     }

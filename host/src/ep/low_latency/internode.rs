@@ -41,7 +41,7 @@ impl MessageLayout {
     pub fn new(options: &Options, peers: u32, has_puts: bool) -> MessageLayout {
         let (tokens, topk) = (u64::from(options.shape.max_tokens), options.shape.num_topk);
         let (bf16, fp8) = ((options.shape.hidden * 2) as u32, options.shape.hidden as u32);
-        let (scales, words) = (options.fp8_scales() as u32, options.max_scales);
+        let (scales, words) = (options.fp8_scales() as u32, options.most_words() as u32);
         let slot = |row, scales| u64::from(LowLatencySlot::new(row, scales, topk).bytes);
         let dispatch_bytes = u64::from(DISPATCH_HEADER) + tokens * slot(bf16, words).max(slot(fp8, scales));
         let answer = |row, scales| u64::from(answer_slot_bytes(row, scales));
