@@ -65,6 +65,18 @@ fn streams_of_another_device_are_refused() {
     });
 }
 
+/// A free of memory of another device does not wait for the streams that read it here.
+#[test]
+fn tensors_of_another_device_are_refused() {
+    then_dispatch(setup(Spread::OneNode), |rank, valid, place| {
+        let other = VirtualGpu::new(VirtConfig { ordinal: 7, ..VirtConfig::default() });
+        let x = Tensor::alloc(&other, DType::Bf16, &[TOKENS, 8])?;
+        let refusal = ["a tensor = in memory of device 7", "memory of the buffer's device, device"];
+        refused(rank.dispatch(place, valid.request_of(&x)), &refusal);
+        Ok(())
+    });
+}
+
 #[test]
 fn a_panic_in_a_capture_ends_it() {
     then_dispatch(setup(Spread::OneNode), |rank, valid, place| {

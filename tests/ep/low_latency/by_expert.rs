@@ -1,16 +1,17 @@
 //! Rows by expert, which the receiver of a dispatch puts into the segments of its experts.
 
 use epoxide::Result;
-use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
 use epoxide::internal::Instruments;
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Quantise, Shape};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::harness::NodeLinks;
+use epoxide_testing::harness::{NodeLinks, open_device, run_ranks};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, ReturnPath, RowMemory, Segments};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::tier;
 
+use super::ones::Ones;
 use crate::shapes::routing;
 use crate::valid::refused;
 
@@ -207,6 +208,25 @@ fn rows_of_other_nodes() {
         let segments = in_memory_of_the_caller(16, true);
         LowLatencyCase { nodes, hidden: 256, quantise, segments, ..case }.check();
     }
+}
+
+/// Results are the caller's to take apart.
+#[test]
+fn a_combine_knows_its_segments_without_the_field() {
+    run_ranks(2, |ordinal, group| {
+        let shape = Shape { max_tokens: 4, hidden: 64, num_topk: 1, num_experts: 2 };
+        let device = open_device(VirtConfig { ordinal, ..VirtConfig::default() })?;
+        let options = |options: Options| options.rows_by_expert(9);
+        let mut rank = Ones::new(device, group, shape, options, &[0, 1, 1, 0])?;
+        let (mut place, order) = (rank.buffer.place(0)?, StreamOrder::on(&rank.stream));
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx).by_expert(1);
+        let mut received = rank.buffer.dispatch(&mut place, request, order)?;
+        drop(received.by_expert.take());
+        let rows = Tensor::from_host(&rank.stream, DType::Bf16, &[9, 64], &ones(9 * 64))?;
+        let combined = rank.buffer.combine(received, CombineRequest::by_expert(&rows), order)?;
+        assert_eq!(combined.x.to_host::<half::bf16>(&rank.stream)?, ones(4 * 64));
+        Ok(())
+    });
 }
 
 #[test]

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig};
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
 use epoxide::driver::{Graph, Stream};
+use epoxide::internal::driver;
 use epoxide::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Quantise, Received, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
@@ -14,9 +15,10 @@ use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 
 use super::ones::Ones;
+use crate::failing::{FailingDevice, REFUSAL};
 use crate::promises::status;
 use crate::shapes::routing;
-use crate::valid::expect_gone;
+use crate::valid::{expect_gone, refused};
 
 pub const RANKS: u32 = 3;
 pub const TOKENS: u64 = 4;
@@ -424,8 +426,49 @@ fn another_call_is_reported_with_the_waits_in_check_mode() {
     });
 }
 
+/// Its rows have left, and peers wait for it.
+#[test]
+fn a_second_half_that_is_not_launched_breaks_the_buffer() {
+    run_ranks(1, |_, group| {
+        let failing = FailingDevice::new(VirtualGpu::new(VirtConfig::default()), &["low_latency_wait"]);
+        let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+        let mut rank =
+            Ones::new(driver::device(failing.clone()), group, shape, |options| options, &[0, 1, 1, 0])?;
+        let mut place = rank.buffer.place(0)?;
+        let waits = TypedTensor::from_host(&rank.stream, &[1], &[0i64])?;
+        failing.refuse_next();
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx).cumulative_wait_ns(&waits);
+        let order = StreamOrder::on(&rank.stream);
+        refused(rank.buffer.dispatch(&mut place, request, order).map(drop), &[REFUSAL]);
+        let later = rank.dispatch(&mut place).map(drop);
+        assert!(matches!(&later, Err(Error::Broken { call: "low-latency dispatch", .. })), "{later:?}");
+        rank.stream.synchronize()
+    });
+}
+
+/// The host waits for a call as long as the call may wait for peers.
+#[test]
+fn a_call_may_take_longer_than_the_buffers_deadline() {
+    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+    run_ranks(2, |ordinal, group| {
+        let config = VirtConfig { ordinal, ..VirtConfig::default() };
+        let options = |options: Options| options.timeout(DEADLINE);
+        let mut rank = Ones::new(open_device(config)?, group.clone(), shape, options, &[0, 1, 1, 0])?;
+        let mut place = rank.buffer.place(0)?;
+        if ordinal == 1 {
+            sleep(rank.stream.device(), 10 * DEADLINE);
+        }
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx).timeout(40 * DEADLINE);
+        let order = StreamOrder::on(&rank.stream);
+        drop(rank.buffer.dispatch(&mut place, request, order)?);
+        assert!(rank.buffer.missing_tokens()?.is_empty());
+        rank.outcome()?;
+        group.barrier(PATIENCE)
+    });
+}
+
 /// The combine of `received`, as a graph.
-fn captured_combine(rank: &mut Ones, received: Received<'_>) -> Result<Graph> {
+pub fn captured_combine(rank: &mut Ones, received: Received<'_>) -> Result<Graph> {
     let stream = rank.stream.clone();
     stream.capture(|| rank.combine(received).map(drop))
 }

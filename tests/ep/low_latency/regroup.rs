@@ -16,6 +16,7 @@ use epoxide_testing::tier;
 use half::bf16;
 use proptest::prelude::*;
 
+use super::faults::captured_combine;
 use super::ones::Ones;
 use super::property::case as random_case;
 use crate::property::config;
@@ -204,6 +205,36 @@ fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
             rank.round_trip(&case)
         });
     }
+}
+
+/// The rows that the lost rank was to return lie in memory of before.
+#[test]
+fn a_combine_of_before_is_replayed_by_no_member() {
+    run_ranks(3, |number, group| {
+        let part = group.split((number == 2).into())?;
+        let shape = Shape { max_tokens: TOKENS as u32, hidden: HIDDEN, num_topk: 2, num_experts: 6 };
+        let case =
+            LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
+        for packet_tokens in [0, 4] {
+            let options = |options: Options| options.packet_tokens(packet_tokens).timeout(PATIENCE);
+            let device = case.device(number);
+            let mut rank = Ones::new(device, group.clone(), shape, options, &[0, 4, 4, 5, 2, 3, -1, -1])?;
+            let mut place = rank.buffer.place(0)?;
+            let received = rank.dispatch(&mut place)?;
+            let combine = captured_combine(&mut rank, received)?;
+            rank.outcome()?;
+            if number != 2 {
+                rank.buffer.regroup(&*part)?;
+                // SAFETY: the recorded addresses are the rank's, which waits for the stream.
+                unsafe { combine.launch(&rank.stream)? };
+                let error = rank.outcome().unwrap_err();
+                assert!(matches!(error, Error::Broken { call: "low-latency combine", .. }), "{error}");
+                assert!(error.to_string().contains("no dispatch came to its place"), "{error}");
+            }
+            group.barrier(PATIENCE)?;
+        }
+        Ok(())
+    });
 }
 
 #[test]

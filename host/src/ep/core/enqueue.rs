@@ -32,6 +32,11 @@ pub struct StreamOrder<'a> {
     asynchronous: bool,
 }
 
+/// The number and the name of a device.
+pub(super) fn named(device: &Device) -> String {
+    format!("device {}, {}", device.info().ordinal, device.info().name)
+}
+
 impl<'a> StreamOrder<'a> {
     /// An error where the stream is not one of `device`, whose streams a free of memory waits for.
     pub(super) fn check_device(&self, device: &Device) -> Result<()> {
@@ -39,9 +44,8 @@ impl<'a> StreamOrder<'a> {
         if of.is(device) {
             return Ok(());
         }
-        let rule =
-            format!("must be on a stream of the buffer's device, {}: make one there", device.info().name);
-        Err(Error::argument("order", format!("on a stream of {}", of.info().name), rule))
+        let rule = format!("must be on a stream of the buffer's device, {}: make one there", named(device));
+        Err(Error::argument("order", format!("on a stream of {}", named(of)), rule))
     }
 
     /// Runs on the caller's stream itself. Can be captured in a graph.

@@ -51,7 +51,7 @@ pub use place::{Held, Lease, PlaceState, check_count};
 pub use sizes::Sizes;
 pub use step::{Overwrites, Step};
 
-use enqueue::Enqueuer;
+use enqueue::{Enqueuer, named};
 use instruments::Trace;
 use place::Pool;
 use step::Recordings;
@@ -282,7 +282,14 @@ impl<R> Core<R> {
 
     /// How long the host waits for the buffer's operations, whose own waits end before.
     fn patience(&self) -> Duration {
-        self.timeout.saturating_mul(2)
+        self.pool.longest().saturating_mul(2)
+    }
+
+    /// The deadline of a call's waits, in ns: `timeout`, or that of the buffer.
+    pub fn timeout_ns(&self, timeout: Option<Duration>) -> u64 {
+        let timeout_ns = nanoseconds(timeout.unwrap_or(self.timeout));
+        self.pool.may_take(timeout_ns);
+        timeout_ns
     }
 
     /// Begins an operation: an error where an earlier one has failed. Returns whether this one is
@@ -310,6 +317,8 @@ impl<R> Core<R> {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut B, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
+        let uses: Vec<Owner> = uses.into_iter().collect();
+        uses.iter().try_for_each(|owner| check_memory(owner, &buffer.core().device))?;
         let enqueuer = buffer.core().enqueuer.clone();
         enqueuer.run(order, capturing, operation, |stream| {
             let core = buffer.core();
@@ -342,6 +351,16 @@ impl<R> Drop for Core<R> {
             network.close_failed();
         }
     }
+}
+
+/// An error where the memory of a tensor is of another device than `device`, whose streams a free of
+/// it does not wait for.
+fn check_memory(owner: &Owner, device: &Device) -> Result<()> {
+    let Some(of) = owner.downcast_ref::<Memory>().map(Memory::device).filter(|of| !of.is(device)) else {
+        return Ok(());
+    };
+    let rule = format!("must be in memory of the buffer's device, {}: copy it there", named(device));
+    Err(Error::argument("a tensor", format!("in memory of {}", named(of)), rule))
 }
 
 /// A deadline in the unit of kernels.

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use super::arena::Arena;
+use super::nanoseconds;
 use super::step::Overwrites;
 use crate::driver::{DevicePtr, Fence, Memory, Stream, give_up};
 use crate::ep::tensor::Owner;
@@ -32,12 +33,23 @@ pub fn check_count(places: u32) -> Result<()> {
 pub struct Pool {
     memory: Arc<Memory>,
     arena: Arc<Arena>,
-    timeout: Duration,
+    /// The longest deadline of the buffer's calls so far, in ns.
+    longest_ns: AtomicU64,
 }
 
 impl Pool {
     pub fn new(memory: Arc<Memory>, arena: &Arc<Arena>, timeout: Duration) -> Arc<Pool> {
-        Arc::new(Pool { memory, arena: arena.clone(), timeout })
+        Arc::new(Pool { memory, arena: arena.clone(), longest_ns: nanoseconds(timeout).into() })
+    }
+
+    /// Notes the deadline of a call, in ns.
+    pub fn may_take(&self, timeout_ns: u64) {
+        self.longest_ns.fetch_max(timeout_ns, Ordering::Relaxed);
+    }
+
+    /// The longest deadline of the buffer's calls so far.
+    pub fn longest(&self) -> Duration {
+        Duration::from_nanos(self.longest_ns.load(Ordering::Relaxed))
     }
 
     pub fn memory(&self) -> &Memory {
@@ -47,11 +59,11 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        let ended = self.arena.wait_all(self.timeout);
+        let ended = self.arena.wait_all(self.longest());
         match ended {
             Ok(true) => {}
             // Running work may write to it.
-            Ok(false) => give_up(self.memory.device(), "work that may use a pool", self.timeout),
+            Ok(false) => give_up(self.memory.device(), "work that may use a pool", self.longest()),
             // The device runs nothing any more.
             Err(error) => tracing::warn!("a pool is unmapped although its device failed: {error}"),
         }

@@ -241,7 +241,7 @@ impl Buffer {
             Rows::ByRow(x) => (x, 1),
             Rows::InPool => (received.combine_rows()?, 1),
         };
-        let segments = place.room().own.by_expert.filter(|_| received.by_expert.is_some());
+        let segments = place.room().own.by_expert.filter(|_| received.has_segments);
         let (is_by_expert, in_pool) = (matches!(rows, Rows::ByExpert(_)), matches!(rows, Rows::InPool));
         let segments = segments.filter(|_| is_by_expert);
         let expected = segments.map_or(self.rows() * u64::from(experts), |to| to.rows.into());

@@ -413,6 +413,7 @@ impl Buffer {
                 rows.with_row_stride(row_stride(hidden * 2)).named("rows")
             }),
             num_local_tokens: num_tokens,
+            has_segments: rows_by_expert.is_some(),
             generation: self.generation.clone(),
             lease,
             place: PhantomData,

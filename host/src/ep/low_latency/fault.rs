@@ -10,6 +10,9 @@ use crate::ep::StreamOrder;
 use crate::ep::core::{self, Faults};
 use crate::error::{Error, Result};
 
+/// In place of the tokens of the last dispatch: none has come since a regroup.
+pub(super) const NO_DISPATCH: u32 = u32::MAX;
+
 impl Buffer {
     /// The error after which the buffer cannot be used, if there was one. It is the first wait for
     /// a peer that expired ([`Error::PeerTimeout`]) or found another call there
@@ -55,8 +58,9 @@ impl core::Calls for Calls {
             return Some(Error::argument(argument, value, rule));
         }
         if code == Wait::LowLatencyUnpaired as u64 || code == Wait::LowLatencyTokens as u64 {
-            let reason = if code == Wait::LowLatencyUnpaired as u64 {
-                "no dispatch came to its place since the combine before; replay a dispatch in front of it"
+            let reason = if code == Wait::LowLatencyUnpaired as u64 || needed == u64::from(NO_DISPATCH) {
+                "no dispatch came to its place since the combine before, or since a regroup; replay a dispatch in \
+                 front of it"
                     .into()
             } else {
                 format!(

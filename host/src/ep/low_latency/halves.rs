@@ -183,6 +183,7 @@ impl Buffer {
         halves: Halves,
     ) -> Result<Option<Event>> {
         let (uses, mut args) = (operation.uses.iter().cloned(), operation.kernel);
+        let is_recorded = self.core.is_capturing(order)?;
         self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
             if let Some(lease) = &operation.fills {
                 buffer.core.fills(lease, None);
@@ -200,7 +201,8 @@ impl Buffer {
                 true => [Some(Halves::SEND), Some(Halves::RECEIVE)],
                 false => [Some(halves), None],
             };
-            for halves in launches.into_iter().flatten() {
+            let mut has_left = false;
+            let launched = launches.into_iter().flatten().try_for_each(|halves| {
                 if halves == Halves::RECEIVE
                     && let Some(waited) = operation.wait_ns
                 {
@@ -217,7 +219,14 @@ impl Buffer {
                 common.phases = halves.0;
                 common.comm.trace = buffer.core.trace(name, grid);
                 buffer.launch_kernel(stream, operation, args, grid)?;
+                has_left = true;
+                Ok(())
+            });
+            // Peers have this rank's rows, and wait for it to end the operation.
+            if let (Err(error), true, false) = (&launched, has_left, is_recorded) {
+                buffer.core.give_up(operation.name, error);
             }
+            launched?;
             let Some(cumulative) = operation.cumulative_counts.filter(|_| halves != Halves::SEND) else {
                 return Ok(());
             };

@@ -46,7 +46,6 @@ use epoxide_gpu::layout::{
 
 use super::core::{
     self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out,
-    nanoseconds,
 };
 use super::tensor::Owner;
 use super::{DType, Topology};
@@ -389,7 +388,7 @@ impl Buffer {
         call: LowLatencyCall,
         timeout: Option<Duration>,
     ) -> LowLatencyArgs {
-        let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
+        let timeout_ns = self.core.timeout_ns(timeout);
         LowLatencyArgs {
             comm: Comm { call: call.bits().into(), timeout_ns, ..self.comm },
             place: place.room().at,

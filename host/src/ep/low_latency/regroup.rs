@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{
     DevicePtr, GIVING_UP_NS, LocalState, LowLatencyTurns, QUANTUM, gave_up_offset, room_for_ranks,
 };
 
-use super::fault::Generation;
+use super::fault::{Generation, NO_DISPATCH};
 use super::layout::most_ranks;
 use super::{Buffer, agree};
 use crate::driver::poll;
@@ -136,6 +136,9 @@ impl Buffer {
             self.tables.write_at(stream, tables.sent, &vec![0; chunks * 8])?;
             self.tables.write_at(stream, tables.answered, &vec![0; members * chunks * 8])?;
             self.tables.write_at(stream, tables.turns, bytemuck::bytes_of(&turns))?;
+            // A combine of the dispatch before, replayed from a graph, is not for so many.
+            let own = tables.num_tokens.add(4 * u64::from(self.rank()));
+            self.tables.write_at(stream, own, &NO_DISPATCH.to_ne_bytes())?;
         }
         if let Some(messages) = &self.messages {
             messages.forget_unfinished(stream)?;

@@ -126,6 +126,8 @@ pub struct Received<'p> {
     /// Room in the pool for those rows; none across nodes, or where they are not bf16.
     pub(super) combine_rows: Option<Tensor<'p>>,
     pub(super) num_local_tokens: u32,
+    /// Whether rows came by expert. The field above is the caller's to take.
+    pub(super) has_segments: bool,
     /// The generation of the buffer at the dispatch.
     pub(super) generation: Arc<Generation>,
     pub(super) lease: Arc<Lease<Room>>,
@@ -234,6 +236,7 @@ impl<'p> Received<'p> {
                 combine_dtype: self.combine_dtype,
                 combine_rows: self.combine_rows.map(Tensor::into_static),
                 num_local_tokens: self.num_local_tokens,
+                has_segments: self.has_segments,
                 generation: self.generation,
                 lease: self.lease,
                 place: PhantomData,

@@ -24,7 +24,7 @@ use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::core::{CUMULATIVE_COUNTS, Lease, PlaceState, check_cumulative, nanoseconds, setters};
+use crate::ep::core::{CUMULATIVE_COUNTS, Lease, PlaceState, check_cumulative, setters};
 use crate::ep::experts::check_alignment;
 use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
@@ -411,7 +411,7 @@ impl Buffer {
             expert_alignment: request.expert_alignment,
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
             tag: self.tag,
-            timeout_ns: request.timeout.map_or(self.comm.timeout_ns, nanoseconds),
+            timeout_ns: self.core.timeout_ns(request.timeout),
         };
         let mut metadata = Metadata { num_topk, local_experts, ..Metadata::default() };
         if let Some(weights) = request.topk_weights {

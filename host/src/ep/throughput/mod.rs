@@ -48,7 +48,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::core::{
-    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out, nanoseconds,
+    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out,
 };
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
@@ -325,7 +325,7 @@ impl Buffer {
     /// The [`Comm`] for the kernels of an operation in this place. `timeout`: the longest wait for
     /// a peer, if not the buffer's.
     fn comm_in(&self, place: &PlaceState<Room>, call: Call, timeout: Option<Duration>) -> Comm {
-        let timeout_ns = timeout.map_or(self.comm.timeout_ns, nanoseconds);
+        let timeout_ns = self.core.timeout_ns(timeout);
         Comm { pool: place.room().layout, call: call.bits(), timeout_ns, ..self.comm }
     }
 
