@@ -61,7 +61,7 @@ pub struct Options {
     /// Runs at a time
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     jobs: u16,
-    /// Longest run, in seconds
+    /// Longest run, in seconds; more where the sound kernels take long
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     limit: u64,
     /// Seeds of each workload
@@ -176,7 +176,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     } else {
         Runs::Program(options.command.clone())
     };
-    let runner = Runner { what, directory, limit };
+    let runner = Runner { what, directory, limit, jobs: options.jobs };
     println!("running the sound kernels");
     let workloads = runner.sound(&text)?;
     let all = faults.len();
@@ -560,8 +560,12 @@ mod tests {
 
     #[test]
     fn outcomes_of_other_runs_are_not_taken_over() {
-        let runner =
-            |seconds, what| Runner { what, directory: PathBuf::new(), limit: Duration::from_secs(seconds) };
+        let runner = |seconds, what| Runner {
+            what,
+            directory: PathBuf::new(),
+            limit: Duration::from_secs(seconds),
+            jobs: 1,
+        };
         let trips =
             |seeds: &[u64], check| Runs::RoundTrips { binary: PathBuf::new(), seeds: seeds.to_vec(), check };
         let program = |words: &[&str]| Runs::Program(words.iter().map(|&word| word.to_owned()).collect());
@@ -596,7 +600,7 @@ mod tests {
         workspace::write(&folder.join("sound.ptx"), "a\n").unwrap();
         let script = format!("echo >> '{}'", tried.display());
         let what = Runs::Program(["sh", "-c", &script].map(str::to_owned).to_vec());
-        let runner = Runner { what, directory: folder.to_owned(), limit: Duration::from_secs(60) };
+        let runner = Runner { what, directory: folder.to_owned(), limit: Duration::from_secs(60), jobs: 2 };
         let workloads = [run::Workload::of_line(1)];
         // The first worker cannot write its file.
         std::fs::create_dir(folder.join("faulty-0.ptx")).unwrap();
