@@ -258,6 +258,22 @@ fn struct_contract(item: &ItemStruct, requires: &[Expr]) -> TokenStream2 {
     let spelled = |text: String| quote!(::epoxide_simt::launch::spelled(#text, path));
     let checks = requires.iter().map(|clause| check(clause, &quote!(kernel), &[&this], &spelled));
     let names: Vec<_> = (0..requires.len()).map(|n| format_ident!("__clause_{n}")).collect();
+    let fields = item.fields.iter().map(|field| {
+        let (name, of) = (&field.ident, &field.ty);
+        quote!(#name: #of)
+    });
+    let own = source_hash(requires.iter().map(|clause| quote!(#clause)).chain(fields));
+    let nested = item.fields.iter().map(|field| {
+        let (of, source) = (&field.ty, source_of(&field.ty));
+        let conditions = field.attrs.iter().filter(|attribute| attribute.path().is_ident("cfg"));
+        quote! {
+            #(#conditions)*
+            let source = ::epoxide_simt::__private::combined(
+                source,
+                ::epoxide_simt::__private::combined(::core::mem::size_of::<#of>() as u64, #source),
+            );
+        }
+    });
     quote! {
         #[cfg(not(target_arch = "nvptx64"))]
         impl ::epoxide_simt::launch::Contract for #name {
@@ -274,6 +290,12 @@ fn struct_contract(item: &ItemStruct, requires: &[Expr]) -> TokenStream2 {
 
         #[allow(dead_code)]
         impl #name {
+            #[doc(hidden)]
+            pub const __SOURCE: u64 = {
+                let source = #own;
+                #(#nested)*
+                source
+            };
             #(
                 #[doc(hidden)]
                 #[inline(always)]
@@ -400,15 +422,12 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
     let requires: Vec<_> = of_struct.iter().chain(&contract.requires).collect();
     let checks = requires.iter().map(|clause| clause.check(&quote!(stringify!(#name)), &taken));
     let assumptions = requires.iter().map(|clause| clause.assume());
-    let source = source_hash([
-        attribute,
-        quote!(#name),
-        {
-            let sig = &function.sig;
-            quote!(#sig)
-        },
-        quote!(#block),
-    ]);
+    let source = {
+        let sig = &function.sig;
+        let own = source_hash([attribute, quote!(#name), quote!(#sig), quote!(#block)]);
+        let of_args = source_of(&arg_type);
+        quote!(::epoxide_simt::__private::combined(#own, #of_args))
+    };
     let Contract { min_blocks, barriers, registers, traps, local_memory, dependent, .. } = &contract;
     let [grid, block_threads] = [&contract.grid, &contract.block].map(|of| match of {
         Some(Count::Exactly(count)) => {
@@ -443,11 +462,11 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         None => quote!(::core::option::Option::None),
     };
     // A comment at module scope of the PTX, whose values are constants of the kernel's crate.
-    let template = description(&name.to_string(), &arg.to_string(), &contract, source);
+    let template = description(&name.to_string(), &arg.to_string(), &contract);
     let describe = quote! {
         ::core::arch::global_asm!(
             #template, const #threads, const #min_blocks, const #barriers, const #registers, const #traps,
-            const ::core::mem::size_of::<#arg_type>(), const ::core::mem::align_of::<#arg_type>()
+            const #source, const ::core::mem::size_of::<#arg_type>(), const ::core::mem::align_of::<#arg_type>()
         );
     };
     // Every token is where the kernel's name is: PTX names that place, also where a macro writes the
@@ -550,20 +569,35 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
 /// The line that describes a kernel, as a template whose values are constants of the kernel's
 /// crate. On the host, `KernelInfo` prints the same line, but for `shared=0` of a kernel whose
 /// attribute has no `shared`: `cargo build-ptx` holds the kernel to it, and takes it out.
-fn description(name: &str, arg: &str, contract: &Contract, source: u64) -> String {
+fn description(name: &str, arg: &str, contract: &Contract) -> String {
     let shared = if contract.shared.is_some() { "" } else { " shared=0" };
     let local = contract.local_memory.as_ref().map_or(String::new(), |why| {
         format!(" local={}", why.value().replace('{', "{{").replace('}', "}}").replace('\n', " "))
     });
     format!(
         "// kernel {name}: threads={{}} min_blocks={{}} barriers={{}} registers={{}} traps={{}} dependent={}\
-         {shared} source={source:016x} params={arg}:{{}}:{{}}{local}",
+         {shared} source={{}} params={arg}:{{}}:{{}}{local}",
         u32::from(contract.dependent)
     )
 }
 
+/// A constant that differs where structs of `#[kernel_args]` in a type have other fields or clauses.
+/// The inherent constant of such a struct goes before that of the trait, which all types have.
+fn source_of(of: &Type) -> TokenStream2 {
+    match of {
+        Type::Array(array) => source_of(&array.elem),
+        Type::Group(group) => source_of(&group.elem),
+        Type::Paren(paren) => source_of(&paren.elem),
+        _ => quote! {{
+            #[allow(unused_imports)]
+            use ::epoxide_simt::__private::Source as _;
+            <#of>::__SOURCE
+        }},
+    }
+}
+
 /// A hash (FNV-1a) of tokens that no white space and no comment changes.
-fn source_hash(parts: [TokenStream2; 4]) -> u64 {
+fn source_hash(parts: impl IntoIterator<Item = TokenStream2>) -> u64 {
     fn absorb(hash: &mut u64, text: &str) {
         for byte in text.bytes().chain([0]) {
             *hash = (*hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);

@@ -42,7 +42,7 @@ pub struct KernelInfo {
     pub local_depot_allowed: Option<&'static str>,
     /// Number of `trap` instructions.
     pub traps_allowed: u32,
-    /// A hash of the kernel's attribute, signature and body.
+    /// A hash of the kernel's attribute, signature and body, and of its argument struct.
     pub source: u64,
 }
 

@@ -182,6 +182,17 @@ pub mod __private {
     #[cfg(not(target_arch = "nvptx64"))]
     pub use alloc::{format, string::String};
     pub use bytemuck;
+
+    /// A hash of a type's source: 0 for every type that is no struct of `#[kernel_args]`.
+    pub trait Source {
+        const __SOURCE: u64 = 0;
+    }
+    impl<T> Source for T {}
+
+    /// One hash of two: a step of FNV-1a, by words.
+    pub const fn combined(a: u64, b: u64) -> u64 {
+        (a ^ b).wrapping_mul(0x0100_0000_01b3).rotate_left(29)
+    }
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

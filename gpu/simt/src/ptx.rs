@@ -17,7 +17,7 @@ impl fmt::Display for KernelInfo {
         write!(
             f,
             "{DESCRIPTION}{}: threads={} min_blocks={} barriers={} registers={} traps={} dependent={} \
-             source={:016x} params=",
+             source={} params=",
             self.name,
             self.max_threads,
             self.min_blocks_per_sm,
@@ -72,7 +72,10 @@ impl fmt::Debug for StalePtx {
 impl core::error::Error for StalePtx {}
 
 /// Checks that a PTX module has kernel `K`, compiled from the source that this program was built
-/// with: attribute, parameters and body. Functions that the body calls are not compared.
+/// with: attribute, parameters and body, and fields and clauses of the argument struct. A struct in a
+/// field is compared where it is of `#[kernel_args]` too, else only by its size. Functions that the
+/// body calls, and the values of constants in clauses and body, are not compared: the check of
+/// `cargo build-ptx --check` has all of them.
 ///
 /// # Errors
 /// Both descriptions, where they differ.
@@ -201,6 +204,40 @@ mod tests {
         assert!(missing.to_string().contains("has no such kernel"), "{missing}");
     }
 
+    /// Kernels of one text, whose argument structs differ as their lines say.
+    macro_rules! taking {
+        ($name:ident, $least:literal, { $($field:ident: $of:ty),* }, { $($inner:ident),* }) => {
+            mod $name {
+                use super::*;
+                #[crate::kernel_args]
+                pub struct Pair {
+                    $($inner: u32),*
+                }
+                #[crate::kernel_args(requires(self.len >= $least))]
+                pub struct Args {
+                    $($field: $of),*
+                }
+                #[kernel(threads = 64)]
+                pub unsafe fn stored(args: Args) {
+                    args.out.st(0, args.len);
+                }
+            }
+        };
+    }
+    taking!(built, 1, { out: Global<u32>, len: u32, many: u32, of: [Pair; 2] }, { a, b });
+    taking!(swapped, 1, { out: Global<u32>, many: u32, len: u32, of: [Pair; 2] }, { a, b });
+    taking!(looser, 2, { out: Global<u32>, len: u32, many: u32, of: [Pair; 2] }, { a, b });
+    taking!(inner, 1, { out: Global<u32>, len: u32, many: u32, of: [Pair; 2] }, { b, a });
+
+    #[test]
+    fn an_argument_struct_that_was_edited_is_stale() {
+        let ptx = format!("{}\n", built::Stored::INFO);
+        check_fresh::<built::Stored>(&ptx).unwrap();
+        assert!(check_fresh::<swapped::Stored>(&ptx).is_err(), "fields of one size");
+        assert!(check_fresh::<looser::Stored>(&ptx).is_err(), "a clause");
+        assert!(check_fresh::<inner::Stored>(&ptx).is_err(), "fields of a struct in a field");
+    }
+
     #[test]
     fn a_description_has_the_whole_contract() {
         let text = compiled::Stored::INFO.to_string();
@@ -209,6 +246,8 @@ mod tests {
             before,
             "// kernel stored: threads=64 min_blocks=1 barriers=1 registers=255 traps=2 dependent=0 "
         );
-        assert_eq!(&after[16..], " params=args:16:8 local=small {table}");
+        let (source, after) = after.split_once(' ').unwrap();
+        assert_eq!(source, compiled::Stored::INFO.source.to_string());
+        assert_eq!(after, "params=args:16:8 local=small {table}");
     }
 }
