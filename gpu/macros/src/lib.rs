@@ -66,13 +66,17 @@ impl Parse for Contract {
             dependent: false,
             requires: Vec::new(),
         };
+        let mut given = std::collections::HashSet::new();
         while !input.is_empty() {
             let key: Ident = input.parse()?;
             let name = key.to_string();
+            if name != "requires" && !given.insert(name.clone()) {
+                return Err(syn::Error::new(key.span(), format!("`{name}` is given twice: remove one")));
+            }
             match name.as_str() {
                 "requires" => {
-                    contract.requires =
-                        clauses(input)?.into_iter().map(Clause::new).collect::<syn::Result<_>>()?;
+                    let clauses = clauses(input)?.into_iter().map(Clause::new);
+                    contract.requires.extend(clauses.collect::<syn::Result<Vec<_>>>()?);
                 }
                 "dependent" => contract.dependent = true,
                 "grid" => contract.grid = Some(input.parse()?),
@@ -199,7 +203,7 @@ fn check(
 /// | `threads = N` | the most threads of a block (`.maxntid`) | must be there |
 /// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters, evaluated behind `requires`. `shared` may name `block`, the threads of the launch. A kernel that uses dynamic shared memory has `shared`, and `shared = 0` where the caller chooses | the caller chooses |
 /// | `grid >= ..`, `block >= ..` | the least number; the caller chooses one | 1 |
-/// | `requires(..)` | clauses over the parameters, beside those of the argument struct: checked before every launch, and assumed by the compiler | none |
+/// | `requires(..)`, once or more | clauses over the parameters, beside those of the argument struct: checked before every launch, and assumed by the compiler | none |
 /// | `barriers = N` | block barriers (`barrier.sync`, `barrier.red`) in the finished PTX | 0 |
 /// | `registers = N` | the most registers of a thread | 255 |
 /// | `min_blocks = N` | blocks that must fit on one multiprocessor (`.minnctapersm`) | 1 |
@@ -771,4 +775,20 @@ fn camel_case(name: &str) -> String {
             chars.next().map(|c| c.to_uppercase().collect::<String>() + chars.as_str())
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clauses_add_up_and_other_keys_are_given_once() {
+        let contract = syn::parse_str::<Contract>("threads = 32, requires(a, b), requires(c)");
+        assert_eq!(contract.map_or(0, |contract| contract.requires.len()), 3);
+        for key in ["threads = 32", "grid = 1", "block >= 1", "shared = 4", "dependent", "traps = 1"] {
+            let error = syn::parse_str::<Contract>(&format!("{key}, {key}")).err().map(|e| e.to_string());
+            let name = key.split(' ').next().unwrap();
+            assert_eq!(error, Some(format!("`{name}` is given twice: remove one")));
+        }
+    }
 }
