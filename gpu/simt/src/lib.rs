@@ -189,6 +189,17 @@ pub mod __private {
     }
     impl<T> Source for T {}
 
+    /// A hash (FNV-1a) of a module's path, for names of symbols in PTX.
+    pub const fn hash_of_name(text: &str) -> u32 {
+        let bytes = text.as_bytes();
+        let (mut hash, mut at) = (0x811c_9dc5_u32, 0);
+        while at < bytes.len() {
+            hash = (hash ^ bytes[at] as u32).wrapping_mul(0x0100_0193);
+            at += 1;
+        }
+        hash
+    }
+
     /// One hash of two: a step of FNV-1a, by words.
     pub const fn combined(a: u64, b: u64) -> u64 {
         (a ^ b).wrapping_mul(0x0100_0000_01b3).rotate_left(29)

@@ -129,10 +129,14 @@ macro_rules! shared {
     };
     ($(#[$meta:meta])* $vis:vis static struct $name:ident { $($fields:tt)* }) => {
         $crate::shared!(@ $(#[$meta])* $vis $name { $($fields)* });
-        // The place in the source tells apart structs of one name.
+        // Module and place in the source tell apart structs of one name.
         #[cfg(target_arch = "nvptx64")]
         ::core::arch::global_asm!(
-            concat!(".shared .align 16 .b8 SHARED_", stringify!($name), "_", line!(), "_", column!(), "[{bytes}];"),
+            concat!(
+                ".shared .align 16 .b8 SHARED_", stringify!($name), "_{module}_", line!(), "_", column!(),
+                "[{bytes}];"
+            ),
+            module = const $crate::__private::hash_of_name(module_path!()),
             bytes = const $name::BYTES
         );
         impl $name {
@@ -146,7 +150,10 @@ macro_rules! shared {
                     // SAFETY: takes the address of the symbol declared above.
                     unsafe {
                         ::core::arch::asm!(
-                            concat!("mov.u32 {r}, SHARED_", stringify!($name), "_", line!(), "_", column!(), ";"),
+                            concat!(
+                                "mov.u32 {r}, SHARED_", stringify!($name), "_{module}_", line!(), "_", column!(), ";"
+                            ),
+                            module = const $crate::__private::hash_of_name(module_path!()),
                             r = out(reg32) r, options(pure, nomem, nostack)
                         )
                     };

@@ -29,7 +29,7 @@ mod types;
 mod wgmma;
 mod wmma;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use crate::fault::PtxError;
@@ -75,10 +75,19 @@ fn load(
     let mut globals = HashMap::new();
     let mut variables = BTreeMap::new();
     let mut init = vec![];
+    let mut defined = HashSet::new();
     for v in &file.variables {
+        let is_definition = v.bytes.is_some();
+        if is_definition && !defined.insert(v.name.as_str()) {
+            return Err(at((v.pos, format!("variable '{}' is defined twice", v.name))));
+        }
         match v.space {
             VarSpace::Shared => {
-                shared.insert(v.name.as_str(), v);
+                // A definition takes the place of a declaration, wherever each is.
+                let known = shared.entry(v.name.as_str()).or_insert(v);
+                if is_definition {
+                    *known = v;
+                }
             }
             VarSpace::Global | VarSpace::Const => {
                 let Some(bytes) = v.bytes else {

@@ -358,6 +358,28 @@ fn all_refusals_of_a_module_are_listed_with_their_kernels() {
     }
 }
 
+#[test]
+fn a_variable_of_a_module_is_defined_once() {
+    let declared = |variables: &str| format!("{HEAD}{variables}\n.entry k() {{ ret; }}");
+    for variables in [
+        ".shared .b8 tile[512];\n.shared .b8 tile[16];",
+        ".global .b32 x;\n.shared .b32 x;",
+        ".const .b32 x = 1;\n.const .b32 x = 2;",
+    ] {
+        let error = Module::parse(&declared(variables)).map(|_| ()).unwrap_err();
+        assert!(error.message.contains("is defined twice"), "{error}");
+        assert_eq!(Module::refusals(&declared(variables)).len(), 1);
+    }
+    let body = ".reg .b32 %r<2>; mov.u32 %r1, tile; ret;";
+    for variables in [
+        ".extern .shared .b8 tile[];\n.shared .b8 tile[512];",
+        ".shared .b8 tile[512];\n.extern .shared .b8 tile[];",
+    ] {
+        let text = format!("{HEAD}{variables}\n.entry k() {{ {body} }}");
+        assert_eq!(Module::parse(&text).unwrap().kernel("k").unwrap().static_shared_bytes(), 512);
+    }
+}
+
 /// A line less breaks most kernels in one of many ways.
 #[test]
 fn there_are_refusals_where_a_module_does_not_load_and_only_there() {

@@ -35,7 +35,7 @@ pub fn refused(error: &PtxError) -> Finding {
 
 #[cfg(test)]
 mod tests {
-    use super::super::testing::{assert_one, of};
+    use super::super::testing::{self, assert_one, of};
     use super::*;
 
     #[test]
@@ -51,5 +51,7 @@ mod tests {
     #[test]
     fn a_refusal_is_passed_on() {
         assert_one(&of("bra NOWHERE;", check), "label 'NOWHERE' does not exist");
+        let text = testing::text("ret;") + ".shared .b8 tile[512];\n.shared .b8 tile[16];\n";
+        assert_one(&check(&Module::read(&text).unwrap()), "'tile' is defined twice");
     }
 }
