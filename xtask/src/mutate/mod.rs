@@ -158,7 +158,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     }
     retain_kernels(&mut faults, &options.kernels)?;
     if options.list {
-        print!("{}", list(ws, &faults));
+        print!("{}", list(ws, &text, &faults));
         return Ok(());
     }
     ensure!(!faults.is_empty(), "--only {:?}: no fault has this in its id; see --list", options.only);
@@ -180,7 +180,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     println!("running the sound kernels");
     let workloads = runner.sound(&text)?;
     let all = faults.len();
-    faults.retain(|fault| harmless::why(ws, fault).is_none());
+    faults.retain(|fault| harmless::why(ws, &text, fault).is_none());
     let harmful = faults.len();
     let executed = |fault: &Fault| {
         fault.through.iter().any(|line| workloads.iter().any(|workload| workload.executes(*line)))
@@ -348,12 +348,13 @@ fn shown(outcome: &FaultOutcome) -> String {
     }
 }
 
-fn list(ws: &Workspace, faults: &[Fault]) -> String {
+fn list(ws: &Workspace, ptx: &str, faults: &[Fault]) -> String {
     let mut text = String::new();
     let mut kinds: BTreeMap<_, BTreeMap<&str, usize>> = BTreeMap::new();
     for fault in faults {
         let lines: Vec<String> = fault.edits.iter().map(|(line, _)| line.to_string()).collect();
-        let harmless = harmless::why(ws, fault).map_or_else(String::new, |why| format!("  HARMLESS: {why}"));
+        let harmless =
+            harmless::why(ws, ptx, fault).map_or_else(String::new, |why| format!("  HARMLESS: {why}"));
         let _ = writeln!(
             text,
             "{:<58} {}:{}  {}  PTX {}{harmless}",
