@@ -20,8 +20,12 @@ pub struct Package {
     pub version: String,
     /// The folder that holds its `Cargo.toml`.
     pub dir: PathBuf,
+    /// The folder of its library's first file: `src` but where its `Cargo.toml` names another one.
+    pub library: PathBuf,
     /// Whether it lies on this machine rather than in a registry.
     pub local: bool,
+    /// Repository and commit of a package from git.
+    pub git: Option<String>,
 }
 
 impl Metadata {
@@ -83,13 +87,23 @@ fn is_proc_macro(package: &Value) -> bool {
     list(&package["targets"]).flat_map(|target| list(&target["kind"])).any(|kind| kind == "proc-macro")
 }
 
+/// Whether a kind of target is one of a package's library: a package has one at most.
+fn is_of_library(kind: &Value) -> bool {
+    ["lib", "rlib", "dylib", "cdylib", "staticlib", "proc-macro"].iter().any(|library| kind == library)
+}
+
 fn describe(package: &Value) -> Option<Package> {
     let dir = Path::new(package["manifest_path"].as_str()?).parent()?;
     Some(Package {
         name: package["name"].as_str()?.to_owned(),
         version: package["version"].as_str()?.to_owned(),
         dir: dir.to_owned(),
+        library: list(&package["targets"])
+            .filter(|target| list(&target["kind"]).any(is_of_library))
+            .find_map(|target| Path::new(target["src_path"].as_str()?).parent())
+            .map_or_else(|| dir.join("src"), Path::to_owned),
         local: package["source"].is_null(),
+        git: package["source"].as_str().filter(|source| source.starts_with("git+")).map(str::to_owned),
     })
 }
 

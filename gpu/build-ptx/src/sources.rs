@@ -11,19 +11,19 @@ use crate::metadata::{Metadata, Package};
 use crate::workspace::Workspace;
 
 /// SHA-256, as hex, over the sources of `package` and of every package on this machine that is
-/// compiled into it, and over name and version of every one from a registry. The sources are
-/// `Cargo.toml` and `src/` of a package.
+/// compiled into it, over name and version of every one from a registry, and over the commit of
+/// every one from git. The sources are `Cargo.toml` and the folder of the library, `src/` of most.
 pub fn fingerprint(ws: &Workspace, metadata: &Metadata, package: &str) -> Result<String> {
     let mut hasher = Hash::new();
     for package in metadata.compiled_into(package)? {
         if !package.local {
             absorb(&mut hasher, format!("{} {}", package.name, package.version).as_bytes());
+            package.git.iter().for_each(|commit| absorb(&mut hasher, commit.as_bytes()));
             continue;
         }
         let mut files = Vec::new();
-        for input in ["Cargo.toml", "src"] {
-            collect(&package.dir.join(input), &mut files)?;
-        }
+        files.push(package.dir.join("Cargo.toml"));
+        collect(&package.library, &package, &mut files)?;
         files.sort();
         for file in &files {
             let name = name_of(ws, &package, file);
@@ -52,17 +52,52 @@ fn absorb(hasher: &mut Hash, bytes: &[u8]) {
     hasher.update(bytes);
 }
 
-fn collect(path: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    if !path.is_dir() {
-        files.push(path.to_owned());
-        return Ok(());
-    }
-    let entries = std::fs::read_dir(path).with_context(|| format!("cannot read {}", path.display()))?;
-    for entry in entries {
-        let child = entry.with_context(|| format!("cannot read {}", path.display()))?.path();
-        if child.is_dir() || child.extension().is_some_and(|extension| extension == "rs") {
-            collect(&child, files)?;
+/// The Rust files in a folder of a package. What builds leave in the package's own folder is none.
+fn collect(folder: &Path, package: &Package, files: &mut Vec<PathBuf>) -> Result<()> {
+    let reading = || format!("cannot read {}", folder.display());
+    for entry in std::fs::read_dir(folder).with_context(reading)? {
+        let child = entry.with_context(reading)?.path();
+        if child.is_dir() {
+            if child != package.dir.join("target") {
+                collect(&child, package, files)?;
+            }
+        } else if child.extension().is_some_and(|extension| extension == "rs") {
+            files.push(child);
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_in_other_folders_and_commits_count() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let write = |name: &str, text: &str| crate::workspace::write(&root.join(name), text).unwrap();
+        write("Cargo.toml", "");
+        write("lib.rs", "mod kernels;");
+        write("kernels/mod.rs", "");
+        let fingerprint = |commit: &str| {
+            let metadata = Metadata::of(serde_json::json!({
+                "packages": [
+                    { "id": "own", "name": "own", "version": "1.0.0", "source": null,
+                        "manifest_path": root.join("Cargo.toml"),
+                        "targets": [{ "kind": ["lib"], "src_path": root.join("lib.rs") }] },
+                    { "id": "dep", "name": "dep", "version": "1.0.0", "source": format!("git+https://h/d#{commit}"),
+                        "manifest_path": "/c/dep/Cargo.toml", "targets": [] },
+                ],
+                "resolve": { "nodes": [{ "id": "own", "deps": [{ "pkg": "dep", "dep_kinds": [{ "kind": null }] }] }] },
+            }));
+            super::fingerprint(&Workspace::at(root), &metadata, "own").unwrap()
+        };
+        let first = fingerprint("aa");
+        write("target/debug/out.rs", "generated");
+        assert_eq!(fingerprint("aa"), first);
+        assert_ne!(fingerprint("bb"), first);
+        write("kernels/mod.rs", "edited");
+        assert_ne!(fingerprint("aa"), first);
+    }
 }
