@@ -6,7 +6,10 @@
 //! use epoxide_simt::*;
 //!
 //! /// `out[i] = a[i] + b[i]`
-//! #[kernel(threads = 256, grid = len.div_ceil(256).min(1024), block = 256, requires(len >= 1))]
+//! #[kernel(
+//!     threads = 256, grid = len.div_ceil(256).min(1024), block = 256,
+//!     requires(len >= 1, len <= 1 << 31)
+//! )]
 //! pub unsafe fn add(a: Global<f32>, b: Global<f32>, out: Global<f32>, len: u32) {
 //!     grid_stride!(i in 0..len => {
 //!         out.st(i, a.ld(i) + b.ld(i));

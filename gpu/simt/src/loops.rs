@@ -13,6 +13,10 @@
 ///
 /// The index grows behind the block, as in a loop that is written out. An iterator would take the
 /// next one first and keep both in registers. So the block has no `continue`; it may `break`.
+///
+/// An index must not overflow: the end and a step together have at most the number of values of the
+/// index's type, `end + step <= 2^32` for `u32`. Beyond that, the index starts again below the end,
+/// and the loop may never end.
 #[macro_export]
 macro_rules! stride {
     ($i:ident in $range:expr => $body:block) => { $crate::stride!($i in $range, 1 => $body) };
@@ -51,6 +55,10 @@ macro_rules! rolled {
 /// grid_stride!(i in 0..len => { out.st(i, a.ld(i)); });
 /// ```
 ///
+/// The end and the number of the grid's threads together are at most 2^32, or the index overflows and
+/// the loop may never end: a clause such as `requires(len <= 1 << 31)` ensures it for grids of up to
+/// 2^31 threads.
+///
 /// No collective inside: threads leave the loop at different times.
 #[macro_export]
 macro_rules! grid_stride {
@@ -62,7 +70,7 @@ macro_rules! grid_stride {
 }
 
 /// [`stride!`] by the threads of each block, side by side. Thread `t` of `n` takes the indices
-/// `start + t`, `start + t + n`, and so on. Indices are `u32`.
+/// `start + t`, `start + t + n`, and so on. Indices are `u32`, and `end + n` is at most 2^32.
 ///
 /// No collective inside: threads leave the loop at different times.
 #[macro_export]
