@@ -38,8 +38,9 @@ const CODEGEN: [&str; 6] = [
 const CRATE_ATTRIBUTES: [&str; 3] =
     ["-Zcrate-attr=no_std", "-Zcrate-attr=feature(abi_ptx)", "-Zcrate-attr=feature(asm_experimental_arch)"];
 
-/// The profile `ptx`: one module, every dependency inlined.
-const PROFILE: [&str; 7] = [
+/// The profile `ptx`: one module, every dependency inlined. A workspace's own release profile
+/// changes nothing: checks of overflow would be traps in kernels.
+const PROFILE: [&str; 10] = [
     "profile.ptx.inherits='release'",
     "profile.ptx.opt-level=3",
     "profile.ptx.lto='fat'",
@@ -47,6 +48,9 @@ const PROFILE: [&str; 7] = [
     "profile.ptx.panic='abort'",
     "profile.ptx.debug=0",
     "profile.ptx.incremental=false",
+    "profile.ptx.overflow-checks=false",
+    "profile.ptx.debug-assertions=false",
+    "profile.ptx.strip='none'",
 ];
 
 /// Builds, lints and writes the PTX.
@@ -222,6 +226,34 @@ fn path_flags(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Vec<Stri
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_users_release_profile_does_not_count() {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| write(&folder.path().join(name), text).unwrap();
+        write(
+            "Cargo.toml",
+            "[package]\nname = \"k\"\nedition = \"2024\"\n[workspace]\n\
+             [profile.release]\noverflow-checks = true\ndebug-assertions = true\nstrip = true\n",
+        );
+        write("src/lib.rs", "");
+        let rustc_arguments = |profile: &str, settings: &[&str]| {
+            let mut command = Command::new(&cargo);
+            command.current_dir(folder.path()).env_remove("RUSTFLAGS").env("CARGO_TARGET_DIR", folder.path());
+            command.args(["build", "-v", "--profile", profile]);
+            command.args(settings.iter().flat_map(|setting| ["--config", setting]));
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{output:?}");
+            String::from_utf8(output.stderr).unwrap()
+        };
+        for (profile, settings) in [("ptx", &PROFILE[..]), ("release", &nvvm::PROFILE[..])] {
+            let arguments = rustc_arguments(profile, settings);
+            for leaked in ["overflow-checks=on", "debug-assertions=on", "strip=symbols"] {
+                assert!(!arguments.contains(leaked), "{leaked}: {arguments}");
+            }
+        }
+    }
 
     #[test]
     fn a_compile_error_prints_the_command_on_request_only() {

@@ -55,9 +55,9 @@ macro_rules! rolled {
 /// grid_stride!(i in 0..len => { out.st(i, a.ld(i)); });
 /// ```
 ///
-/// The end and the number of the grid's threads together are at most 2^32, or the index overflows and
-/// the loop may never end: a clause such as `requires(len <= 1 << 31)` ensures it for grids of up to
-/// 2^31 threads.
+/// The end and the number of the grid's threads together are at most 2^32, or the index overflows
+/// and the loop may never end. A clause such as `requires(len <= 1 << 31)` ensures it for grids of
+/// up to 2^31 threads.
 ///
 /// No collective inside: threads leave the loop at different times.
 #[macro_export]

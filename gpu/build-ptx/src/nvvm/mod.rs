@@ -32,13 +32,17 @@ const CODEGEN: [&str; 7] = [
 ];
 
 /// Settings of the profile, whatever the workspace has in it: below level 2 rustc inlines nothing
-/// that could prove a divisor or an index, and the back end cannot link incremental builds.
-const PROFILE: [&str; 5] = [
+/// that could prove a divisor or an index, the back end cannot link incremental builds, and checks of
+/// overflow would be traps in kernels.
+pub(crate) const PROFILE: [&str; 8] = [
     "profile.release.opt-level=3",
     "profile.release.lto='off'",
     "profile.release.codegen-units=1",
     "profile.release.debug=0",
     "profile.release.incremental=false",
+    "profile.release.overflow-checks=false",
+    "profile.release.debug-assertions=false",
+    "profile.release.strip='none'",
 ];
 
 /// The flags that the PTX header names.
