@@ -164,8 +164,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     ensure!(!faults.is_empty(), "--only {:?}: no fault has this in its id; see --list", options.only);
     ensure!(!options.seeds.is_empty(), "--seeds: at least one is needed");
 
-    let directory = ws.target("mutate");
-    std::fs::create_dir_all(&directory).with_context(|| format!("cannot create {}", directory.display()))?;
+    let scratch = Scratch::new(ws)?;
     let limit = Duration::from_secs(options.limit);
     let what = if options.command.is_empty() {
         Runs::RoundTrips {
@@ -176,7 +175,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     } else {
         Runs::Program(options.command.clone())
     };
-    let runner = Runner { what, directory, limit, jobs: options.jobs };
+    let runner = Runner { what, directory: scratch.0.clone(), limit, jobs: options.jobs };
     println!("running the sound kernels");
     let workloads = runner.sound(&text)?;
     let all = faults.len();
@@ -216,6 +215,24 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// A folder for PTX and output of this process alone, since several may run in one repository. Removed
+/// at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(ws: &Workspace) -> Result<Self> {
+        let folder = ws.target("mutate").join(std::process::id().to_string());
+        workspace::fresh_dir(&folder)?;
+        Ok(Self(folder))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
 }
 
 /// Keeps the faults of these kernels; all where none is named. An error is a name without a fault.
@@ -587,6 +604,20 @@ mod tests {
         // The workloads of this version are part of it.
         let settings = runners[0].settings();
         assert!(settings.iter().any(|setting| setting.contains("--mode low-latency")), "{settings:?}");
+    }
+
+    #[test]
+    fn runs_side_by_side_have_a_folder_each() {
+        let root = tempfile::tempdir().unwrap();
+        let ws = Workspace::at(root.path());
+        let of_another = ws.target("mutate").join("another");
+        workspace::write(&of_another.join("faulty-0.ptx"), "b").unwrap();
+        let scratch = Scratch::new(&ws).unwrap();
+        let folder = scratch.0.clone();
+        workspace::write(&folder.join("faulty-0.ptx"), "a").unwrap();
+        drop(scratch);
+        assert!(!folder.exists());
+        assert_eq!(workspace::read(&of_another.join("faulty-0.ptx")).unwrap(), "b");
     }
 
     #[test]
