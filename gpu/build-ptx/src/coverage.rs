@@ -100,12 +100,21 @@ fn row(kernel: &Kernel, executed: &[bool], ptx: &str) -> Row {
         }
         count = (count.0 + usize::from(executed), count.1 + 1);
         for (file, line) in place.source.into_iter().chain(place.inlined) {
-            if !file.starts_with("rust/") && !file.starts_with("cargo/") {
+            if !is_foreign(&file) {
                 *lines.entry(file).or_default().entry(line).or_default() |= executed;
             }
         }
     }
     Row { kernel: kernel.name().to_owned(), instructions: count, lines, missed }
+}
+
+/// Whether a file is of the standard library or of a package from elsewhere, by the name that the
+/// builder gives it: `rust/core/src/cmp.rs`, `cargo/half-2.7.1/src/lib.rs`. A workspace may have
+/// kernels in a folder `rust`.
+pub fn is_foreign(file: &str) -> bool {
+    const LIBRARY: [&str; 5] =
+        ["rust/core/", "rust/alloc/", "rust/compiler-builtins/", "rust/portable-simd/", "rust/stdarch/"];
+    file.starts_with("cargo/") || LIBRARY.iter().any(|start| file.starts_with(start))
 }
 
 /// An instruction with its places: `src/k.rs:8 (inlined: src/m.rs:9)  PTX 11: mov.b32 %r1, 2;`.
@@ -194,6 +203,14 @@ mod tests {
     const PTX: &str = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\n.reg .b32 %r<2>;\n.loc 1 7 0\n\
                        mov.b32 %r1, 1;\n.loc 2 9 0 // inlined_at 1 8\nmov.b32 %r1, 2;\n.loc 3 1 0 // inlined_at 1 7\nret;\n}\n\
                        .file 1 \"gpu/src/k.rs\"\n.file 2 \"gpu/src/m.rs\"\n.file 3 \"rust/core/a.rs\"\n";
+
+    #[test]
+    fn kernels_in_a_folder_rust_are_the_users() {
+        let ptx = PTX.replace("gpu/src/k.rs", "rust/src/k.rs");
+        let module = Module::parse(&ptx).unwrap();
+        let rows = row(&module.kernel("k").unwrap(), &[false; 4], &ptx);
+        assert_eq!(rows.lines.keys().collect::<Vec<_>>(), ["gpu/src/m.rs", "rust/src/k.rs"]);
+    }
 
     #[test]
     fn files_of_all_processes_are_merged() {

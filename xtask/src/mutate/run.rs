@@ -479,11 +479,11 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> FaultOutc
 }
 
 /// Whether a file has no kernels but what all kernels are made of: the language, packages and the
-/// standard library; in this repository also what lies beside the kernels' folder.
+/// standard library; in this repository also the layouts. A folder `gpu` of another crate may have
+/// kernels.
 fn is_shared(file: &str) -> bool {
-    let shared =
-        ["gpu/simt/", "epoxide-simt/", "cargo/", "rust/"].iter().any(|start| file.starts_with(start));
-    shared || file.starts_with("gpu/") && !file.contains("/kernels/")
+    let language = ["gpu/simt/", "gpu/src/layout/", "epoxide-simt/"];
+    language.iter().any(|start| file.starts_with(start)) || coverage::is_foreign(file)
 }
 
 /// Every `<file>.rs:<line>` in a text, once.
@@ -693,7 +693,10 @@ mod tests {
         let text = "data race\n  at src/exchange.rs:54 (inlined: epoxide-simt/src/memory.rs:9)";
         assert_eq!(outcome(&fault, "race", String::new(), text).nearness, Nearness::Line);
         assert!(is_shared("epoxide-simt/src/memory.rs") && is_shared("gpu/src/layout/mod.rs"));
-        assert!(!is_shared("src/lib.rs") && !is_shared("gpu/src/kernels/k.rs"));
+        assert!(is_shared("rust/core/src/cmp.rs") && is_shared("cargo/half-2.7.1/src/lib.rs"));
+        for own in ["src/lib.rs", "gpu/src/kernels/k.rs", "gpu/src/exchange.rs", "rust/k/src/lib.rs"] {
+            assert!(!is_shared(own), "{own}");
+        }
     }
 
     #[test]
