@@ -42,7 +42,8 @@ struct Contract {
     barriers: Expr,
     registers: Expr,
     traps: Expr,
-    local_memory: Option<LitStr>,
+    /// One line, as it is in the PTX.
+    local_memory: Option<String>,
     /// The shape of a launch, in terms of the arguments; `shared` also of `block`.
     grid: Option<Count>,
     block: Option<Count>,
@@ -89,7 +90,11 @@ impl Parse for Contract {
                         "barriers" => contract.barriers = input.parse()?,
                         "registers" => contract.registers = input.parse()?,
                         "traps" => contract.traps = input.parse()?,
-                        "local_memory" => contract.local_memory = Some(input.parse()?),
+                        "local_memory" => {
+                            let why = input.parse::<LitStr>()?.value();
+                            contract.local_memory =
+                                Some(why.split_whitespace().collect::<Vec<_>>().join(" "));
+                        }
                         _ => contract.shared = Some(input.parse()?),
                     }
                 }
@@ -575,9 +580,10 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
 /// attribute has no `shared`: `cargo build-ptx` holds the kernel to it, and takes it out.
 fn description(name: &str, arg: &str, contract: &Contract) -> String {
     let shared = if contract.shared.is_some() { "" } else { " shared=0" };
-    let local = contract.local_memory.as_ref().map_or(String::new(), |why| {
-        format!(" local={}", why.value().replace('{', "{{").replace('}', "}}").replace('\n', " "))
-    });
+    let local = contract
+        .local_memory
+        .as_ref()
+        .map_or(String::new(), |why| format!(" local={}", why.replace('{', "{{").replace('}', "}}")));
     format!(
         "// kernel {name}: threads={{}} min_blocks={{}} barriers={{}} registers={{}} traps={{}} dependent={}\
          {shared} source={{}} params={arg}:{{}}:{{}}{local}",

@@ -238,6 +238,23 @@ mod tests {
         assert!(check_fresh::<inner::Stored>(&ptx).is_err(), "fields of a struct in a field");
     }
 
+    #[kernel(
+        threads = 64,
+        local_memory = "a table \
+                                           that is indexed,
+                                           in two lines "
+    )]
+    unsafe fn explained(out: Global<u32>, v: u32) {
+        out.st(0, v);
+    }
+
+    #[test]
+    fn a_reason_of_several_lines_is_one_line_of_ptx() {
+        let line = Explained::INFO.to_string();
+        assert!(line.ends_with(" local=a table that is indexed, in two lines"), "{line}");
+        check_fresh::<Explained>(&format!("{line}\n")).unwrap();
+    }
+
     #[test]
     fn a_description_has_the_whole_contract() {
         let text = compiled::Stored::INFO.to_string();
