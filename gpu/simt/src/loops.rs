@@ -119,7 +119,8 @@ macro_rules! unroll {
 /// registers.
 ///
 /// rustc's own back end unrolls the loop. libNVVM would do so too late, behind the pass that takes
-/// arrays apart, and gets it unrolled.
+/// arrays apart, and gets it unrolled. So the block has neither `continue` nor `break`. More turns
+/// than the number are an error when the kernel is compiled.
 ///
 /// ```
 /// fn sum<const N: usize>(values: [u32; N]) -> u32 {
@@ -129,10 +130,21 @@ macro_rules! unroll {
 /// }
 /// assert_eq!(sum([1, 2, 4]), 7);
 /// ```
+///
+/// ```compile_fail,E0080
+/// let mut sum = 0;
+/// epoxide_simt::few!(4, i in 0..5 => { sum += i });
+/// ```
 #[cfg(not(epoxide_backend = "nvvm"))]
 #[macro_export]
 macro_rules! few {
-    ($most:tt, $i:ident in $range:expr => $body:block) => { $crate::stride!($i in $range => $body) };
+    ($most:tt, $i:ident in $range:expr => $body:block) => {{
+        const {
+            let ::core::ops::Range { start, end } = $range;
+            assert!(end <= start + $most, "few! has more turns than its first number");
+        }
+        $crate::stride!($i in $range => $body)
+    }};
 }
 
 /// As documented where it is a loop.
@@ -140,6 +152,10 @@ macro_rules! few {
 #[macro_export]
 macro_rules! few {
     ($most:tt, $i:ident in $range:expr => $body:block) => {{
+        const {
+            let ::core::ops::Range { start, end } = $range;
+            assert!(end <= start + $most, "few! has more turns than its first number");
+        }
         let ::core::ops::Range { start, end } = $range;
         $crate::unroll!($most, TURN => {
             let $i = start + TURN;
