@@ -407,6 +407,13 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
     let Some(threads) = &contract.threads else {
         return Err(syn::Error::new_spanned(name, "a kernel names its most threads per block: threads = N"));
     };
+    let block_parameter = parameters.iter().map(|(name, _)| *name).find(|name| *name == "block");
+    if let (Some(shared), Some(parameter)) = (&contract.shared, block_parameter)
+        && named("block", quote!(#shared)).is_some()
+    {
+        let error = "`block` in `shared` is the threads of the launch: give the parameter another name";
+        return Err(syn::Error::new_spanned(parameter, error));
+    }
     let Arguments { arg, arg_type, declaration, names, reserved } =
         arguments(&parameters, &type_name, &function.sig.inputs)?;
     let types: Vec<_> = match &names[..] {
@@ -414,7 +421,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         _ => parameters.iter().map(|(_, of)| *of).collect(),
     };
     // Parameters of a call, and the argument struct made of them: the reserved field is zero.
-    let padding = reserved.then(|| quote!(reserved: 0,));
+    let padding = reserved.then(|| quote!(__reserved: 0,));
     let (taken, made): (Vec<_>, _) = match &names[..] {
         [] => (vec![&arg], quote!(#arg)),
         names => (names.to_vec(), quote!(#arg_type { #(#names,)* #padding })),
@@ -565,11 +572,13 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
                 ::epoxide_simt::launch::Call<Self>, ::epoxide_simt::launch::ContractError,
             > {
                 #(#checks)*
-                let named = ::epoxide_simt::launch::Named {
-                    grid: #grid, block: #block_threads, shared_bytes: #shared_bytes,
-                };
+                // No variable between the parameters and the expressions that name them.
                 // SAFETY: every clause has been checked.
-                ::core::result::Result::Ok(unsafe { ::epoxide_simt::launch::Call::checked(#made, named) })
+                ::core::result::Result::Ok(unsafe {
+                    ::epoxide_simt::launch::Call::checked(#made, ::epoxide_simt::launch::Named {
+                        grid: #grid, block: #block_threads, shared_bytes: #shared_bytes,
+                    })
+                })
             }
         }
     })
@@ -680,7 +689,7 @@ fn arguments<'f>(
                 |size| several.iter().zip(&sizes).filter(move |(_, is)| **is == size).map(|(one, _)| one);
             let fields = of_size(8).chain(of_size(4)).map(|(name, of)| quote!(#name: #of));
             let odd = of_size(8).next().is_some() && of_size(4).count() % 2 == 1;
-            let reserved = odd.then(|| quote!(reserved: u32,));
+            let reserved = odd.then(|| quote!(__reserved: u32,));
             let (text, plain) = (format!("Arguments of `{type_name}`."), plain_data());
             Ok(Arguments {
                 arg: format_ident!("args"),
@@ -786,6 +795,20 @@ fn camel_case(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shared_memory_by_block_and_a_parameter_block_exclude_each_other() {
+        let error = |shared: &str| {
+            let attribute: TokenStream2 = format!("threads = 32, shared = {shared}").parse().unwrap();
+            let function = parse_quote!(
+                unsafe fn k(data: Global<u32>, block: u32) {}
+            );
+            let contract = syn::parse2(attribute.clone()).unwrap_or_else(|error| panic!("{error}"));
+            expand(attribute, contract, function).err().map(|error| error.to_string())
+        };
+        assert_eq!(error("4 * 32"), None);
+        assert!(error("4 * block").is_some_and(|text| text.contains("give the parameter another name")));
+    }
 
     #[test]
     fn clauses_add_up_and_other_keys_are_given_once() {

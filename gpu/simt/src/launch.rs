@@ -309,6 +309,19 @@ mod tests {
         }
     }
 
+    /// Parameters with names that the attribute could have given to something of its own.
+    #[kernel(threads = 32, grid = named, block = reserved.max(kernel), requires(path >= 1), shared = args)]
+    unsafe fn awkward(named: u32, reserved: u32, kernel: u32, path: u32, args: u32, out: Global<u32>) {
+        out.st(named, reserved + kernel + path + args);
+    }
+
+    #[test]
+    fn parameters_may_have_any_name() {
+        let call = Awkward::call(3, 32, 1, 1, 16, Global::new(16)).unwrap();
+        assert_eq!(call.shape().unwrap(), Shape { grid: 3, block: 32, shared_bytes: 16 });
+        assert!(Awkward::call(3, 32, 1, 0, 16, Global::new(16)).is_err());
+    }
+
     /// Takes more blocks or threads too. Shared memory is by the threads of a block.
     #[kernel(threads = 128, grid >= 2, block >= len, shared = block * 4 + len)]
     unsafe fn roomy(out: Global<u32>, len: u32) {
