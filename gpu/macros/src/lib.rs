@@ -600,8 +600,9 @@ fn description(name: &str, arg: &str, contract: &Contract) -> String {
     )
 }
 
-/// A constant that differs where structs of `#[kernel_args]` in a type have other fields or clauses.
-/// The inherent constant of such a struct goes before that of the trait, which all types have.
+/// A constant that differs where structs of `#[kernel_args]` in a type have other fields or
+/// clauses. The inherent constant of such a struct goes before that of the trait, which all types
+/// have.
 fn source_of(of: &Type) -> TokenStream2 {
     match of {
         Type::Array(array) => source_of(&array.elem),

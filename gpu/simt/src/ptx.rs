@@ -72,9 +72,9 @@ impl fmt::Debug for StalePtx {
 impl core::error::Error for StalePtx {}
 
 /// Checks that a PTX module has kernel `K`, compiled from the source that this program was built
-/// with: attribute, parameters and body, and fields and clauses of the argument struct. A struct in a
-/// field is compared where it is of `#[kernel_args]` too, else only by its size. Functions that the
-/// body calls, and the values of constants in clauses and body, are not compared: the check of
+/// with: attribute, parameters and body, and fields and clauses of the argument struct. A struct in
+/// a field is compared where it is of `#[kernel_args]` too, else only by its size. Functions that
+/// the body calls, and the values of constants in clauses and body, are not compared: the check of
 /// `cargo build-ptx --check` has all of them.
 ///
 /// # Errors

@@ -217,8 +217,8 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// A folder for PTX and output of this process alone, since several may run in one repository. Removed
-/// at the end.
+/// A folder for PTX and output of this process alone, since several may run in one repository.
+/// Removed at the end.
 struct Scratch(PathBuf);
 
 impl Scratch {

@@ -111,8 +111,8 @@ pub struct Workload {
     /// The arguments of a round trip, or the command.
     arguments: String,
     executed: HashSet<usize>,
-    /// Longest run on faulty kernels. Shorter than a run on sound kernels, each fault would count as
-    /// reported.
+    /// Longest run on faulty kernels. Shorter than a run on sound kernels, each fault would count
+    /// as reported.
     limit: Duration,
 }
 
@@ -166,8 +166,8 @@ impl Workload {
 }
 
 impl Runner {
-    /// Runs every workload on sound kernels, which must pass; notes what each executes, and how long
-    /// it takes. The first run of a program may compile it, so that the second one counts.
+    /// Runs every workload on sound kernels, which must pass; notes what each executes, and how
+    /// long it takes. The first run of a program may compile it, so that the second one counts.
     pub fn sound(&self, text: &str) -> Result<Vec<Workload>> {
         let module = Module::parse(text).context("the PTX to make faults in")?;
         let file = self.directory.join("sound.ptx");

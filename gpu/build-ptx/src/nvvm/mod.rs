@@ -32,8 +32,8 @@ const CODEGEN: [&str; 7] = [
 ];
 
 /// Settings of the profile, whatever the workspace has in it: below level 2 rustc inlines nothing
-/// that could prove a divisor or an index, the back end cannot link incremental builds, and checks of
-/// overflow would be traps in kernels.
+/// that could prove a divisor or an index, the back end cannot link incremental builds, and checks
+/// of overflow would be traps in kernels.
 pub(crate) const PROFILE: [&str; 8] = [
     "profile.release.opt-level=3",
     "profile.release.lto='off'",
