@@ -227,7 +227,7 @@ impl Engine {
             })
             .map(|(handle, _)| *handle)
             .collect();
-        closed.iter().for_each(|handle| drop(tables.streams.remove(handle)));
+        closed.into_iter().for_each(|handle| tables.remove_stream(handle));
         if any_passed {
             self.world.made_progress();
             self.world.done.notify_all();

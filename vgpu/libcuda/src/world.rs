@@ -13,7 +13,7 @@ use std::thread::ThreadId;
 use epoxide_vgpu::ClusterSizes;
 use epoxide_vgpu::stream::{Capture, Graph, Mark, Op, Queue};
 use epoxide_vgpu::{
-    CheckConfig, Checker, Clock, DeviceConfig, Kernel, Memory, MemoryError, Module, Region, Reservation,
+    CheckConfig, Checker, Clock, DeviceConfig, Kernel, Memory, MemoryError, Module, Past, Region, Reservation,
 };
 
 use crate::abi::*;
@@ -200,7 +200,10 @@ impl World {
     /// program synchronise in ways that the checker does not see, so they count as one.
     pub(crate) fn host_waited(&self, tables: &Tables) {
         if let Some(checker) = &self.checker {
-            tables.streams.values().for_each(|stream| checker.host_waited(&stream.queue.past));
+            let streams = tables.streams.values().map(|stream| &stream.queue.past);
+            let retired =
+                tables.contexts.values().flat_map(|context| [&context.retired, &context.retired_blocking]);
+            streams.chain(retired).for_each(|past| checker.host_waited(past));
             epoxide_vgpu::host_meets();
         }
     }
@@ -290,12 +293,16 @@ pub(crate) struct Context {
     pub(crate) limits: HashMap<u32, usize>,
     pub(crate) cache_config: i32,
     pub(crate) shared_config: i32,
-    /// The fault that made it unusable.
+    /// The fault that made it unusable. From then on the queues of its streams stay empty.
     pub(crate) error: Option<CUresult>,
     /// A call that waits or queries has returned the fault.
     pub(crate) is_error_seen: bool,
     pub(crate) legacy: Handle,
     pub(crate) of_threads: HashMap<ThreadId, Handle>,
+    /// In check mode: the causal past of its streams that were removed, for calls that wait.
+    pub(crate) retired: Past,
+    /// The same of its blocking streams, for work of the legacy default stream too.
+    pub(crate) retired_blocking: Past,
 }
 
 /// A primary context's users.
@@ -567,15 +574,11 @@ impl Tables {
         Ok(stream)
     }
 
-    /// Removes the streams of threads that have ended, once their work is done. In check mode they
-    /// stay, because the causal past of their work counts.
+    /// Removes the streams of threads that have ended, once their work is done.
     fn remove_streams_of_ended_threads(&mut self) {
         let mut noted = ENDED.lock().unwrap_or_else(PoisonError::into_inner);
-        if noted.is_empty() || world().is_ok_and(|world| world.checker.is_some()) {
-            return;
-        }
         let ended: HashSet<ThreadId> = noted.drain(..).collect();
-        let mut left = HashSet::new();
+        let (mut left, mut gone) = (HashSet::new(), vec![]);
         for context in self.contexts.values_mut() {
             context.of_threads.retain(|thread, handle| {
                 if !ended.contains(thread) {
@@ -586,12 +589,14 @@ impl Tables {
                 if stays {
                     left.insert(*thread);
                 } else {
-                    self.streams.remove(handle);
+                    gone.push(*handle);
                 }
                 stays
             });
         }
         noted.extend(left);
+        drop(noted);
+        gone.into_iter().for_each(|stream| self.remove_stream(stream));
     }
 
     pub(crate) fn new_stream(&mut self, context: Handle, flags: u32, priority: i32) -> Res<Handle> {
@@ -600,6 +605,15 @@ impl Tables {
         let (number, queue) = (handle as u64, Queue::default());
         self.streams.insert(handle, Stream { context, device, flags, priority, number, queue });
         Ok(handle)
+    }
+
+    /// Removes a stream whose work is done. Its context keeps the causal past.
+    pub(crate) fn remove_stream(&mut self, handle: Handle) {
+        let Some(stream) = self.streams.remove(&handle) else { return };
+        let Some(context) = self.contexts.get_mut(&stream.context) else { return };
+        let is_blocking = stream.flags & NON_BLOCKING == 0;
+        let retired = if is_blocking { &mut context.retired_blocking } else { &mut context.retired };
+        retired.join(&stream.queue.past);
     }
 
     /// All streams of a context.
@@ -619,9 +633,11 @@ impl Tables {
         let Some(context) = self.contexts.get(&stream.context) else { return };
         let (own, legacy) = (stream.context, context.legacy);
         let others: Vec<Handle> = if handle == legacy {
-            let blocking = |stream: &Stream| {
-                stream.context == own && stream.flags & NON_BLOCKING == 0 && !stream.queue.closed
-            };
+            let retired = context.retired_blocking.clone();
+            if let Some(stream) = self.streams.get_mut(&legacy) {
+                stream.queue.past.join(&retired);
+            }
+            let blocking = |stream: &Stream| stream.context == own && stream.flags & NON_BLOCKING == 0;
             self.streams.iter().filter(|(_, stream)| blocking(stream)).map(|(handle, _)| *handle).collect()
         } else {
             vec![legacy]

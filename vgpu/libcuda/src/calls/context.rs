@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::ffi::{c_int, c_uint, c_void};
 
+use epoxide_vgpu::Past;
+
 use super::api;
 use crate::abi::*;
 use crate::world::{CONTEXTS, Context, Primary, Tables, World, world};
@@ -24,6 +26,8 @@ pub(crate) fn new_context(tables: &mut Tables, device: usize, primary: bool, fla
         is_error_seen: false,
         legacy: 0,
         of_threads: HashMap::new(),
+        retired: Past::default(),
+        retired_blocking: Past::default(),
     };
     tables.contexts.insert(handle, context);
     let legacy = tables.new_stream(handle, 0, 0)?;

@@ -47,7 +47,7 @@ fn destroy_stream(stream: Handle) -> Res {
     let queue = &mut tables.stream(stream)?.queue;
     queue.closed = true;
     if queue.is_idle() {
-        tables.streams.remove(&stream);
+        tables.remove_stream(stream);
     }
     Ok(())
 }

@@ -141,3 +141,44 @@ fn a_captured_graph_forks_and_joins_and_runs_again() {
     assert_eq!(cu!(cuStreamEndCapture(streams[0] => Handle, &mut graph => *mut Handle)), 901);
     ok!(cuStreamSynchronize(streams[0] => Handle));
 }
+
+#[test]
+fn work_of_a_destroyed_stream_comes_before_the_calls_that_wait_for_it() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let addr = upload(&[1]);
+    for flags in [0, 1] {
+        let own = stream(flags);
+        module.add(own, [1, 1], addr, 1);
+        ok!(cuStreamDestroy_v2(own => Handle));
+        ok!(cuCtxSynchronize());
+        let free = stream(1);
+        module.add(free, [1, 1], addr, 1);
+        ok!(cuStreamSynchronize(free => Handle));
+    }
+    assert_eq!(download(addr, 1), [5]);
+}
+
+#[test]
+fn the_default_stream_waits_for_blocking_streams_that_were_destroyed() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let addr = upload(&[1]);
+    let mut host = 0u64;
+    ok!(cuMemHostAlloc(&mut host => *mut u64, 4 => usize, 0 => u32));
+    // SAFETY: the word is in mapped memory of 4 bytes, and aligned.
+    let flag = unsafe { AtomicU32::from_ptr(host as *mut u32) };
+    // A stream that has work when the default stream gets its own, and one that is removed by then.
+    for is_removed in [false, true] {
+        flag.store(0, Ordering::Release);
+        let blocking = stream(0);
+        module.add(blocking, [1, 1], addr, 1);
+        ok!(cuLaunchHostFunc(blocking => Handle, add_ten => unsafe extern "C" fn(*mut c_void), host as *mut c_void => *mut c_void));
+        ok!(cuStreamDestroy_v2(blocking => Handle));
+        while is_removed && flag.load(Ordering::Acquire) == 0 {
+            std::thread::yield_now();
+        }
+        module.add(0, [1, 1], addr, 1);
+        assert_eq!(download(addr, 1), [if is_removed { 5 } else { 3 }]);
+    }
+}
