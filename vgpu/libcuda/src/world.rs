@@ -238,12 +238,18 @@ impl World {
             own.queue.abandon(Clock::Real.now_ns());
         }
         let device = own.device;
+        self.start_engine(&mut tables, device)?;
+        self.work.notify_all();
+        Ok(tables)
+    }
+
+    /// Starts the engine of a device if it has none.
+    pub(crate) fn start_engine(&'static self, tables: &mut Tables, device: usize) -> Res {
         if !tables.has_engine[device] {
             engine::start(self, device)?;
             tables.has_engine[device] = true;
         }
-        self.work.notify_all();
-        Ok(tables)
+        Ok(())
     }
 
     /// Maps memory into the memories that may access it: of `owner`, its peers, and all devices
@@ -434,8 +440,8 @@ pub(crate) struct Tables {
     /// By address.
     pub(crate) allocations: BTreeMap<u64, Allocation>,
     pub(crate) captures: HashMap<u64, (Capture<Work>, CaptureMode)>,
-    pub(crate) graphs: HashMap<Handle, Option<Graph<Work>>>,
-    pub(crate) executables: HashMap<Handle, Option<Graph<Work>>>,
+    pub(crate) graphs: HashMap<Handle, Option<Recorded>>,
+    pub(crate) executables: HashMap<Handle, Option<Recorded>>,
     pub(crate) reservations: BTreeMap<u64, Reservation>,
     pub(crate) physical: HashMap<u64, Physical>,
     /// Multicast objects, whose handles are those of physical memory too.
@@ -449,6 +455,14 @@ pub(crate) struct Tables {
     /// Bytes of each device in use.
     pub(crate) used: Vec<u64>,
     pub(crate) has_engine: Vec<bool>,
+}
+
+/// A graph that a capture made.
+#[derive(Clone)]
+pub(crate) struct Recorded {
+    pub(crate) graph: Graph<Work>,
+    /// The context of each lane, in which its work runs.
+    pub(crate) contexts: Vec<Handle>,
 }
 
 /// Whether a capture forbids calls of its thread that it cannot record.

@@ -1,12 +1,13 @@
 //! Capture and graphs. A graph is made by a capture; one of nodes is not supported, unless empty.
 
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
+use std::sync::Arc;
 
-use epoxide_vgpu::stream::{Capture, Graph};
+use epoxide_vgpu::stream::{Capture, Mark, Op, Queue};
 
 use super::api;
 use crate::abi::*;
-use crate::world::{CaptureMode, RELAXED, THREAD_MODE, Tables, world};
+use crate::world::{CaptureMode, RELAXED, Recorded, THREAD_MODE, Tables, world};
 
 fn begin(stream: Handle, mode: c_int) -> Res {
     let mut tables = world()?.lock();
@@ -43,9 +44,11 @@ fn end(stream: Handle, to: Out<Handle>) -> Res {
         return Err(STREAM_CAPTURE_WRONG_THREAD);
     }
     let (capture, _) = tables.captures.remove(&id).ok_or(INVALID_VALUE)?;
+    let mut contexts = vec![];
     for lane in &capture.lanes {
         if let Some(stream) = tables.streams.get_mut(&(*lane as Handle)) {
             stream.queue.capture = None;
+            contexts.push(stream.context);
         }
     }
     to.put(0)?;
@@ -54,7 +57,7 @@ fn end(stream: Handle, to: Out<Handle>) -> Res {
     }
     let graph = capture.finish().map_err(|_| STREAM_CAPTURE_UNJOINED)?;
     let handle = tables.new_handle();
-    tables.graphs.insert(handle, Some(graph));
+    tables.graphs.insert(handle, Some(Recorded { graph, contexts }));
     to.put(handle)
 }
 
@@ -65,6 +68,51 @@ fn instantiate(to: Out<Handle>, graph: Handle) -> Res {
     let handle = tables.new_handle();
     tables.executables.insert(handle, graph);
     to.put(handle)
+}
+
+/// Launches a graph: each lane runs in the context of the stream that it was recorded on.
+fn launch(exec: Handle, stream: Handle) -> Res {
+    let world = world()?;
+    let mut tables = world.lock();
+    let stream = tables.resolve(stream)?;
+    let own = tables.stream(stream)?.context;
+    let Some(mut recorded) = tables.executables.get(&exec).ok_or(INVALID_VALUE)?.clone() else {
+        return Ok(());
+    };
+    let is_foreign = |context: &Handle| *context != own;
+    if let Some((capture, lane)) = tables.recording(stream)? {
+        if recorded.contexts.iter().any(is_foreign) {
+            crate::symbols::report_once("cuGraphLaunch in a capture, of a graph of another context,");
+            return Err(NOT_SUPPORTED);
+        }
+        // In one lane, the recorded order is order enough.
+        recorded.graph.work().for_each(|work| capture.work(lane, work.clone()));
+        return Ok(());
+    }
+    recorded.contexts.iter().try_for_each(|context| tables.usable(*context))?;
+    let (mut ops, mut sides) = recorded.graph.launch(Clone::clone);
+    if recorded.contexts.first().is_some_and(is_foreign) {
+        let (begin, end) = (Arc::new(Mark::default()), Arc::new(Mark::default()));
+        let mut first = Queue { closed: true, ..Queue::default() };
+        first.push(Op::Wait(begin.clone()));
+        ops.into_iter().for_each(|op| first.push(op));
+        first.push(Op::Record(end.clone()));
+        sides.insert(0, first);
+        ops = vec![Op::Record(begin), Op::Wait(end)];
+    }
+    // The first lane runs in the stream itself, unless its context is another.
+    let contexts = recorded.contexts[recorded.contexts.len() - sides.len()..].to_vec();
+    tables.executables.insert(exec, Some(recorded));
+    for (context, queue) in contexts.into_iter().zip(sides) {
+        let side = tables.new_stream(context, crate::world::NON_BLOCKING, 0)?;
+        tables.stream(side)?.queue = queue;
+        let device = tables.device_of(context)?;
+        world.start_engine(&mut tables, device)?;
+    }
+    for op in ops {
+        tables = world.enqueue(tables, stream, op)?;
+    }
+    Ok(())
 }
 
 /// State and number of the capture of a stream.
@@ -184,26 +232,7 @@ api! {
 
     /// Launches a graph in a stream.
     fn cuGraphLaunch(exec: Handle, stream: Handle) {
-        let world = world()?;
-        let mut tables = world.lock();
-        let stream = tables.resolve(stream)?;
-        let Some(mut graph) = tables.executables.get(&exec).ok_or(INVALID_VALUE)?.clone() else { return Ok(()) };
-        if let Some((capture, lane)) = tables.recording(stream)? {
-            // In one lane, the recorded order is order enough.
-            graph.work().for_each(|work| capture.work(lane, work.clone()));
-            return Ok(());
-        }
-        let (ops, sides) = graph.launch(Clone::clone);
-        tables.executables.insert(exec, Some(graph));
-        let context = tables.stream(stream)?.context;
-        for queue in sides {
-            let side = tables.new_stream(context, crate::world::NON_BLOCKING, 0)?;
-            tables.stream(side)?.queue = queue;
-        }
-        for op in ops {
-            tables = world.enqueue(tables, stream, op)?;
-        }
-        Ok(())
+        launch(exec, stream)
     }
 
     /// Destroys a graph.
@@ -220,7 +249,7 @@ api! {
     fn cuGraphClone(copy: Out<Handle>, graph: Handle) {
         let mut tables = world()?.lock();
         copy.required()?;
-        let graph: Option<Graph<_>> = tables.graphs.get(&graph).ok_or(INVALID_VALUE)?.clone();
+        let graph = tables.graphs.get(&graph).ok_or(INVALID_VALUE)?.clone();
         let handle = tables.new_handle();
         tables.graphs.insert(handle, graph);
         copy.put(handle)

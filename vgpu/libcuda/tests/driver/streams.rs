@@ -182,3 +182,35 @@ fn the_default_stream_waits_for_blocking_streams_that_were_destroyed() {
         assert_eq!(download(addr, 1), [if is_removed { 5 } else { 3 }]);
     }
 }
+
+#[test]
+fn a_graph_runs_on_the_devices_that_it_was_captured_on() {
+    let [first, second] = [Context::on(0), Context::on(1)];
+    // Kernels reach memory of their own device alone.
+    let part = |context: &Context| {
+        context.make_current();
+        (Module::load(), stream(1), event(), upload(&[1]))
+    };
+    let (module, own, fork, addr) = part(&first);
+    let (other_module, other, join, other_addr) = part(&second);
+    ok!(cuStreamBeginCapture_v2(own => Handle, 2 => i32));
+    record(fork, own);
+    wait(other, fork);
+    module.add(own, [1, 1], addr, 10);
+    other_module.add(other, [1, 1], other_addr, 100);
+    record(join, other);
+    wait(own, join);
+    let (mut graph, mut exec) = (0, 0);
+    ok!(cuStreamEndCapture(own => Handle, &mut graph => *mut Handle));
+    ok!(cuGraphInstantiateWithFlags(&mut exec => *mut Handle, graph => Handle, 0 => u64));
+    // A launch in a stream of the other device changes nothing.
+    for launched in [own, other] {
+        ok!(cuGraphLaunch(exec => Handle, launched => Handle));
+        ok!(cuStreamSynchronize(launched => Handle));
+    }
+    assert_eq!((download(addr, 1), download(other_addr, 1)), (vec![21], vec![201]));
+    // A capture has no lanes of other contexts for it.
+    ok!(cuStreamBeginCapture_v2(own => Handle, 2 => i32));
+    assert_eq!(cu!(cuGraphLaunch(exec => Handle, own => Handle)), NOT_SUPPORTED);
+    ok!(cuStreamEndCapture(own => Handle, &mut graph => *mut Handle));
+}
