@@ -30,14 +30,25 @@ pub(crate) fn charge(world: &World, tables: &mut Tables, device: usize, bytes: u
 
 /// Allocates memory for the current context.
 fn allocate(kind: Kind, bytes: usize, host_flags: u32) -> Res<u64> {
+    let tables = world()?.lock();
+    let context = tables.current()?;
+    let device = tables.device_of(context)?;
+    allocate_for(tables, (context, device), kind, bytes, host_flags)
+}
+
+/// Allocates memory that belongs to a context, on a device.
+fn allocate_for(
+    mut tables: Locked,
+    (context, device): (Handle, usize),
+    kind: Kind,
+    bytes: usize,
+    host_flags: u32,
+) -> Res<u64> {
     let world = world()?;
     let bytes = bytes as u64;
     if bytes == 0 {
         return Err(INVALID_VALUE);
     }
-    let mut tables = world.lock();
-    let context = tables.current()?;
-    let device = tables.device_of(context)?;
     let charged = kind != Kind::Host;
     if charged {
         charge(world, &mut tables, device, bytes)?;
@@ -381,10 +392,17 @@ fn copy_2d(stream: Handle, what: In<Memcpy2D>, wait: Wait) -> Res {
     Ok(())
 }
 
-fn allocate_async(to: Out<CUdeviceptr>, bytes: usize, stream: Handle) -> Res {
+/// Allocates memory of a pool, or of the device of the stream.
+fn allocate_async(to: Out<CUdeviceptr>, bytes: usize, pool: Option<Handle>, stream: Handle) -> Res {
     to.required()?;
-    world()?.lock().resolve(stream)?;
-    to.put(allocate(Kind::Device, bytes, 0)?)
+    let mut tables = world()?.lock();
+    let stream = tables.resolve(stream)?;
+    let (context, device) = (tables.stream(stream)?.context, tables.stream(stream)?.device);
+    let device = match pool {
+        Some(pool) => tables.pools.get(&pool).ok_or(INVALID_VALUE)?.0,
+        None => device,
+    };
+    to.put(allocate_for(tables, (context, device), Kind::Device, bytes, 0)?)
 }
 
 fn pool_of(tables: &Tables, device: CUdevice, pools: &[Handle]) -> Res<Handle> {
@@ -460,15 +478,14 @@ api! {
         if addr == 0 { world().map(drop) } else { free(addr, &[Kind::Device, Kind::Managed]) }
     }
 
-    /// Allocates memory; it can be used at once.
+    /// Allocates memory on the device of the stream; it can be used at once.
     fn cuMemAllocAsync(to: Out<CUdeviceptr>, bytes: usize, stream: Handle) {
-        allocate_async(to, bytes, stream)
+        allocate_async(to, bytes, None, stream)
     }
 
     /// Allocates memory of a pool; it can be used at once.
     fn cuMemAllocFromPoolAsync(to: Out<CUdeviceptr>, bytes: usize, pool: Handle, stream: Handle) {
-        world()?.lock().pools.get(&pool).ok_or(INVALID_VALUE)?;
-        allocate_async(to, bytes, stream)
+        allocate_async(to, bytes, Some(pool), stream)
     }
 
     /// Frees memory in stream order. In a capture it is left to the end of its context, since the

@@ -243,3 +243,36 @@ fn rows_that_no_address_reaches_are_not_filled() {
     assert_eq!(fill(addr, 8, 4, 2), 0);
     assert_eq!(download(addr, 4), [0, 2, 0, 4]);
 }
+
+#[test]
+fn memory_in_stream_order_lies_on_the_device_of_its_stream_or_pool() {
+    let second = Context::on(1);
+    let (module, other) = (Module::load(), stream(1));
+    let mut pools = [0; 2];
+    for (device, pool) in (0..).zip(&mut pools) {
+        ok!(cuDeviceGetDefaultMemPool(pool => *mut Handle, device => i32));
+    }
+    let first = Context::on(0);
+    let device_of = |addr: u64| {
+        let mut device = -1;
+        ok!(cuPointerGetAttribute(&mut device => *mut i32, 9 => i32, addr => u64));
+        device
+    };
+    let mut addr = 0u64;
+    ok!(cuMemAllocAsync(&mut addr => *mut u64, 4 => usize, other => Handle));
+    assert_eq!(device_of(addr), 1);
+    ok!(cuMemsetD32Async(addr => u64, 1 => u32, 1 => usize, other => Handle));
+    module.add(other, [1, 1], addr, 1);
+    ok!(cuStreamSynchronize(other => Handle));
+    assert_eq!(download(addr, 1), [2]);
+    ok!(cuMemFreeAsync(addr => u64, other => Handle));
+    for (device, pool) in (0..).zip(pools) {
+        for stream in [0, other] {
+            ok!(cuMemAllocFromPoolAsync(&mut addr => *mut u64, 4 => usize, pool => Handle, stream => Handle));
+            assert_eq!(device_of(addr), device);
+            ok!(cuMemFreeAsync(addr => u64, stream => Handle));
+        }
+    }
+    ok!(cuStreamSynchronize(other => Handle));
+    drop((first, second));
+}
