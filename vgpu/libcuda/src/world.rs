@@ -229,14 +229,17 @@ impl World {
             queue.past.join(&past);
             queue.past.join(&checker.host_past());
         }
-        tables.order_with_legacy(stream, self.checker.is_some());
         let context = tables.stream(stream)?.context;
-        let is_alive = tables.is_alive(context);
+        if !tables.is_alive(context) {
+            // No engine runs it. Its mark passes, so that no stream waits for it.
+            let queue = &mut tables.stream(stream)?.queue;
+            queue.push(op);
+            queue.abandon(Clock::Real.now_ns());
+            return Ok(tables);
+        }
+        tables.order_with_legacy(stream, self.checker.is_some());
         let own = tables.stream(stream)?;
         own.queue.push(op);
-        if !is_alive {
-            own.queue.abandon(Clock::Real.now_ns());
-        }
         let device = own.device;
         self.start_engine(&mut tables, device)?;
         self.work.notify_all();

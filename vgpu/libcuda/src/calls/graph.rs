@@ -3,6 +3,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 use std::sync::Arc;
 
+use epoxide_vgpu::Clock;
 use epoxide_vgpu::stream::{Capture, Mark, Op, Queue};
 
 use super::api;
@@ -105,7 +106,12 @@ fn launch(exec: Handle, stream: Handle) -> Res {
     tables.executables.insert(exec, Some(recorded));
     for (context, queue) in contexts.into_iter().zip(sides) {
         let side = tables.new_stream(context, crate::world::NON_BLOCKING, 0)?;
-        tables.stream(side)?.queue = queue;
+        let is_alive = tables.is_alive(context);
+        let own = &mut tables.stream(side)?.queue;
+        *own = queue;
+        if !is_alive {
+            own.abandon(Clock::Real.now_ns());
+        }
         let device = tables.device_of(context)?;
         world.start_engine(&mut tables, device)?;
     }

@@ -29,6 +29,64 @@ fn a_fault_makes_its_context_unusable_and_no_other() {
     assert_eq!(download(kept, 1), [2]);
 }
 
+/// Has a kernel of a context fail, without a call that returns the fault.
+fn fail_unnoticed(failing: &Context, bad: &Module, other: &Context, good: &Module) {
+    failing.make_current();
+    bad.add(0, [1, 1], 64, 1);
+    other.make_current();
+    // The engine runs all kernels of its device in turn, and those of older streams first. One that
+    // is enqueued later and has ended has been given at least as many turns.
+    for _ in 0..3 {
+        good.add(0, [1, 1], upload(&[1]), 1);
+        ok!(cuCtxSynchronize());
+    }
+    failing.make_current();
+}
+
+#[test]
+fn work_of_a_context_with_an_unnoticed_fault_is_dropped_and_no_call_waits_for_it() {
+    if !alone("faults::work_of_a_context_with_an_unnoticed_fault_is_dropped_and_no_call_waits_for_it") {
+        return;
+    }
+    let failing = Context::on(0);
+    let (bad, blocking, [own, side]) = (Module::load(), stream(0), [stream(1), stream(1)]);
+    let [fork, join] = [event(), event()];
+    let addr = upload(&[1, 1]);
+    ok!(cuStreamBeginCapture_v2(own => Handle, 2 => i32));
+    record(fork, own);
+    wait(side, fork);
+    bad.add(side, [1, 1], addr, 1);
+    record(join, side);
+    wait(own, join);
+    let (mut graph, mut exec) = (0, 0);
+    ok!(cuStreamEndCapture(own => Handle, &mut graph => *mut Handle));
+    ok!(cuGraphInstantiateWithFlags(&mut exec => *mut Handle, graph => Handle, 0 => u64));
+    let other = Context::on(0);
+    let good = Module::load();
+    let words = [0u32; 2];
+    let register = || {
+        ok!(cuMemHostRegister_v2(words.as_ptr() => *const u32, 8 => usize, 0 => u32));
+    };
+    fail_unnoticed(&failing, &bad, &other, &good);
+    // In check mode the default stream has work behind this too.
+    bad.add(blocking, [1, 1], addr, 1);
+    bad.add(0, [1, 1], addr, 1);
+    ok!(cuGraphLaunch(exec => Handle, own => Handle));
+    other.make_current();
+    register();
+    // The call waits for the work of all contexts.
+    let (ended, has_ended) = std::sync::mpsc::channel();
+    let (context, at) = (other.0, words.as_ptr() as usize);
+    std::thread::spawn(move || {
+        ok!(cuCtxSetCurrent(context => Handle));
+        ok!(cuMemHostUnregister(at => usize));
+        ended.send(()).expect("the test waits");
+    });
+    has_ended.recv_timeout(std::time::Duration::from_secs(60)).expect("the call returns");
+    failing.make_current();
+    assert_eq!(cu!(cuCtxSynchronize()), 700);
+}
+
 #[test]
 fn functions_that_are_not_supported_say_so() {
     assert_eq!(
