@@ -624,6 +624,25 @@ impl Tables {
         Ok(handle)
     }
 
+    /// Ends what the capture of a stream makes of it. A capture ends with the stream that it began
+    /// on, and is not valid any more without one that joined it.
+    pub(crate) fn leave_capture(&mut self, stream: Handle) {
+        let Some((id, lane)) = self.streams.get_mut(&stream).and_then(|stream| stream.queue.capture.take())
+        else {
+            return;
+        };
+        if lane > 0 {
+            if let Some((capture, _)) = self.captures.get_mut(&id) {
+                capture.invalid.get_or_insert_with(String::new);
+            }
+            return;
+        }
+        self.captures.remove(&id);
+        for stream in self.streams.values_mut() {
+            stream.queue.capture.take_if(|(own, _)| *own == id);
+        }
+    }
+
     /// Removes a stream whose work is done. Its context keeps the causal past.
     pub(crate) fn remove_stream(&mut self, handle: Handle) {
         let Some(stream) = self.streams.remove(&handle) else { return };
@@ -737,8 +756,9 @@ impl Tables {
         }
     }
 
-    /// Removes what belongs to a context. The memory is to be dropped without the lock.
-    pub(crate) fn remove_context(&mut self, handle: Handle) -> Vec<Allocation> {
+    /// Removes what belongs to a context. The memory and the modules' variables are to be freed
+    /// without the lock.
+    pub(crate) fn remove_context(&mut self, handle: Handle) -> (Vec<Allocation>, Vec<Loaded>) {
         self.fail(handle, INVALID_CONTEXT);
         self.contexts.remove(&handle);
         let peers: Vec<(usize, usize)> =
@@ -746,17 +766,20 @@ impl Tables {
         for (own, other) in peers {
             self.close_to_peer(own, other);
         }
-        self.streams.retain(|_, stream| stream.context != handle);
+        for stream in self.streams_of(handle) {
+            self.leave_capture(stream);
+            self.streams.remove(&stream);
+        }
         self.events.retain(|_, event| event.context != handle);
         let gone: Vec<Handle> =
             self.modules.iter().filter(|(_, module)| module.context == handle).map(|(own, _)| *own).collect();
-        gone.into_iter().for_each(|module| drop(self.remove_module(module)));
+        let modules = gone.into_iter().filter_map(|module| self.remove_module(module)).collect();
         for library in self.libraries.values_mut() {
             library.modules.remove(&handle);
         }
         let own = self.allocations.iter().filter(|(_, allocation)| allocation.context == Some(handle));
         let addresses: Vec<u64> = own.map(|(addr, _)| *addr).collect();
-        addresses.into_iter().filter_map(|addr| self.remove_allocation(addr)).collect()
+        (addresses.into_iter().filter_map(|addr| self.remove_allocation(addr)).collect(), modules)
     }
 
     pub(crate) fn remove_module(&mut self, handle: Handle) -> Option<Loaded> {

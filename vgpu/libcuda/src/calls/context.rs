@@ -51,11 +51,13 @@ fn destroy(world: &'static World, handle: Handle) -> Res {
     // The lock is kept from the end of the work on, so that no other thread enqueues work in
     // between. The work of a context that failed is gone already, and it gets no more.
     let mut tables = world.synchronise(tables, &streams).unwrap_or_else(|_| world.lock());
-    let memory = tables.remove_context(handle);
+    let device = tables.device_of(handle)?;
+    let (memory, modules) = tables.remove_context(handle);
     drop(tables);
     world.done.notify_all();
     world.work.notify_all();
     drop(memory);
+    modules.iter().for_each(|loaded| loaded.module.unload(&world.devices[device].memory));
     Ok(())
 }
 

@@ -42,8 +42,7 @@ fn destroy_stream(stream: Handle) -> Res {
     if stream <= 2 || tables.contexts.values().any(|context| context.legacy == stream) {
         return Err(INVALID_HANDLE);
     }
-    // The capture is not valid any more, but the stream can be destroyed.
-    let _ = tables.forbid_on_captured(stream);
+    tables.leave_capture(stream);
     let queue = &mut tables.stream(stream)?.queue;
     queue.closed = true;
     if queue.is_idle() {

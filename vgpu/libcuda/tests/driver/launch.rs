@@ -68,6 +68,26 @@ fn variables_belong_to_the_load_of_a_module() {
 }
 
 #[test]
+fn variables_are_freed_with_their_context() {
+    if !alone("launch::variables_are_freed_with_their_context") {
+        return;
+    }
+    // A module that is loaded later may lie at the address.
+    let other = Context::on(0);
+    let kernels = Module::load();
+    let context = Context::on(0);
+    let (module, name) = (Module::load(), c"counter".as_ptr());
+    let (mut addr, mut bytes, mut word) = (0, 0, 0u32);
+    ok!(cuModuleGetGlobal_v2(&mut addr => *mut u64, &mut bytes => *mut usize, module.0 => Handle, name => *const i8));
+    assert_eq!(download(addr, 2), [5, 6]);
+    drop(context);
+    other.make_current();
+    assert_eq!(cu!(cuMemcpyDtoH_v2(&raw mut word => *mut u32, addr => u64, 4 => usize)), INVALID_VALUE);
+    kernels.add(0, [1, 1], addr, 1);
+    assert_eq!(cu!(cuCtxSynchronize()), 700, "CUDA_ERROR_ILLEGAL_ADDRESS");
+}
+
+#[test]
 fn errors_of_ptx_name_the_line_in_the_log() {
     let _context = Context::on(0);
     let text = CString::new(PTX.replace("mad.lo.u32", "no.such.instruction")).unwrap();

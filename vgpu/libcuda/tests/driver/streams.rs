@@ -214,3 +214,37 @@ fn a_graph_runs_on_the_devices_that_it_was_captured_on() {
     assert_eq!(cu!(cuGraphLaunch(exec => Handle, own => Handle)), NOT_SUPPORTED);
     ok!(cuStreamEndCapture(own => Handle, &mut graph => *mut Handle));
 }
+
+#[test]
+fn a_capture_ends_with_its_stream_and_with_the_context() {
+    let context = Context::on(0);
+    let [began, joined] = [stream(1), stream(1)];
+    let begin = |own: Handle| {
+        let fork = event();
+        ok!(cuStreamBeginCapture_v2(own => Handle, 0 => i32));
+        record(fork, own);
+        wait(joined, fork);
+    };
+    let is_captured = |stream: Handle| {
+        let mut state = -1;
+        ok!(cuStreamIsCapturing(stream => Handle, &mut state => *mut i32));
+        state
+    };
+    begin(began);
+    assert_eq!(is_captured(joined), 1);
+    ok!(cuStreamDestroy_v2(began => Handle));
+    // The thread may allocate again, and the other stream is free.
+    assert_eq!((download(upload(&[1]), 1), is_captured(joined)), (vec![1], 0));
+
+    // Without a stream that joined it, a capture is ended but no graph.
+    let began = stream(1);
+    begin(began);
+    ok!(cuStreamDestroy_v2(joined => Handle));
+    let mut graph = 0;
+    assert_eq!(cu!(cuStreamEndCapture(began => Handle, &mut graph => *mut Handle)), 901);
+
+    ok!(cuStreamBeginCapture_v2(began => Handle, 0 => i32));
+    drop(context);
+    let _other = Context::on(0);
+    assert_eq!(download(upload(&[1]), 1), [1]);
+}
