@@ -260,7 +260,7 @@ impl World {
     pub(crate) fn share(&self, tables: &Tables, owner: Option<usize>, region: &Region) -> Res<Vec<Shared>> {
         let mut shared = vec![];
         for (device, Device { memory, .. }) in self.devices.iter().enumerate() {
-            if owner.is_none_or(|owner| tables.peers.contains_key(&(device, owner))) {
+            if owner.is_none_or(|owner| tables.has_peer_access(device, owner)) {
                 shared.push(Shared {
                     device: Some(device),
                     _region: memory.share(region).map_err(memory_code)?,
@@ -355,8 +355,8 @@ pub(crate) enum LastRecord {
 pub(crate) struct Loaded {
     pub(crate) context: Handle,
     pub(crate) module: Arc<Module>,
-    /// Where its variables are mapped.
-    pub(crate) _shared: Vec<Shared>,
+    /// Its variables in [`World::all`].
+    pub(crate) _shared: Option<Region>,
     pub(crate) functions: HashMap<String, Handle>,
 }
 
@@ -453,8 +453,9 @@ pub(crate) struct Tables {
     pub(crate) pools: HashMap<Handle, (usize, u64)>,
     pub(crate) default_pools: Vec<Handle>,
     pub(crate) current_pools: Vec<Handle>,
-    /// `(a, b)`: device a accesses the memory of device b, as this context asked for.
-    pub(crate) peers: HashMap<(usize, usize), Handle>,
+    /// `(a, b)`: context a accesses the memory of context b, with their devices. Access is a
+    /// device's: as long as one of its contexts has it, kernels of all of them have it.
+    pub(crate) peers: HashMap<(Handle, Handle), (usize, usize)>,
     /// Bytes of each device in use.
     pub(crate) used: Vec<u64>,
     pub(crate) has_engine: Vec<bool>,
@@ -691,9 +692,18 @@ impl Tables {
         }
     }
 
-    /// Ends the access of device `own` to the memory of device `other`.
-    pub(crate) fn close_to_peer(&mut self, own: usize, other: usize) {
-        self.peers.remove(&(own, other));
+    /// Whether kernels of device `own` access the memory of device `other`.
+    pub(crate) fn has_peer_access(&self, own: usize, other: usize) -> bool {
+        self.peers.values().any(|devices| *devices == (own, other))
+    }
+
+    /// Ends the access of one context to the memory of another, and that of its device if no other
+    /// contexts of the two devices have it.
+    pub(crate) fn close_to_peer(&mut self, pair: (Handle, Handle)) {
+        let Some((own, other)) = self.peers.remove(&pair) else { return };
+        if self.has_peer_access(own, other) {
+            return;
+        }
         for allocation in self.allocations.values_mut().filter(|allocation| allocation.device == Some(other))
         {
             if matches!(allocation.kind, Kind::Device | Kind::Ipc) {
@@ -761,11 +771,9 @@ impl Tables {
     pub(crate) fn remove_context(&mut self, handle: Handle) -> (Vec<Allocation>, Vec<Loaded>) {
         self.fail(handle, INVALID_CONTEXT);
         self.contexts.remove(&handle);
-        let peers: Vec<(usize, usize)> =
-            self.peers.iter().filter(|(_, context)| **context == handle).map(|(pair, _)| *pair).collect();
-        for (own, other) in peers {
-            self.close_to_peer(own, other);
-        }
+        let is_own = |pair: &&(Handle, Handle)| pair.0 == handle || pair.1 == handle;
+        let peers: Vec<(Handle, Handle)> = self.peers.keys().filter(is_own).copied().collect();
+        peers.into_iter().for_each(|pair| self.close_to_peer(pair));
         for stream in self.streams_of(handle) {
             self.leave_capture(stream);
             self.streams.remove(&stream);

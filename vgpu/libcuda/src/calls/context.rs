@@ -351,7 +351,8 @@ api! {
         }
     }
 
-    /// Lets the current context access the memory of another device.
+    /// Lets the current context access the memory of another device's context. As on an H200, its
+    /// peers reach no variables of modules, and all contexts of its device have the access.
     fn cuCtxEnablePeerAccess(peer: Handle, flags: c_uint) {
         let world = world()?;
         if flags != 0 {
@@ -363,23 +364,24 @@ api! {
         if own == other {
             return Err(INVALID_CONTEXT);
         }
-        if tables.peers.contains_key(&(own, other)) {
+        if tables.peers.contains_key(&(current, peer)) {
             return Err(PEER_ACCESS_ALREADY_ENABLED);
         }
-        tables.peers.insert((own, other), current);
-        super::memory::open_to_peer(world, &mut tables, own, other)
+        let is_open = tables.has_peer_access(own, other);
+        tables.peers.insert((current, peer), (own, other));
+        if is_open { Ok(()) } else { super::memory::open_to_peer(world, &mut tables, own, other) }
     }
 
-    /// Ends the access of the current context to the memory of another device.
+    /// Ends the access of the current context to the memory of another device's context.
     fn cuCtxDisablePeerAccess(peer: Handle) {
         let world = world()?;
         let mut tables = world.lock();
         let current = tables.current()?;
-        let (own, other) = (tables.device_of(current)?, tables.device_of(peer)?);
-        if !tables.peers.contains_key(&(own, other)) {
+        tables.context(peer)?;
+        if !tables.peers.contains_key(&(current, peer)) {
             return Err(PEER_ACCESS_NOT_ENABLED);
         }
-        tables.close_to_peer(own, other);
+        tables.close_to_peer((current, peer));
         Ok(())
     }
 }

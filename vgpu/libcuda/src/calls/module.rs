@@ -77,10 +77,8 @@ fn parse(ptx: &str, options: &Options) -> Res<Arc<Module>> {
 fn enter(world: &World, tables: &mut Tables, context: Handle, module: Arc<Module>) -> Res<Handle> {
     let device = tables.device_of(context)?;
     let variables = world.devices[device].memory.variables(&module).map_err(memory_code)?;
-    let shared = match &variables {
-        Some(region) => world.share(tables, Some(device), region)?,
-        None => vec![],
-    };
+    // Copies reach them, peers do not.
+    let shared = variables.map(|region| world.all.share(&region)).transpose().map_err(memory_code)?;
     let handle = tables.new_handle();
     let loaded = Loaded { context, module, _shared: shared, functions: HashMap::new() };
     tables.modules.insert(handle, loaded);

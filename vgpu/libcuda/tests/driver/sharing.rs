@@ -51,6 +51,61 @@ fn a_peer_needs_access_for_kernels_and_none_for_copies() {
 }
 
 #[test]
+fn peer_access_is_enabled_by_each_context_and_ends_with_the_last() {
+    // Other tests enable the access of the same devices.
+    if !alone("sharing::peer_access_is_enabled_by_each_context_and_ends_with_the_last") {
+        return;
+    }
+    let [first, also_first] = [Context::on(0), Context::on(0)];
+    first.make_current();
+    let addr = upload(&[0]);
+    let [second, third, fourth] = [Context::on(1), Context::on(1), Context::on(1)];
+    let enable = |own: &Context, peer: &Context| {
+        own.make_current();
+        cu!(cuCtxEnablePeerAccess(peer.0 => Handle, 0 => u32))
+    };
+    let disable = |own: &Context, peer: &Context| {
+        own.make_current();
+        cu!(cuCtxDisablePeerAccess(peer.0 => Handle))
+    };
+    let add = |own: &Context| {
+        own.make_current();
+        Module::load().add(0, [1, 1], addr, 1);
+        cu!(cuCtxSynchronize())
+    };
+    assert_eq!((enable(&second, &first), enable(&second, &first)), (0, 704));
+    assert_eq!((enable(&second, &also_first), enable(&third, &first)), (0, 0));
+    assert_eq!((add(&second), add(&third)), (0, 0));
+    assert_eq!((disable(&second, &first), disable(&second, &first)), (0, 705));
+    assert_eq!((add(&second), add(&third)), (0, 0));
+    drop(second);
+    assert_eq!(add(&third), 0);
+    first.make_current();
+    assert_eq!(download(addr, 1), [5]);
+    assert_eq!((disable(&third, &first), add(&third)), (0, 700), "CUDA_ERROR_ILLEGAL_ADDRESS");
+
+    // A peer reaches no variable of a module, loaded before or behind that call.
+    for (own, is_late) in [(&fourth, false), (&Context::on(1), true)] {
+        first.make_current();
+        let mut module = Module::load();
+        assert_eq!(enable(own, &first), 0);
+        first.make_current();
+        if is_late {
+            module = Module::load();
+        }
+        let (mut variable, mut bytes) = (0, 0);
+        ok!(cuModuleGetGlobal_v2(
+            &mut variable => *mut u64, &mut bytes => *mut usize, module.0 => Handle,
+            c"counter".as_ptr() => *const i8,
+        ));
+        own.make_current();
+        assert_eq!(download(variable, 2), [5, 6]);
+        Module::load().add(0, [1, 1], variable, 1);
+        assert_eq!(cu!(cuCtxSynchronize()), 700, "CUDA_ERROR_ILLEGAL_ADDRESS");
+    }
+}
+
+#[test]
 fn physical_memory_is_mapped_in_reserved_addresses() {
     let _context = Context::on(0);
     let module = Module::load();
