@@ -343,13 +343,16 @@ fn row_at(base: u64, pitch: usize, row: usize) -> Res<u64> {
     base.checked_add(offset as u64).ok_or(INVALID_VALUE)
 }
 
-/// An error unless the rows' addresses are numbers of 64 bits.
+/// An error unless the rows lie apart and their addresses are numbers of 64 bits.
 fn check_rows(base: u64, pitch: usize, bytes: usize, rows: usize) -> Res {
     let Some(last) = rows.checked_sub(1) else { return Ok(()) };
+    if last > 0 && pitch < bytes {
+        return Err(INVALID_VALUE);
+    }
     row_at(base, pitch, last)?.checked_add(bytes as u64).map(drop).ok_or(INVALID_VALUE)
 }
 
-/// A fill of rows.
+/// A fill of rows. The pitch of one row counts for nothing.
 fn fill_2d(
     stream: Handle,
     dst: u64,
@@ -358,34 +361,43 @@ fn fill_2d(
     width: usize,
     [columns, rows]: [usize; 2],
 ) -> Res {
-    check_rows(dst, pitch, columns.checked_mul(width).ok_or(INVALID_VALUE)?, rows)?;
+    let bytes = columns.checked_mul(width).ok_or(INVALID_VALUE)?;
+    check_rows(dst, pitch, bytes, rows)?;
+    let rows = if bytes == 0 { 0 } else { rows };
     for row in 0..rows {
         fill(stream, row_at(dst, pitch, row)?, value, width, columns, Wait::IfPageable)?;
     }
     Ok(())
 }
 
-/// A copy of rows.
+/// A copy of rows. A pitch of 0 stands for rows that follow each other.
 fn copy_2d(stream: Handle, what: In<Memcpy2D>, wait: Wait) -> Res {
     let what = what.get()?;
     let world = world()?;
-    let start = |side: &Side2D| {
+    // Start and pitch.
+    let rows_of = |side: &Side2D| {
         let base = match side.memory_type {
             1 => side.host as u64,
             2 | 4 => side.device,
             _ => return Err(NOT_SUPPORTED),
         };
-        let row = row_at(base, side.pitch, side.y)?;
+        let row_bytes = side.x_bytes.checked_add(what.width_bytes).ok_or(INVALID_VALUE)?;
+        let pitch = if side.pitch == 0 { row_bytes } else { side.pitch };
+        if pitch < row_bytes {
+            return Err(INVALID_VALUE);
+        }
+        let row = row_at(base, pitch, side.y)?;
         let start = row.checked_add(side.x_bytes as u64).ok_or(INVALID_VALUE)?;
-        check_rows(start, side.pitch, what.width_bytes, what.height)?;
-        Ok(start)
+        check_rows(start, pitch, what.width_bytes, what.height)?;
+        Ok((start, pitch))
     };
-    let (dst, src) = (start(&what.dst)?, start(&what.src)?);
+    let (dst, src) = (rows_of(&what.dst)?, rows_of(&what.src)?);
     world.lock().current()?;
-    for row in 0..what.height {
-        let at = |base: u64, side: &Side2D| -> Res<(u64, Must)> {
+    let rows = if what.width_bytes == 0 { 0 } else { what.height };
+    for row in 0..rows {
+        let at = |(start, pitch): (u64, usize), side: &Side2D| -> Res<(u64, Must)> {
             let must = if side.memory_type == 2 { Must::BeDevice } else { Must::Nothing };
-            Ok((row_at(base, side.pitch, row)?, must))
+            Ok((row_at(start, pitch, row)?, must))
         };
         copy_at(stream, at(dst, &what.dst)?, at(src, &what.src)?, what.width_bytes, wait)?;
     }

@@ -228,6 +228,24 @@ fn rows_are_copied_by_their_pitch() {
         assert_eq!(cu!(cuMemcpy2D_v2(&wrong => *const Copy)), INVALID_VALUE);
     }
     assert_eq!(download(addr, 8), [2, 3, 0, 0, 5, 6, 0, 0]);
+    // Results of an H200: a pitch that is less than offset and width is an error, of one row too.
+    let device = |pitch: usize| Side(0, 0, 2, std::ptr::null(), addr, 0, pitch);
+    let copy = |x: usize, pitches: [usize; 2], width: usize, rows: usize| {
+        let what = Copy(host(x, 0, pitches[0]), device(pitches[1]), width, rows);
+        cu!(cuMemcpy2D_v2(&what => *const Copy))
+    };
+    for (x, pitches, rows) in [(0, [4, 16], 1), (0, [16, 4], 1), (0, [4, 16], 2), (4, [8, 16], 2)] {
+        assert_eq!(copy(x, pitches, 8, rows), INVALID_VALUE, "{x} {pitches:?} {rows}");
+    }
+    assert_eq!(download(addr, 8), [2, 3, 0, 0, 5, 6, 0, 0]);
+    // A pitch of 0 stands for offset and width.
+    assert_eq!(copy(4, [0, 16], 4, 2), 0);
+    assert_eq!(download(addr, 8), [2, 3, 0, 0, 4, 6, 0, 0]);
+    assert_eq!(copy(0, [12, 0], 8, 2), 0);
+    assert_eq!(download(addr, 8), [1, 2, 4, 5, 4, 6, 0, 0]);
+    // Rows without bytes, however many.
+    assert_eq!((copy(0, [0, 0], 0, usize::MAX), copy(0, [0, 0], 8, 0)), (0, 0));
+    assert_eq!(download(addr, 8), [1, 2, 4, 5, 4, 6, 0, 0]);
 }
 
 #[test]
@@ -242,6 +260,11 @@ fn rows_that_no_address_reaches_are_not_filled() {
     assert_eq!(download(addr, 4), [1, 2, 3, 4]);
     assert_eq!(fill(addr, 8, 4, 2), 0);
     assert_eq!(download(addr, 4), [0, 2, 0, 4]);
+    // Results of an H200: rows may not overlap, and one row has no pitch.
+    assert_eq!((fill(addr, 4, 8, 2), fill(addr, 0, 8, 2)), (INVALID_VALUE, INVALID_VALUE));
+    assert_eq!(download(addr, 4), [0, 2, 0, 4]);
+    assert_eq!((fill(addr, 0, 8, 1), fill(addr, 0, 0, usize::MAX), fill(addr, 0, 8, 0)), (0, 0, 0));
+    assert_eq!(download(addr, 4), [0, 0, 0, 4]);
 }
 
 #[test]
