@@ -227,13 +227,14 @@ impl<T> In<T> {
 }
 
 impl In<usize> {
-    /// The values at `2 * index` and behind it.
-    pub(crate) fn pair(self, index: usize) -> Res<[usize; 2]> {
+    /// The value at `index`.
+    pub(crate) fn at_index(self, index: usize) -> Res<usize> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so valid for all reads of the call, as the type says.
-        Ok([0, 1].map(|half| unsafe { self.0.add(2 * index + half).read_unaligned() }))
+        // SAFETY: not null, so valid for all reads of the call, as the type says. The call reads no
+        // value behind the end of the list.
+        Ok(unsafe { self.0.add(index).read_unaligned() })
     }
 }
 

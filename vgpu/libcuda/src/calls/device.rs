@@ -28,8 +28,10 @@ fn attribute(world: &World, device: CUdevice, attribute: c_int) -> Res<c_int> {
         12 | 82 => 65536,
         13 => 1_980_000,
         14 => 512,
-        // Copies and kernels overlap, with several engines; devices have multicast objects.
-        15 | 19 | 31 | 41 | 78 | 79 | 80 | 83 | 86 | 89 | 90 | 95 | 102 | 103 | 115 | 132 => 1,
+        // Copies and kernels overlap, with several engines; devices have registered host memory,
+        // clusters, tensor maps and multicast objects.
+        15 | 19 | 31 | 41 | 78 | 79 | 80 | 83 | 86 | 89 | 90 | 95 | 99 | 102 | 103 | 113 | 115 | 120
+        | 127 | 132 => 1,
         16 => config.sm_count as c_int,
         30 => 512,
         33 => device + 1,
@@ -46,6 +48,8 @@ fn attribute(world: &World, device: CUdevice, attribute: c_int) -> Res<c_int> {
         97 => MAX_SHARED_BYTES as c_int,
         106 => 32,
         111 => 1024,
+        // CU_DEVICE_ATTRIBUTE_MEM_SYNC_DOMAIN_COUNT
+        126 => 4,
         // Handles of memory pools: none.
         119 => 0,
         17
@@ -62,13 +66,17 @@ fn attribute(world: &World, device: CUdevice, attribute: c_int) -> Res<c_int> {
         | 88
         | 91..=94
         | 96
-        | 98..=101
+        | 98
+        | 100
+        | 101
         | 104
         | 105
         | 107..=110
-        | 112..=114
+        | 112
+        | 114
         | 116..=118
-        | 120..=131
+        | 121..=125
+        | 128..=131
         | 133..=160 => 0,
         _ => return Err(INVALID_VALUE),
     })

@@ -96,7 +96,7 @@ fn set_attribute_of(handle: Handle, attribute: c_int, value: c_int) -> Res {
 
 /// Blocks of this shape that fit on a multiprocessor.
 fn blocks_per_sm(kernel: &Kernel, threads: u32, dynamic_shared: u64) -> u32 {
-    let shared = u64::from(kernel.static_shared_bytes()) + dynamic_shared;
+    let shared = dynamic_shared.saturating_add(u64::from(kernel.static_shared_bytes()));
     if shared > u64::from(MAX_SHARED_BYTES) || threads > kernel.max_threads().unwrap_or(1024).min(1024) {
         return 0;
     }
@@ -145,18 +145,17 @@ fn best_block(
 /// The parameter block, from an array of pointers or from the buffer that `extra` names.
 fn pack(kernel: &Kernel, params: In<In<u8>>, extra: In<usize>) -> Res<Vec<u8>> {
     if !extra.is_null() {
-        let (mut buffer, mut bytes) = (In::null(), None);
+        let (mut buffer, mut given) = (In::null(), 0);
         // CU_LAUNCH_PARAM_BUFFER_POINTER is 1, CU_LAUNCH_PARAM_BUFFER_SIZE 2, the end 0.
         for at in 0..2 {
-            let [key, value] = extra.pair(at)?;
-            match key {
+            // Nothing is read behind the end.
+            match extra.at_index(2 * at)? {
                 0 => break,
-                1 => buffer = In::at(value),
-                2 => bytes = Some(In::<usize>::at(value).get()?),
+                1 => buffer = In::at(extra.at_index(2 * at + 1)?),
+                2 => given = In::<usize>::at(extra.at_index(2 * at + 1)?).get()?,
                 _ => return Err(INVALID_VALUE),
             }
         }
-        let given = bytes.ok_or(INVALID_VALUE)?;
         let mut block: Vec<u8> = buffer.get_all(given.min(kernel.param_bytes()))?;
         // Callers may leave out, or add, bytes that only pad.
         let last = kernel.params().last().map_or(0, |param| param.offset + param.size);

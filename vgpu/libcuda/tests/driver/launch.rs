@@ -44,6 +44,53 @@ fn parameters_may_be_in_a_buffer() {
 }
 
 #[test]
+fn a_list_of_parameters_ends_where_it_says() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let launch = |name: &str, extra: &mut [usize]| {
+        let (function, none) = (module.function(name), std::ptr::null_mut());
+        cu!(cuLaunchKernel(
+            function => Handle, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => Handle,
+            none => *mut *mut c_void, extra.as_mut_ptr().cast() => *mut *mut c_void,
+        ))
+    };
+    // A kernel without parameters needs no buffer.
+    let bytes = 0usize;
+    let lists: [&mut [usize]; 2] = [&mut [0, 7, 7, 7], &mut [2, (&raw const bytes).addr(), 0, 7]];
+    for list in lists {
+        assert_eq!((launch("count", list), launch("add", list)), (0, INVALID_VALUE), "{list:?}");
+    }
+    ok!(cuCtxSynchronize());
+}
+
+#[test]
+fn a_device_has_the_attributes_of_what_works() {
+    let _context = Context::on(0);
+    let attribute = |attribute: i32| {
+        let mut value = -1;
+        ok!(cuDeviceGetAttribute(&mut value => *mut i32, attribute => i32, 0 => i32));
+        value
+    };
+    // As on an H200: registered host memory, also for reads alone, clusters, domains, tensor maps.
+    assert_eq!([99, 113, 120, 126, 127].map(attribute), [1, 1, 1, 4, 1]);
+    // IPC events are missing.
+    assert_eq!(attribute(125), 0);
+}
+
+#[test]
+fn no_block_fits_with_more_shared_memory_than_there_is() {
+    let _context = Context::on(0);
+    let function = Module::load().function("copy_box");
+    for bytes in [1 << 20, usize::MAX - 8, usize::MAX] {
+        let mut blocks = -1;
+        ok!(cuOccupancyMaxActiveBlocksPerMultiprocessor(
+            &mut blocks => *mut i32, function => Handle, 32 => i32, bytes => usize,
+        ));
+        assert_eq!(blocks, 0, "{bytes}");
+    }
+}
+
+#[test]
 fn variables_belong_to_the_load_of_a_module() {
     if !alone("launch::variables_belong_to_the_load_of_a_module") {
         return;
