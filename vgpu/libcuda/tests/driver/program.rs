@@ -89,4 +89,5 @@ fn the_header_has_the_layout_of_the_library_and_its_function_runs_a_kernel() {
     }
     assert_eq!(lines.next(), Some("4"), "VGPU_FAULT: {out}");
     assert!(out.contains("data race") && out.contains("'at' + 0x0"), "{out}");
+    assert!(out.ends_with("\n1\n0 data of parameter 1 is null\n"), "VGPU_BAD_ARGUMENT: {out}");
 }

@@ -4,6 +4,12 @@
 
 #include "vgpu.h"
 
+/* Stores 1 in its first array. */
+static const char two[] =
+    ".version 7.8\n.target sm_90\n.address_size 64\n"
+    ".visible .entry two(.param .u64 a, .param .u64 b)\n{\n.reg .b64 %a;\n"
+    "ld.param.u64 %a, [a];\nst.global.u32 [%a], 1;\nret;\n}\n";
+
 int main(int argc, char **argv) {
     static char ptx[1 << 16], report[1 << 12];
     unsigned words[64], value = 5, grid[3] = {2, 1, 1}, block[3] = {32, 1, 1};
@@ -31,5 +37,11 @@ int main(int argc, char **argv) {
     options.check = 1;
     printf("%d\n", vgpu_run(ptx, "race", grid, block, 0, args, 1, &options, report, sizeof report));
     puts(report);
+
+    /* A call that fails changes no array: the second one is null. */
+    memset(words, 0, sizeof words);
+    vgpu_arg null[] = {{words, sizeof words, VGPU_IN_OUT}, {NULL, 4, VGPU_OUT}};
+    printf("%d\n", vgpu_run(two, "two", grid, block, 0, null, 2, NULL, report, sizeof report));
+    printf("%u %s\n", words[0], report);
     return 0;
 }
