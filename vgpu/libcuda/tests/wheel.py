@@ -33,5 +33,23 @@ error("bad argument", "has 4 bytes, its argument has 8", ptx, "add", 1, 1, [word
 error("bad argument", "no kernel 'sub'", ptx, "sub", 1, 1, [])
 error("bad PTX", "nonsense", "nonsense", "add", 1, 1, [])
 error("bad launch", "block is [2048, 1, 1]", ptx, "add", 1, 2048, [words, vgpu.u32(1)])
+
+# Sizes that C would cut to their low bits.
+for name, wrong, options in [
+    ("grid", (1, 1, 1, 2), {}),
+    ("grid", (), {}),
+    ("grid", (1 << 32) + 2, {}),
+    ("block", -1, {}),
+    ("dynamic_shared", 1 << 32, {"dynamic_shared": 1 << 32}),
+    ("seed", -1, {"seed": -1}),
+    ("max_warp_instructions", 1 << 64, {"max_warp_instructions": 1 << 64}),
+]:
+    shape = {"grid": 2, "block": 32, **({} if options else {name: wrong})}
+    try:
+        vgpu.run(ptx, "add", args=[words, vgpu.u32(1)], **shape, **options)
+    except ValueError as error:
+        assert str(error).startswith(f"{name} is {wrong}: "), error
+    else:
+        raise AssertionError(f"no error: {name} {wrong}")
 assert list(words) == list(range(5, 69)), words
 print("ok")

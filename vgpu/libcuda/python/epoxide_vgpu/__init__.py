@@ -92,9 +92,18 @@ def _argument(arg):
     return _Arg(ctypes.addressof(memory), view.nbytes, kind), memory
 
 
-def _extents(size):
+def _unsigned(name, number, bits):
+    """The number as C gets it; ctypes would cut it to its low bits."""
+    if not 0 <= number < 1 << bits:
+        raise ValueError(f"{name} is {number}: it must be from 0 to {(1 << bits) - 1}")
+    return number
+
+
+def _extents(name, size):
     sizes = (size,) if isinstance(size, int) else tuple(size)
-    return (ctypes.c_uint * 3)(*(sizes + (1, 1, 1))[:3])
+    if not 1 <= len(sizes) <= 3:
+        raise ValueError(f"{name} is {size}: it must be a number or up to three")
+    return (ctypes.c_uint * 3)(*(_unsigned(name, extent, 32) for extent in sizes + (1,) * (3 - len(sizes))))
 
 
 def run(ptx, entry, grid, block, args, *, dynamic_shared=0, check=False, seed=0, max_warp_instructions=0):
@@ -103,18 +112,20 @@ def run(ptx, entry, grid, block, args, *, dynamic_shared=0, check=False, seed=0,
     `entry` is the name of a kernel, or a part of a mangled name that no other kernel has.
 
     With `check`, data races and reads of unwritten memory are faults. A `seed` draws the order of
-    warps. Raises VgpuError with a report; no buffer is changed then.
+    warps. Raises VgpuError with a report; no buffer is changed then. A size that does not fit raises
+    ValueError.
     """
     made = [_argument(arg) for arg in args]
     structs = (_Arg * max(len(made), 1))(*(struct for struct, _ in made))
-    options = _Options(seed, max_warp_instructions, int(check))
+    limit = _unsigned("max_warp_instructions", max_warp_instructions, 64)
+    options = _Options(_unsigned("seed", seed, 64), limit, bool(check))
     report = ctypes.create_string_buffer(_REPORT_BYTES)
     result = _load().vgpu_run(
         ctypes.c_char_p(ptx.encode()),
         ctypes.c_char_p(entry.encode()),
-        _extents(grid),
-        _extents(block),
-        ctypes.c_uint(dynamic_shared),
+        _extents("grid", grid),
+        _extents("block", block),
+        ctypes.c_uint(_unsigned("dynamic_shared", dynamic_shared, 32)),
         structs,
         ctypes.c_size_t(len(made)),
         ctypes.byref(options),
