@@ -56,6 +56,8 @@ pub(crate) fn start(world: &'static World, device: usize) -> Res {
         let mut engine = Engine { world, device, jobs: vec![], launches: 0 };
         if catch_unwind(AssertUnwindSafe(|| engine.run())).is_err() {
             let mut tables = world.lock();
+            // The next work of another context starts a new thread.
+            tables.has_engine[device] = false;
             let own: Vec<Handle> = tables
                 .contexts
                 .iter()
@@ -67,6 +69,7 @@ pub(crate) fn start(world: &'static World, device: usize) -> Res {
                 "libcuda of virtual GPUs: the thread of device {device} has panicked, please report it"
             );
             world.done.notify_all();
+            world.work.notify_all();
         }
     };
     std::thread::Builder::new()

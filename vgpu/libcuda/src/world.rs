@@ -845,8 +845,41 @@ impl World {
 
 #[cfg(test)]
 mod tests {
+    use epoxide_vgpu::stream::{Source, Target, Transfer};
+
     use super::*;
     use crate::calls::context::new_context;
+
+    #[test]
+    fn contexts_made_behind_a_panic_of_their_device_have_a_new_thread() {
+        let config = Config {
+            devices: 1,
+            memory_bytes: 1 << 30,
+            check: false,
+            assume: epoxide_vgpu::Assumptions::default(),
+            seed: None,
+            stuck_seconds: None,
+            loads_lazily: false,
+        };
+        let world: &'static World = Box::leak(Box::new(World::new(config)));
+        let run = |bytes: u64| {
+            let mut tables = world.lock();
+            let context = new_context(&mut tables, 0, false, 0)?;
+            let stream = tables.context(context)?.legacy;
+            let landed = Arc::new(OnceLock::new());
+            let (target, source) = (Target::Staged(landed.clone()), Source::Staged([5].into()));
+            let source = if bytes == 1 { source } else { Source::Device(64) };
+            let transfer = Transfer::Copy { target, source, bytes };
+            let tables = world.enqueue(tables, stream, Op::Work(Work::Transfer(transfer)))?;
+            drop(world.synchronise(tables, &[stream])?);
+            Ok(landed.get().cloned())
+        };
+        assert_eq!(run(1), Ok(Some([5].into())));
+        // No vector is that large. Calls of the API reject the copy before it is enqueued.
+        assert_eq!(run(u64::MAX), Err(UNKNOWN));
+        assert!(!world.lock().has_engine[0]);
+        assert_eq!(run(1), Ok(Some([5].into())));
+    }
 
     #[test]
     fn streams_of_threads_that_have_ended_are_removed_once_they_are_idle() {
