@@ -44,7 +44,8 @@ pub fn run(args: &Args) -> Result<Verdict> {
     document.print(args.format)
 }
 
-fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal) -> Finding {
+/// The finding of a refusal in a file with this text.
+pub fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal) -> Finding {
     let kernel = readable(kernel);
     let source = source_of(text, error.line);
     let mut message = String::new();

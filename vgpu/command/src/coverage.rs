@@ -7,6 +7,7 @@ use anyhow::Result;
 use epoxide_vgpu::{Class, Module, ptx, supported_opcode};
 use serde_json::{Map, json};
 
+use crate::check;
 use crate::names::readable;
 use crate::output::{Document, Finding, Format, Place, Verdict, read};
 
@@ -32,7 +33,7 @@ struct Opcode {
     first: Option<Place>,
 }
 
-/// Counts the opcodes, and names those that are not supported.
+/// Counts the opcodes, and names those that are not supported and the files that are no PTX.
 ///
 /// # Errors
 /// A file cannot be read.
@@ -42,15 +43,14 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let (mut kernels, mut runs) = (0, 0);
     for path in &args.files {
         let text = read(path)?;
-        let file = match ptx::parse(&text) {
-            Ok(file) => file,
-            Err(error) => {
-                document.notes.push(format!("{}: {error}", path.display()));
-                continue;
-            }
+        let refusals = Module::refusals(&text);
+        let Ok(file) = ptx::parse(&text) else {
+            // A file without counts is no clean file.
+            document.findings.extend(refusals.iter().map(|refusal| check::finding(path, &text, refusal)));
+            continue;
         };
         kernels += file.entries.len();
-        let mut refused: Vec<String> = Module::refusals(&text).into_iter().map(|r| r.kernel).collect();
+        let mut refused: Vec<String> = refusals.into_iter().map(|r| r.kernel).collect();
         refused.sort_unstable();
         refused.dedup();
         if refused.first().is_none_or(|first| !first.is_empty()) {

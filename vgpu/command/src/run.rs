@@ -88,7 +88,7 @@ pub struct Args {
     #[arg(long, value_name = "PREEMPTIONS", conflicts_with = "seeds")]
     explore: Option<u32>,
     /// Most runs of --explore
-    #[arg(long, value_name = "N", default_value_t = 100_000, requires = "explore")]
+    #[arg(long, value_name = "N", default_value_t = 100_000, requires = "explore", value_parser = clap::value_parser!(u64).range(1..))]
     runs: u64,
     /// File with reports that are accepted; see below
     #[arg(long, value_name = "FILE")]

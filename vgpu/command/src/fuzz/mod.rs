@@ -69,10 +69,10 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     first: u64,
     /// How many programs
-    #[arg(long, value_name = "N", default_value_t = 240)]
+    #[arg(long, value_name = "N", default_value_t = 240, value_parser = clap::value_parser!(u64).range(1..))]
     programs: u64,
     /// Begin nothing after so many seconds, and make no difference smaller
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     limit: u64,
     /// Differences of an instruction that are printed in full
     #[arg(long, value_name = "N", default_value_t = 2)]

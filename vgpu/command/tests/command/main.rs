@@ -409,6 +409,8 @@ fn bad_usage_ends_with_2_and_says_what_is_wrong() {
         ),
         ([&LAST_BLOCK[..], &["--assume", "ConvergedWarps"]].concat(), "are for --check"),
         (arguments(&["--seeds", "3..3"]), "has no seed"),
+        // Calls that would run nothing.
+        ([&LAST_BLOCK[..], &["--check", "--explore", "1", "--runs", "0"]].concat(), "--runs <N>"),
         (arguments(&["--grid", "1,2,3,4"]), "more than three dimensions"),
         (arguments(&["--arg", "buf:f32:4=@/nonexistent"]), "cannot read /nonexistent"),
         (arguments(&["--nothing"]), "--nothing"),
@@ -425,6 +427,8 @@ fn bad_usage_ends_with_2_and_says_what_is_wrong() {
         (vec!["run", refused.to_str().unwrap()], "several kernels"),
         (vec!["run", refused.to_str().unwrap(), "first"], "`vgpu check` lists all reasons"),
         (vec!["check", missing.to_str().unwrap()], "cannot read"),
+        (vec!["fuzz", "--programs", "0"], "--programs <N>"),
+        (vec!["fuzz", "--limit", "0"], "--limit <SECONDS>"),
         (vec![], "Usage"),
     ] {
         let (code, text) = vgpu(&call);
@@ -506,6 +510,12 @@ fn coverage_counts_instructions_and_kernels() {
     assert!(text.contains("  ret") && text.contains("unsupported-opcode (stopped), 2 times"), "{text}");
     let (_, text) = vgpu(&["coverage", files[1], "--format", "sarif"]);
     assert_is_sarif(&json(&text));
+    // A file that is no PTX is reported, and the others are counted.
+    let nonsense = temporary("nonsense");
+    let (code, text) = vgpu(&["coverage", nonsense.path().to_str().unwrap(), files[0]]);
+    assert_eq!(code, 1, "{text}");
+    assert!(text.contains("refused (stopped):") && text.contains("1:1: expected a module-level"), "{text}");
+    assert!(text.contains("5 of 5 kernels run"), "{text}");
 }
 
 #[test]
