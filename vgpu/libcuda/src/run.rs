@@ -93,7 +93,7 @@ fn run(
         let name = format!("data of parameter {number}");
         let read = || given(&name, arg.data.before().get_all(arg.bytes));
         if arg.bytes > 0 {
-            // Before the kernel runs: a call that fails changes no array.
+            // A call that fails changes no array, so the kernel has not run yet.
             given(&name, arg.data.required())?;
         }
         let value = match arg.kind {

@@ -351,8 +351,8 @@ api! {
         }
     }
 
-    /// Lets the current context access the memory of another device's context. As on an H200, its
-    /// peers reach no variables of modules, and all contexts of its device have the access.
+    /// Lets the current context access the memory of another device's context. All
+    /// contexts of its device have the access then, but not to variables of modules, as on an H200.
     fn cuCtxEnablePeerAccess(peer: Handle, flags: c_uint) {
         let world = world()?;
         if flags != 0 {

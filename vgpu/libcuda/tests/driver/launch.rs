@@ -71,7 +71,7 @@ fn a_device_has_the_attributes_of_what_works() {
         ok!(cuDeviceGetAttribute(&mut value => *mut i32, attribute => i32, 0 => i32));
         value
     };
-    // As on an H200: registered host memory, also for reads alone, clusters, domains, tensor maps.
+    // Registered host memory, also for reads alone, clusters, domains and tensor maps: an H200's.
     assert_eq!([99, 113, 120, 126, 127].map(attribute), [1, 1, 1, 4, 1]);
     // IPC events are missing.
     assert_eq!(attribute(125), 0);

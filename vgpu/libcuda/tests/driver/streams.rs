@@ -236,7 +236,7 @@ fn a_capture_ends_with_its_stream_and_with_the_context() {
     // The thread may allocate again, and the other stream is free.
     assert_eq!((download(upload(&[1]), 1), is_captured(joined)), (vec![1], 0));
 
-    // Without a stream that joined it, a capture is ended but no graph.
+    // A capture is not valid any more without a stream that joined it.
     let began = stream(1);
     begin(began);
     ok!(cuStreamDestroy_v2(joined => Handle));
