@@ -10,7 +10,7 @@
 //! | | page | take it for |
 //! |---|---|---|
 //! | high throughput | [`throughput`] | prefill and training, from about 256 tokens a rank; the host may wait for counts |
-//! | low latency | [`low_latency`] | decoding, up to about 128 tokens a rank; the host never waits |
+//! | low latency | [`low_latency`] | decoding, up to about 128 tokens a rank; the host waits for no operation |
 //!
 //! # High throughput
 //! Each rank has a device, a process group and a [`Buffer`](throughput::Buffer). Here two ranks are

@@ -1,6 +1,6 @@
 //! Low latency: dispatch and combine for decode-sized batches, whose time is mostly waiting.
 //! [`throughput`](crate::throughput) is the mode for larger batches; the [front
-//! page](crate#low-latency) compares the results of both.
+//! page](crate#results-of-the-operations) compares the results of both.
 //!
 //! ```text
 //! x, topk_idx, weights --dispatch--> Received { x, expert_rows, expert_counts, .. }
@@ -20,7 +20,9 @@
 //! ([`Options::combine_dtype`]).
 //!
 //! # The calls of a layer
-//! The host waits in none of them, and nothing is allocated, so that all can be captured.
+//! The host waits in none but `capture` and `regroup`, and all but these two can be captured. A call
+//! that takes memory (`first_tokens`, several columns, rows by expert) takes it in the run that
+//! `capture` makes before it records.
 //!
 //! | call | does |
 //! |---|---|

@@ -11,8 +11,8 @@
 //!
 //! Operations are collective unless they say that they are local: each rank of the group makes the
 //! same calls in the same order. Work is enqueued on a stream
-//! ([`StreamOrder`](crate::StreamOrder)); only an exact-size dispatch makes the host wait, for the
-//! counts.
+//! ([`StreamOrder`](crate::StreamOrder)); only an exact-size dispatch, for the counts, and
+//! [`Buffer::capture`] make the host wait.
 //!
 //! # The calls of a layer
 //!
@@ -29,7 +29,7 @@
 //! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
 //! | [`Buffer::transpose_column`] | copies a received column with the rows side by side, as grouped GEMMs read scales; local | no |
 //! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows; local | no |
-//! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | no |
+//! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | for the run before the recording |
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
 //!
 //! # Two batches at once

@@ -139,6 +139,9 @@ fn rounds(
     for index in 0..count {
         let outcome = round(index, &mut other);
         failed = number == 0 && (matches!(outcome, Ok(true)) || has_failed(&outcome));
+        // The other call is made, and not refused.
+        let is_told = matches!(outcome, Ok(_) | Err(Error::PeerTimeout { .. } | Error::OtherCall { .. }));
+        assert!(is_told || !matches!(fault, Fault::Calls(..)), "rank {number}: {outcome:?} at {fault:?}");
         if !matches!(outcome, Ok(false)) {
             break;
         }

@@ -516,9 +516,6 @@ pub fn has_no_rows(rank: &mut Rank, handle: &DispatchHandle) -> Result<()> {
 #[test]
 fn no_step_runs_between_the_halves_of_an_operation() {
     in_both_spreads(|rank, turn, inputs, place| {
-        if rank.buffer.num_nodes() > 1 {
-            return Ok(());
-        }
         let stream = rank.stream.clone();
         let order = StreamOrder::on(&stream);
         let step = captured_echo(rank, place, inputs)?;

@@ -4,6 +4,7 @@
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide_gpu::layout::is_batch;
+use epoxide_testing::harness::PATIENCE;
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -53,6 +54,32 @@ fn blocks_that_send_nothing_list_rows() {
     LowLatencyCase { sm_count: 32, ..on(&[171, 174, 180], 8, 16) }.check();
     for tokens in tier::pick(vec![], vec![vec![1024, 990], vec![131, 131, 131, 131], vec![140, 0]]) {
         LowLatencyCase { rounds: 2, places: 2, ..many_experts(&tokens, 8) }.check();
+    }
+}
+
+/// A block of a batch lists rows and sends none, in a kernel of its own.
+#[test]
+fn a_batch_has_its_kernel() {
+    let nine: Vec<u32> = (0..9).map(|rank| 60 - rank * 5).collect();
+    for (case, kernel) in [
+        (on(&[300, 280], 8, 16), "low_latency_dispatch_batch"),
+        (on(&nine, 6, 16), "low_latency_dispatch_many_batch"),
+        // More entries than blocks of a batch look at.
+        (on(&[300, 41], 9, 16), "low_latency_dispatch"),
+    ] {
+        let checker = Checker::new(CheckConfig::default());
+        checker.count_stores();
+        let case = LowLatencyCase { checker: Some(checker.clone()), ..case };
+        case.run(|rank| {
+            rank.round_trip(&case)?;
+            rank.group.barrier(PATIENCE)?;
+            let stores = checker.stores();
+            let mut kernels =
+                stores.iter().map(|stored| &stored.kernel).filter(|name| name.contains("dispatch"));
+            assert!(kernels.all(|name| name == kernel), "{kernel}: {stores:?}");
+            assert!(stores.iter().any(|stored| stored.kernel == kernel), "{kernel}: {stores:?}");
+            rank.group.barrier(PATIENCE)
+        });
     }
 }
 

@@ -109,7 +109,9 @@ fn traces_have_no_times_of_phases_that_were_left_out() {
         LowLatencyCase { sm_count: 132, ..case.clone() }.run(|rank| {
             rank.buffer.start_trace(1 << 14)?;
             case.verify(rank)?;
-            let (launches, _) = rank.buffer.take_trace(&rank.stream)?;
+            let (launches, dropped) = rank.buffer.take_trace(&rank.stream)?;
+            let of = |name| launches.iter().filter(|launch| launch.operation == name).count();
+            assert!(of("dispatch") > 0 && of("combine") > 0 && dropped == 0, "{launches:?}");
             for launch in launches {
                 for block in &launch.blocks {
                     let phases = [block.enter, block.ready, block.moved];

@@ -13,6 +13,7 @@ use epoxide_testing::harness::{PATIENCE, open_device, run_ranks, sleep};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
+use half::bf16;
 
 use super::ones::Ones;
 use crate::failing::{FailingDevice, REFUSAL};
@@ -537,20 +538,37 @@ fn an_expert_id_out_of_range_is_named() {
     });
 }
 
-/// Blocks that begin after the one with the id send their tokens, too.
+/// Blocks that begin after the one with the id send their tokens, too, and that block the token's
+/// other entry.
 #[test]
 fn an_expert_id_out_of_range_holds_no_other_token_back() {
+    // Of each rank; ranks have two experts each. Rank 2 has an id out of range.
+    const IDS: [[i64; 8]; 3] = [[0, 1, 2, 3, 4, 5, 0, 5], [0, 1, 2, 3, 4, 5, 0, 5], [6, 0, 2, 1, 4, 0, 2, 5]];
     let main = |rank: &mut Ones| {
-        let mut place = rank.buffer.place(0)?;
-        if rank.rank == 2 {
-            rank.topk_idx = TypedTensor::from_host(&rank.stream, &[TOKENS, 2], &[6, 0, 2, 1, 4, 0, 2, 5])?;
-        }
-        drop(rank.dispatch(&mut place)?);
+        let (me, mut place) = (i64::from(rank.rank), rank.buffer.place(0)?);
+        let value = |source: i64, token: u64| bf16::from_f32((source * 8 + token as i64 + 1) as f32);
+        let x: Vec<_> = (0..TOKENS).flat_map(|token| vec![value(me, token); HIDDEN as usize]).collect();
+        rank.x = Tensor::from_host(&rank.stream, DType::Bf16, &[TOKENS, HIDDEN], &x)?;
+        rank.topk_idx = TypedTensor::from_host(&rank.stream, &[TOKENS, 2], &IDS[me as usize])?;
+        let received = rank.dispatch(&mut place)?;
         let outcome = rank.outcome();
-        if rank.rank != 2 {
-            return outcome;
+        if me == 2 {
+            assert!(matches!(outcome, Err(Error::Argument { .. })), "{outcome:?}");
+            return Ok(());
         }
-        assert!(matches!(outcome, Err(Error::Argument { .. })), "{outcome:?}");
+        outcome?;
+        let rows_of = |expert: i64| IDS.iter().flatten().filter(|&&id| id == expert).count() as i32;
+        assert_eq!(received.expert_counts.values(&rank.stream)?, [rows_of(2 * me), rows_of(2 * me + 1)]);
+        let x = received.x.to_host::<bf16>(&rank.stream)?;
+        for (source, ids) in (0..).zip(&IDS) {
+            for (token, ids) in (0..).zip(ids.chunks(2)) {
+                if ids.iter().any(|id| id / 2 == me) {
+                    let row = (source as u64 * TOKENS + token) * HIDDEN;
+                    let got = &x[row as usize..][..HIDDEN as usize];
+                    assert!(got.iter().all(|&x| x == value(source, token)), "token {token} of {source}");
+                }
+            }
+        }
         Ok(())
     };
     let tcp = TransportOptions::new(TransportKind::Tcp);

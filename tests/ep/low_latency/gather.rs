@@ -59,11 +59,17 @@ fn a_copy_beside_other_work() {
         let received =
             buffer.dispatch(&mut place, inputs.request(Quantise::Not), StreamOrder::comm(stream))?;
         let shape = [u64::from(buffer.local_experts()) * buffer.rows(), 64];
-        let x = Tensor::alloc(stream.device(), DType::Bf16, &shape)?;
-        let event = buffer.gather_by_expert(&received, &x, None, StreamOrder::comm(stream).asynchronous())?;
-        let none = buffer.gather_by_expert(&received, &x, None, StreamOrder::on(stream))?;
-        assert!(event.is_some() && none.is_none());
-        stream.synchronize()?;
+        let copies = [(); 2]
+            .map(|()| Tensor::from_host(stream, DType::Bf16, &shape, &vec![7u16; shape[0] as usize * 64]));
+        let [beside, behind] = copies;
+        let (beside, behind) = (beside?, behind?);
+        let order = StreamOrder::comm(stream).asynchronous();
+        let event = buffer.gather_by_expert(&received, &beside, None, order)?.expect("it is asynchronous");
+        assert!(buffer.gather_by_expert(&received, &behind, None, StreamOrder::on(stream))?.is_none());
+        event.synchronize()?;
+        let rows = behind.to_host::<u16>(stream)?;
+        assert!(rows.iter().any(|&x| x != 7), "no row was copied");
+        assert_eq!(beside.to_host::<u16>(stream)?, rows);
         buffer.check()
     });
 }

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 /// * One rank launches buffer A's operation before B's, another rank B's before A's.
 /// * They run on concurrent streams.
 /// * Both do not fit on the device at once ([`Config::num_sms`](crate::throughput::Config) blocks
-///   each).
+///   each, and those that copy in a combine of a tensor).
 ///
 /// Launch them in one order on every rank, or on one stream, or give each so few multiprocessors
 /// that all fit.

@@ -371,7 +371,7 @@ pub fn nanoseconds(timeout: Duration) -> u64 {
 /// Returns this rank's part of a new buffer once every rank has its part.
 ///
 /// # Errors
-/// That of the part, or [`Error::Unavailable`] with the reason of a rank whose part is an error.
+/// The error of the part, or [`Error::Unavailable`] with the reason of a rank whose part is an error.
 pub fn agree_on_part<T>(group: &dyn ProcessGroup, part: Result<T>) -> Result<T> {
     transport::agree_or(group, part, |_, reason| Error::Unavailable { what: "the buffer".into(), reason })
 }

@@ -198,6 +198,6 @@ pub trait Overwrites: Debug + Send + Sync {
     /// Begins a run of the captured operation into them, which are free.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// The driver's.
     fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()>;
 }

@@ -10,8 +10,8 @@ const HINT_COLUMNS: u64 = 128;
 /// How many multiprocessors an operation may use, and the chunk sizes that the size hints are made
 /// of.
 ///
-/// `num_sms` bounds the grid of dispatch and of combine, and gives the number of channels
-/// (`num_sms / 2`). Across nodes, `num_max_rdma_chunked_send_tokens` rows travel in one put. The
+/// `num_sms` bounds the grid of dispatch, and the blocks of a combine that sum; those that copy a
+/// tensor's rows into the pool are beside them. It gives the number of channels (`num_sms / 2`). Across nodes, `num_max_rdma_chunked_send_tokens` rows travel in one put. The
 /// other chunk fields keep the meaning and the rules they have in MSCCL++'s DeepEP port. The
 /// kernels write rows to their final place and have no rings. Here these fields only enter the size
 /// hints.
