@@ -11,10 +11,10 @@ use epoxide::throughput::{
 };
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::harness::{Rank, Setup};
+use epoxide_testing::harness::{Rank, Setup, run_ranks};
 
 use crate::spread::{Spread, in_every_spread};
-use crate::valid::{EXPERTS, TOKENS, errors_of, refused, setup, tensor, then_dispatch, typed};
+use crate::valid::{EXPERTS, TOKENS, Valid, errors_of, refused, setup, tensor, then_dispatch, typed};
 
 in_every_spread! {
     an_expert_id_out_of_range_is_an_error_on_every_rank,
@@ -74,6 +74,26 @@ fn tensors_of_another_device_are_refused() {
         let refusal = ["a tensor = in memory of device 7", "memory of the buffer's device, device"];
         refused(rank.dispatch(place, valid.request_of(&x)), &refusal);
         Ok(())
+    });
+}
+
+/// Rows in a pool, and outputs of the buffer's own.
+#[test]
+fn results_of_another_device_are_refused() {
+    run_ranks(1, |_, group| {
+        let device = |ordinal| VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() });
+        let options = || Setup::new(1, 1, TOKENS as u32, 64).options;
+        let mut one = Rank::new(device(1), group.clone(), options())?;
+        let mut two = Rank::new(device(2), group, options())?;
+        let (valid, mut place) = (Valid::new(&mut one)?, one.place()?);
+        let received = one.dispatch(&mut place, DispatchRequest::new(&valid.x, &valid.layout))?;
+        let sums = one.combine(CombineRequest::new(&received.recv_x, &received.handle))?;
+        let (valid, mut place) = (Valid::new(&mut two)?, two.place()?);
+        let (x, refusal) = (&sums.combined_x, ["a tensor = in memory of device 1"]);
+        refused(two.dispatch(&mut place, DispatchRequest::new(x, &valid.layout)), &refusal);
+        let handle = two.dispatch(&mut place, DispatchRequest::new(&valid.x, &valid.layout))?.handle;
+        refused(two.combine(CombineRequest::new(&received.recv_x, &handle)), &refusal);
+        two.stream.synchronize()
     });
 }
 

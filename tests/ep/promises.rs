@@ -512,6 +512,37 @@ pub fn has_no_rows(rank: &mut Rank, handle: &DispatchHandle) -> Result<()> {
     Ok(())
 }
 
+/// A wait decides whether a stream takes part in a capture, and with it whether a call only records.
+#[test]
+fn events_decide_no_capture_unseen() {
+    in_both_spreads(|rank, turn, inputs, _| {
+        let (stream, side) = (rank.stream.clone(), Stream::new(rank.stream.device())?);
+        let (ids, experts) = (&inputs.topk_idx, turn.routing.num_experts);
+        // No memory can be taken in a capture that is not the buffer's.
+        let layouts =
+            [(); 3].map(|()| rank.buffer.get_dispatch_layout(ids, experts, StreamOrder::on(&stream)));
+        drop(layouts);
+        stream.synchronize()?;
+        let before = event(&stream)?;
+        let graph = stream.capture(|| {
+            // The buffer's stream stays outside.
+            let order = StreamOrder::comm(&stream).after(&before).asynchronous();
+            let outside = rank.buffer.get_dispatch_layout(ids, experts, order).map(drop);
+            refused(outside, &["after = the given event", "was recorded in it"]);
+            // This stream joins by the wait.
+            let fork = event(&stream)?;
+            let order = StreamOrder::on(&side).after(&fork);
+            let joins = rank.buffer.get_dispatch_layout(ids, experts, order).map(drop);
+            refused(joins, &["after = the given event", "make the call once more"]);
+            drop(rank.buffer.get_dispatch_layout(ids, experts, order)?);
+            stream.wait(&event(&side)?)
+        })?;
+        // SAFETY: the recorded addresses are the buffer's and the rank's, which waits for the stream.
+        unsafe { graph.launch(&stream)? };
+        rank.outcome()
+    });
+}
+
 /// The rows of an outstanding combine must stay, whoever launches meanwhile.
 #[test]
 fn no_step_runs_between_the_halves_of_an_operation() {

@@ -317,6 +317,10 @@ impl Stream {
     ///
     /// # Safety
     /// `raw` is a stream of this device's primary context and outlives the result.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where it is of another context, or the per-thread default stream, which
+    /// is another stream on each thread; errors of the driver.
     pub unsafe fn adopt(device: &Device, raw: RawStream) -> Result<Stream> {
         // SAFETY: passed on to the caller.
         let handle = unsafe { device.driver.stream_adopt(raw)? };

@@ -1,6 +1,5 @@
 //! Device tensors: an address with a dtype and a shape, checked before any launch.
 
-use std::any::Any;
 use std::borrow::Cow;
 use std::fmt;
 use std::marker::PhantomData;
@@ -133,8 +132,20 @@ elements! {
 /// Bytes that a row has less than.
 const MOST_ROW_BYTES: u64 = 1 << 24;
 
+/// Keeps memory of a device alive.
+pub trait Owns: fmt::Debug + Send + Sync {
+    /// The device, behind whose streams the memory is freed, or used again.
+    fn device(&self) -> &Device;
+}
+
+impl Owns for Memory {
+    fn device(&self) -> &Device {
+        self.device()
+    }
+}
+
 /// Keeps the memory of a tensor alive.
-pub type Owner = Arc<dyn Any + Send + Sync>;
+pub type Owner = Arc<dyn Owns>;
 
 /// The owners of tensors, those that have one.
 pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a>>>) -> Vec<Owner> {

@@ -57,15 +57,16 @@ fn blocks_that_send_nothing_list_rows() {
     }
 }
 
-/// A block of a batch lists rows and sends none, in a kernel of its own.
+/// A block of a batch lists rows and sends none, in a kernel of its own. Ranks with few tokens have
+/// the other one beside it.
 #[test]
 fn a_batch_has_its_kernel() {
     let nine: Vec<u32> = (0..9).map(|rank| 60 - rank * 5).collect();
     for (case, kernel) in [
-        (on(&[300, 280], 8, 16), "low_latency_dispatch_batch"),
-        (on(&nine, 6, 16), "low_latency_dispatch_many_batch"),
+        (on(&[300, 280], 8, 16), Some("low_latency_dispatch_batch")),
+        (on(&nine, 6, 16), Some("low_latency_dispatch_many_batch")),
         // More entries than blocks of a batch look at.
-        (on(&[300, 41], 9, 16), "low_latency_dispatch"),
+        (on(&[300, 41], 9, 16), None),
     ] {
         let checker = Checker::new(CheckConfig::default());
         checker.count_stores();
@@ -74,10 +75,9 @@ fn a_batch_has_its_kernel() {
             rank.round_trip(&case)?;
             rank.group.barrier(PATIENCE)?;
             let stores = checker.stores();
-            let mut kernels =
-                stores.iter().map(|stored| &stored.kernel).filter(|name| name.contains("dispatch"));
-            assert!(kernels.all(|name| name == kernel), "{kernel}: {stores:?}");
-            assert!(stores.iter().any(|stored| stored.kernel == kernel), "{kernel}: {stores:?}");
+            let of_batch =
+                stores.iter().map(|stored| stored.kernel.as_str()).find(|name| name.contains("batch"));
+            assert_eq!(of_batch, kernel);
             rank.group.barrier(PATIENCE)
         });
     }

@@ -18,6 +18,9 @@ use crate::error::{Error, Result};
 
 pub(super) const ADOPTED: u64 = 1 << 63;
 
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD: usize = 2;
+
 /// The `CUstream` behind a handle.
 pub(super) fn raw(stream: u64) -> CuStream {
     (stream & !ADOPTED) as CuStream
@@ -126,6 +129,10 @@ impl Driver for CudaDevice {
     }
 
     unsafe fn stream_adopt(&self, stream: RawStream) -> Result<u64> {
+        if stream.0 as usize == PER_THREAD {
+            let rule = "it is another stream on each thread: make a stream, and give that";
+            return Err(Error::argument("stream", "the per-thread default stream", rule));
+        }
         let _bound = self.bind()?;
         let mut context: CuContext = std::ptr::null_mut();
         // SAFETY: the out pointer is valid; the caller promises a live stream.

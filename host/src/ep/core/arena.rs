@@ -8,6 +8,7 @@ use std::time::Duration;
 use epoxide_gpu::layout::{ROW_ALIGN, Section};
 
 use crate::driver::{Device, DevicePtr, Event, Fence, Memory, MemoryKind, Stream};
+use crate::ep::tensor::Owns;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
@@ -34,6 +35,12 @@ pub struct Block {
     memory: Option<Memory>,
     ptr: DevicePtr,
     home: Arc<Arena>,
+}
+
+impl Owns for Block {
+    fn device(&self) -> &Device {
+        &self.home.device
+    }
 }
 
 /// Offsets of regions that follow each other, 128-byte aligned.

@@ -165,6 +165,17 @@ impl Enqueuer {
             }
             None => {}
         }
+        // A wait for an event of a capture makes the stream join it, and one for another event keeps
+        // the buffer's own stream out.
+        if order.previous_event.is_some() && stream.is_capturing()? != capturing {
+            let rule = match capturing {
+                true => {
+                    "the capture of the caller's stream does not reach it: give one that was recorded in it"
+                }
+                false => "it is of a capture that the stream has joined only now: make the call once more",
+            };
+            return Err(Error::argument("after", "the given event", rule));
+        }
         let outcome = if capturing {
             let outcome = work(stream);
             outcome.and(self.captured_end.record(stream))

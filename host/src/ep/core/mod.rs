@@ -356,9 +356,10 @@ impl<R> Drop for Core<R> {
 /// An error where the memory of a tensor is of another device than `device`, whose streams a free of
 /// it does not wait for.
 fn check_memory(owner: &Owner, device: &Device) -> Result<()> {
-    let Some(of) = owner.downcast_ref::<Memory>().map(Memory::device).filter(|of| !of.is(device)) else {
+    let of = owner.device();
+    if of.is(device) {
         return Ok(());
-    };
+    }
     let rule = format!("must be in memory of the buffer's device, {}: copy it there", named(device));
     Err(Error::argument("a tensor", format!("in memory of {}", named(of)), rule))
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use super::arena::Arena;
 use super::nanoseconds;
 use super::step::Overwrites;
-use crate::driver::{DevicePtr, Fence, Memory, Stream, give_up};
-use crate::ep::tensor::Owner;
+use crate::driver::{Device, DevicePtr, Fence, Memory, Stream, give_up};
+use crate::ep::tensor::{Owner, Owns};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
@@ -57,6 +57,12 @@ impl Pool {
     }
 }
 
+impl Owns for Pool {
+    fn device(&self) -> &Device {
+        self.memory.device()
+    }
+}
+
 impl Drop for Pool {
     fn drop(&mut self) {
         let ended = self.arena.wait_all(self.longest());
@@ -89,6 +95,11 @@ pub struct PlaceState<R> {
 struct LastLease<R> {
     dispatches: u64,
     last: Weak<Lease<R>>,
+    /// Its dispatch.
+    last_dispatch: u64,
+    /// Leases of that dispatch that have not ended. One that is being dropped counts until its fence
+    /// is there.
+    live: u32,
     /// Behind all work that was enqueued when the last lease ended.
     ended: Option<Fence>,
 }
@@ -148,7 +159,13 @@ impl<R> PlaceState<R> {
             arena,
             taken: AtomicBool::new(false),
             current: AtomicU64::new(0),
-            lease: Mutex::new(LastLease { dispatches: 0, last: Weak::new(), ended: None }),
+            lease: Mutex::new(LastLease {
+                dispatches: 0,
+                last: Weak::new(),
+                last_dispatch: 0,
+                live: 0,
+                ended: None,
+            }),
         })
     }
 
@@ -201,7 +218,10 @@ impl<R> PlaceState<R> {
     pub fn lease(self: &Arc<Self>, dispatch: u64) -> Arc<Lease<R>> {
         let (detached, recorded) = (AtomicBool::new(false), AtomicBool::new(false));
         let lease = Arc::new(Lease { place: self.clone(), dispatch, detached, recorded });
-        lock(&self.lease).last = Arc::downgrade(&lease);
+        let mut state = lock(&self.lease);
+        state.live = if state.last_dispatch == dispatch { state.live + 1 } else { 1 };
+        (state.last, state.last_dispatch) = (Arc::downgrade(&lease), dispatch);
+        drop(state);
         lease
     }
 
@@ -209,7 +229,7 @@ impl<R> PlaceState<R> {
     /// and its tensors may be in use.
     fn fence_readers(&self) -> Result<()> {
         let mut state = lock(&self.lease);
-        if state.last.strong_count() != 0 {
+        if state.live != 0 {
             let fence = self.arena.fence()?;
             if let Some(before) = state.ended.replace(fence) {
                 self.arena.give_back(before);
@@ -222,7 +242,11 @@ impl<R> PlaceState<R> {
     pub fn order_before(&self, stream: &Stream) -> Result<()> {
         let Some(fence) = lock(&self.lease).ended.take() else { return Ok(()) };
         let outcome = fence.order_before(stream);
-        self.arena.give_back(fence);
+        match outcome {
+            Ok(()) => self.arena.give_back(fence),
+            // Another try waits for it.
+            Err(_) => drop(lock(&self.lease).ended.get_or_insert(fence)),
+        }
         outcome
     }
 
@@ -253,7 +277,12 @@ impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
             self.place.fence_readers()?;
             self.place.order_before(stream)?;
         }
-        lock(&self.place.lease).last = Arc::downgrade(&self);
+        let mut state = lock(&self.place.lease);
+        if state.last_dispatch != self.dispatch {
+            (state.last_dispatch, state.live) = (self.dispatch, 1);
+        }
+        state.last = Arc::downgrade(&self);
+        drop(state);
         self.place.current.store(self.dispatch, Ordering::Release);
         Ok(())
     }
@@ -309,13 +338,57 @@ impl<R> Lease<R> {
     }
 }
 
+impl<R: Debug + Send + Sync> Owns for Lease<R> {
+    fn device(&self) -> &Device {
+        self.place.pool.memory().device()
+    }
+}
+
 impl<R> Drop for Lease<R> {
     fn drop(&mut self) {
         let fence = self.place.arena.fence();
         let mut state = lock(&self.place.lease);
         // Another dispatch may have begun here since; it has waited for this one's readers itself.
         if state.dispatches == self.dispatch || self.place.current() == self.dispatch {
-            state.ended = fence.inspect_err(|error| tracing::debug!("{error}")).ok();
+            match fence {
+                Ok(fence) => state.ended = Some(fence),
+                // It stays one of those that have not ended, so that the next operation here makes
+                // the fence, or fails.
+                Err(error) => return tracing::warn!("a fence behind readers of a dispatch: {error}"),
+            }
         }
+        if state.last_dispatch == self.dispatch {
+            state.live = state.live.saturating_sub(1);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::MemoryKind;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    /// Streams may read the rows of a lease until its fence is there.
+    #[test]
+    fn a_lease_that_is_being_dropped_has_readers() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let arena = Arena::new(&device);
+        let memory = Memory::alloc(&device, 4096, MemoryKind::Device, "pool").unwrap();
+        let pool = Pool::new(Arc::new(memory), &arena, Duration::from_secs(1));
+        let place = PlaceState::new(0, 1, (), pool, arena);
+        let lease = place.begin().unwrap();
+        lease.detach();
+        let has_fence = || lock(&place.lease).ended.is_some();
+        assert!(!has_fence());
+        // No reference is left, as when its drop has begun on another thread.
+        let lease = Arc::try_unwrap(lease).unwrap();
+        let next = place.begin().unwrap();
+        assert!(has_fence());
+        drop(lease);
+        assert!(has_fence());
+        place.order_before(&Stream::new(&device).unwrap()).unwrap();
+        drop(next);
+        assert!(has_fence(), "that of the dispatch behind it");
     }
 }

@@ -119,6 +119,10 @@ impl Options {
     /// multiprocessor is enough. The second launch takes a few microseconds. Operations on the
     /// stream of a green context with fewer multiprocessors than they have blocks are launched like
     /// that anyway.
+    ///
+    /// Such a kernel must run on a stream that this library does not know, neither a
+    /// [`Stream`](crate::driver::Stream) nor an adopted one. Memory is freed, and used again, behind
+    /// all streams that it knows, and such a wait would not end.
     pub fn beside_persistent_kernels(mut self) -> Options {
         self.beside_persistent_kernels = true;
         self
