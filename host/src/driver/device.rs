@@ -125,6 +125,13 @@ pub trait Driver: Send + Sync + Debug {
     /// [`Driver::stream_wait_event`].
     fn streams(&self) -> &Streams;
 
+    /// Orders later frees of [`MemoryKind::Device`] behind the work so far of a stream that is about
+    /// to be destroyed or captured. The caller holds the list of streams. A device whose frees come
+    /// behind all of its work has nothing to do.
+    fn order_frees_behind(&self, _stream: u64) -> Result<()> {
+        Ok(())
+    }
+
     /// A descriptor that stands for [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory
     /// in this or another process.
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;

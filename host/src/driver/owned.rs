@@ -368,8 +368,13 @@ impl Stream {
 
     /// Makes this stream wait for the event's last record.
     pub fn wait(&self, event: &Event) -> Result<()> {
-        // It may join a capture by this.
-        let _still = self.device.driver.streams().hold();
+        let mut list = self.device.driver.streams().hold();
+        // The stream may join a capture by this. Where none is under way, it cannot.
+        if list.captures > 0
+            && let Some(listed) = list.find(self.id)
+        {
+            depart(&self.device, &mut list, listed)?;
+        }
         self.device.driver.stream_wait_event(self.handle, event.handle)
     }
 
@@ -503,13 +508,19 @@ impl Stream {
 
     /// Records the work that `work` enqueues instead of running it.
     pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        let streams = self.device.driver.streams();
         {
-            let _still = self.device.driver.streams().hold();
+            let mut list = streams.hold();
+            if let Some(listed) = list.find(self.id) {
+                depart(&self.device, &mut list, listed)?;
+            }
             self.device.driver.capture_begin(self.handle)?;
+            list.captures += 1;
         }
         let outcome = catch_unwind(AssertUnwindSafe(work));
         // The capture must end in any case, or the stream stays unusable.
         let graph = self.device.driver.capture_end(self.handle);
+        streams.hold().captures -= 1;
         let outcome = outcome.unwrap_or_else(|panic| {
             if let Ok(handle) = graph {
                 self.device.driver.graph_destroy(handle);
@@ -533,8 +544,8 @@ impl Drop for Stream {
         // Held until the driver has destroyed the stream too: otherwise a fence, or a free of
         // memory, could miss its work.
         let mut list = self.device.driver.streams().hold();
-        if list.remove(self.id).is_some_and(|gone| gone.fenced)
-            && let Err(error) = depart(&self.device, &mut list, self.handle)
+        if let Some(gone) = list.remove(self.id)
+            && let Err(error) = depart(&self.device, &mut list, gone)
         {
             tracing::debug!("later fences do not wait for the work of a destroyed stream: {error}");
         }
@@ -542,10 +553,12 @@ impl Drop for Stream {
     }
 }
 
-/// Orders later fences behind the work so far of a stream that is destroyed or returned to its
-/// caller.
-fn depart(device: &Device, list: &mut List, gone: u64) -> Result<()> {
-    if device.driver.stream_is_capturing(gone)? {
+/// Orders later fences and frees behind the work so far of a stream that is about to be destroyed,
+/// returned to its caller or captured. From then on they do not come behind the stream itself.
+fn depart(device: &Device, list: &mut List, gone: Listed) -> Result<()> {
+    device.driver.order_frees_behind(gone.handle)?;
+    // Work that the stream had before a capture was ordered when the capture began.
+    if !gone.fenced || device.driver.stream_is_capturing(gone.handle)? {
         return Ok(());
     }
     let departed = match list.departed {
@@ -554,7 +567,7 @@ fn depart(device: &Device, list: &mut List, gone: u64) -> Result<()> {
         None => *list.departed.insert(device.driver.stream_create(false)?),
     };
     let event = device.driver.event_create(false)?;
-    let outcome = device.driver.event_record(event, gone);
+    let outcome = device.driver.event_record(event, gone.handle);
     let outcome = outcome.and_then(|()| device.driver.stream_wait_event(departed, event));
     device.driver.event_destroy(event);
     outcome

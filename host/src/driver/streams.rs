@@ -20,8 +20,11 @@ pub struct Streams {
 #[derive(Debug, Default)]
 pub(super) struct List {
     pub(super) streams: Vec<Listed>,
-    /// A stream that has waited for all destroyed streams, whose work may still run.
+    /// A stream that waits for work of streams that were destroyed or captured since, which may
+    /// still run.
     pub(super) departed: Option<u64>,
+    /// Captures under way that this library began.
+    pub(super) captures: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +65,11 @@ impl Streams {
 }
 
 impl List {
+    /// The entry of a stream.
+    pub(super) fn find(&self, id: u64) -> Option<Listed> {
+        self.streams.iter().find(|stream| stream.id == id).copied()
+    }
+
     /// Takes a stream off the list.
     pub(super) fn remove(&mut self, id: u64) -> Option<Listed> {
         let at = self.streams.iter().position(|stream| stream.id == id)?;
@@ -69,7 +77,7 @@ impl List {
     }
 
     /// (id, handle) of the streams that a fence comes behind. The one that stands for those that
-    /// are gone has the id 0.
+    /// were destroyed or captured has the id 0.
     pub(super) fn fenced(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let fenced = self.streams.iter().filter(|stream| stream.fenced);
         fenced.map(|stream| (stream.id, stream.handle)).chain(self.departed.map(|handle| (0, handle)))
@@ -77,7 +85,7 @@ impl List {
 }
 
 /// A point behind all work that the listed streams had been given when it was made. Captured work
-/// is left out: it does not run.
+/// is left out, because it does not run. Work that a stream had before its capture is not.
 #[derive(Debug)]
 pub struct Fence(Vec<(u64, Event)>);
 

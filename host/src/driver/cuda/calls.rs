@@ -66,6 +66,13 @@ impl Driver for CudaDevice {
         &self.streams
     }
 
+    fn order_frees_behind(&self, stream: u64) -> Result<()> {
+        let _bound = self.bind()?;
+        // SAFETY: the stream is live and the list of streams held, as the trait demands.
+        unsafe { self.pool.order_behind(raw(stream)) };
+        Ok(())
+    }
+
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
         memory::export(&self.bind()?, memory)
     }
@@ -165,14 +172,10 @@ impl Driver for CudaDevice {
     }
 
     fn stream_destroy(&self, stream: u64) {
-        // SAFETY: the stream is live, and its owner holds the list of streams. Its owner gives it
-        // back once; the driver lets its work finish.
-        self.clean_up(|_| unsafe {
-            self.pool.order_behind(raw(stream));
-            if stream & ADOPTED == 0 {
-                ffi::cuStreamDestroy_v2(raw(stream)).log("cuStreamDestroy");
-            }
-        });
+        if stream & ADOPTED == 0 {
+            // SAFETY: its owner gives it back once; the driver lets its work finish.
+            self.clean_up(|_| unsafe { ffi::cuStreamDestroy_v2(raw(stream)) }.log("cuStreamDestroy"));
+        }
     }
 
     fn stream_synchronize(&self, stream: u64) -> Result<()> {

@@ -680,6 +680,48 @@ fn a_fence_comes_behind_all_streams_but_those_that_record() {
     });
 }
 
+/// Waits until a fence has passed, after checking that it has not while `gate` is closed.
+fn assert_behind_gate(fence: &Fence, gate: &Words) {
+    assert!(!fence.wait_timeout(Duration::from_millis(5)).unwrap(), "work before the capture still runs");
+    word(gate, 0).store(1, Ordering::Release);
+    assert!(fence.wait_timeout(Duration::from_secs(120)).unwrap());
+}
+
+#[test]
+fn a_fence_comes_behind_what_a_stream_had_before_its_capture() {
+    on_both(|rig| {
+        let gate = rig.words(1);
+        let captured = rig.stream();
+        rig.wait(&captured, gate.ptr(), 1);
+        let mut fence = None;
+        let graph = captured.capture(|| {
+            fence = Some(Fence::new(&rig.device, &mut Vec::new())?);
+            Ok(())
+        });
+        assert_behind_gate(&fence.unwrap(), &gate);
+        drop(graph.unwrap());
+    });
+}
+
+#[test]
+fn a_fence_comes_behind_what_a_stream_had_before_it_joined_a_capture() {
+    on_both(|rig| {
+        let gate = rig.words(1);
+        let (joins, fork, join) = (rig.stream(), rig.event(), rig.event());
+        rig.wait(&joins, gate.ptr(), 1);
+        let mut fence = None;
+        let graph = rig.stream.capture(|| {
+            fork.record(&rig.stream)?;
+            joins.wait(&fork)?;
+            fence = Some(Fence::new(&rig.device, &mut Vec::new())?);
+            join.record(&joins)?;
+            rig.stream.wait(&join)
+        });
+        assert_behind_gate(&fence.unwrap(), &gate);
+        drop(graph.unwrap());
+    });
+}
+
 #[test]
 fn a_fence_comes_behind_a_stream_that_is_gone() {
     on_both(|rig| {
