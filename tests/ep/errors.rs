@@ -3,9 +3,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use epoxide::driver::Stream;
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
-use epoxide::internal::Fields;
+use epoxide::driver::{Memory, MemoryKind, Stream};
+use epoxide::internal::{Fields, driver};
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Counts, DispatchRequest, Options, Place, Shape,
 };
@@ -13,6 +13,7 @@ use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::{Rank, Setup, run_ranks};
 
+use crate::failing::{FailingDevice, REFUSAL};
 use crate::spread::{Spread, in_every_spread};
 use crate::valid::{EXPERTS, TOKENS, Valid, errors_of, refused, setup, tensor, then_dispatch, typed};
 
@@ -49,6 +50,24 @@ fn sizes_that_fit_no_type_are_refused() {
         let text = format!("max_scales = {max_scales}");
         refused(sizes(Shape { max_scales, ..shape }), &[&text, "at most 65535"]);
     }
+}
+
+#[test]
+fn memory_that_a_stream_may_still_use_is_leaked() {
+    let failing = FailingDevice::new(VirtualGpu::new(VirtConfig::default()), &[]);
+    let device = driver::device(failing.clone());
+    let alloc = || Memory::alloc(&device, 1 << 20, MemoryKind::Device, "test").unwrap();
+    let (freed, leaked, stream) = (alloc(), alloc(), Stream::new(&device).unwrap());
+    let before = device.free_memory().unwrap();
+    drop(freed);
+    let behind = device.free_memory().unwrap();
+    assert!(behind > before, "{before} and {behind} bytes");
+    failing.refuse_order();
+    let error = stream.capture(|| Ok(())).unwrap_err().to_string();
+    assert!(error.contains(REFUSAL), "{error}");
+    drop(stream);
+    drop(leaked);
+    assert_eq!(device.free_memory().unwrap(), behind);
 }
 
 /// Memory is freed behind the streams of its device: others may still use it then.

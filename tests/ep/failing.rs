@@ -1,4 +1,4 @@
-//! A device whose driver refuses a launch or an allocation when a test wants it to.
+//! A device whose driver refuses a launch, an allocation or an ordering when a test wants it to.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,9 +21,11 @@ pub struct FailingDevice {
     refuses: AtomicBool,
     /// Allocations with this label fail.
     refused_label: Option<&'static str>,
+    /// Frees cannot be ordered behind streams.
+    refuses_order: AtomicBool,
 }
 
-/// Error of the rejected launch or allocation.
+/// Error of the rejected call.
 pub const REFUSAL: &str = "the test refuses it";
 
 impl FailingDevice {
@@ -43,7 +45,13 @@ impl FailingDevice {
     ) -> Arc<FailingDevice> {
         let inner = driver(&inner).clone();
         let (handles, refuses) = (Mutex::default(), AtomicBool::new(false));
-        Arc::new(FailingDevice { inner, kernels, handles, refuses, refused_label })
+        let refuses_order = AtomicBool::new(false);
+        Arc::new(FailingDevice { inner, kernels, handles, refuses, refused_label, refuses_order })
+    }
+
+    /// From now on frees cannot be ordered behind streams.
+    pub fn refuse_order(&self) {
+        self.refuses_order.store(true, Ordering::Relaxed);
     }
 
     /// The next launch of one of the kernels fails.
@@ -87,6 +95,13 @@ impl Driver for FailingDevice {
             return Err(Error::os("alloc", REFUSAL));
         }
         self.inner.alloc(bytes, kind, label)
+    }
+
+    fn order_frees_behind(&self, stream: u64) -> Result<()> {
+        if self.refuses_order.load(Ordering::Relaxed) {
+            return Err(Error::os("order", REFUSAL));
+        }
+        self.inner.order_frees_behind(stream)
     }
 
     fn describe(&self, memory: &RawMemory, sections: &[Section]) {

@@ -128,6 +128,9 @@ pub trait Driver: Send + Sync + Debug {
     /// Orders later frees of [`MemoryKind::Device`] behind the work so far of a stream that is about
     /// to be destroyed or captured. The caller holds the list of streams. A device whose frees come
     /// behind all of its work has nothing to do.
+    ///
+    /// # Errors
+    /// Errors of the driver. Later frees may then come before the stream's work.
     fn order_frees_behind(&self, _stream: u64) -> Result<()> {
         Ok(())
     }

@@ -28,11 +28,14 @@ use crate::virtual_time::{Poller, VirtualTime};
 /// leaks memory of a device that is of little use any more. If it were freed, a kernel could write
 /// to memory that has another owner by then.
 pub(crate) fn give_up(device: &Device, what: &str, waited: Duration) {
+    leak_all(device, format_args!("{what} has not ended in {waited:?}"));
+}
+
+/// Frees nothing of the device any more, nor the device itself, until the process ends.
+fn leak_all(device: &Device, why: fmt::Arguments<'_>) {
     if device.driver.streams().give_up() {
         let ordinal = device.info().ordinal;
-        tracing::error!(
-            "{what} of device {ordinal} has not ended in {waited:?}: nothing of the device is freed any more"
-        );
+        tracing::error!("{why}: nothing of device {ordinal} is freed any more");
         std::mem::forget(device.clone());
     }
 }
@@ -370,10 +373,8 @@ impl Stream {
     pub fn wait(&self, event: &Event) -> Result<()> {
         let mut list = self.device.driver.streams().hold();
         // The stream may join a capture by this. Where none is under way, it cannot.
-        if list.captures > 0
-            && let Some(listed) = list.find(self.id)
-        {
-            depart(&self.device, &mut list, listed)?;
+        if list.captures > 0 {
+            order_behind(&self.device, &mut list, self.id)?;
         }
         self.device.driver.stream_wait_event(self.handle, event.handle)
     }
@@ -511,9 +512,7 @@ impl Stream {
         let streams = self.device.driver.streams();
         {
             let mut list = streams.hold();
-            if let Some(listed) = list.find(self.id) {
-                depart(&self.device, &mut list, listed)?;
-            }
+            order_behind(&self.device, &mut list, self.id)?;
             self.device.driver.capture_begin(self.handle)?;
             list.captures += 1;
         }
@@ -544,19 +543,30 @@ impl Drop for Stream {
         // Held until the driver has destroyed the stream too: otherwise a fence, or a free of
         // memory, could miss its work.
         let mut list = self.device.driver.streams().hold();
-        if let Some(gone) = list.remove(self.id)
-            && let Err(error) = depart(&self.device, &mut list, gone)
-        {
-            tracing::debug!("later fences do not wait for the work of a destroyed stream: {error}");
+        if let Some(gone) = list.remove(self.id) {
+            if let Err(error) = self.device.driver.order_frees_behind(gone.handle) {
+                let why = format_args!("work of a destroyed stream may still use it: {error}");
+                leak_all(&self.device, why);
+            }
+            if let Err(error) = order_fences_behind(&self.device, &mut list, gone) {
+                tracing::debug!("later fences do not wait for the work of a destroyed stream: {error}");
+            }
         }
         self.device.driver.stream_destroy(self.handle);
     }
 }
 
-/// Orders later fences and frees behind the work so far of a stream that is about to be destroyed,
-/// returned to its caller or captured. From then on they do not come behind the stream itself.
-fn depart(device: &Device, list: &mut List, gone: Listed) -> Result<()> {
-    device.driver.order_frees_behind(gone.handle)?;
+/// Orders later fences and frees behind the work so far of a stream that is about to be captured.
+/// Afterwards they leave the stream itself out.
+fn order_behind(device: &Device, list: &mut List, id: u64) -> Result<()> {
+    let Some(stream) = list.find(id) else { return Ok(()) };
+    device.driver.order_frees_behind(stream.handle)?;
+    order_fences_behind(device, list, stream)
+}
+
+/// Orders later fences behind the work so far of a stream that is about to be destroyed, returned
+/// to its caller or captured.
+fn order_fences_behind(device: &Device, list: &mut List, gone: Listed) -> Result<()> {
     // Work that the stream had before a capture was ordered when the capture began.
     if !gone.fenced || device.driver.stream_is_capturing(gone.handle)? {
         return Ok(());

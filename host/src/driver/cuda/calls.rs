@@ -69,8 +69,7 @@ impl Driver for CudaDevice {
     fn order_frees_behind(&self, stream: u64) -> Result<()> {
         let _bound = self.bind()?;
         // SAFETY: the stream is live and the list of streams held, as the trait demands.
-        unsafe { self.pool.order_behind(raw(stream)) };
-        Ok(())
+        unsafe { self.pool.order_behind(raw(stream)) }
     }
 
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {

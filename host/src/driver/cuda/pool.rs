@@ -93,15 +93,17 @@ impl MemoryPool {
         Ok(ptr)
     }
 
-    /// Gives memory back behind all that `streams` have been given so far.
+    /// Gives memory back behind all that `streams` have been given so far. Memory whose free cannot
+    /// be ordered behind one of them is leaked, because that stream may still use it.
     ///
     /// # Safety
     /// The memory is of this pool and is not freed twice; no other stream uses it. The streams are
     /// live, and their list is held.
-    pub unsafe fn free(&self, ptr: CuDevicePtr, streams: impl Iterator<Item = CuStream>) {
-        for stream in streams {
-            // SAFETY: passed on to the caller.
-            unsafe { self.order_behind(stream) };
+    pub unsafe fn free(&self, ptr: CuDevicePtr, mut streams: impl Iterator<Item = CuStream>) {
+        // SAFETY: passed on to the caller.
+        if let Err(error) = streams.try_for_each(|stream| unsafe { self.order_behind(stream) }) {
+            tracing::error!("device memory at {ptr:#x} is leaked: a stream may still use it: {error}");
+            return;
         }
         // SAFETY: passed on to the caller.
         unsafe { ffi::cuMemFreeAsync(ptr, self.release) }.log("cuMemFreeAsync");
@@ -110,21 +112,24 @@ impl MemoryPool {
     /// Orders later frees behind the work of `stream` so far. A stream under capture is left out:
     /// recorded work does not run.
     ///
+    /// # Errors
+    /// Errors of the driver. Later frees may then come before the stream's work.
+    ///
     /// # Safety
     /// The stream is live, and the device's list of streams is held: none begins to be captured
     /// meanwhile, and the event is this call's.
-    pub unsafe fn order_behind(&self, stream: CuStream) {
+    pub unsafe fn order_behind(&self, stream: CuStream) -> Result<()> {
         let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the caller promises a live stream; the out pointer is valid.
-        let asked = unsafe { ffi::cuStreamIsCapturing(stream, &mut status) };
-        if asked == CuResult::SUCCESS && status != ffi::CU_STREAM_CAPTURE_STATUS_NONE {
-            return;
+        unsafe { ffi::cuStreamIsCapturing(stream, &mut status) }.check("cuStreamIsCapturing")?;
+        if status != ffi::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Ok(());
         }
         // SAFETY: event and streams are live. A wait is for the event's last record at the time of
         // the call, so that one event serves all streams.
         unsafe {
-            ffi::cuEventRecord(self.event, stream).log("cuEventRecord");
-            ffi::cuStreamWaitEvent(self.release, self.event, 0).log("cuStreamWaitEvent");
+            ffi::cuEventRecord(self.event, stream).check("cuEventRecord")?;
+            ffi::cuStreamWaitEvent(self.release, self.event, 0).check("cuStreamWaitEvent")
         }
     }
 }
