@@ -371,9 +371,10 @@ impl Stream {
 
     /// Makes this stream wait for the event's last record.
     pub fn wait(&self, event: &Event) -> Result<()> {
-        let mut list = self.device.driver.streams().hold();
+        let streams = self.device.driver.streams();
+        let mut list = streams.hold();
         // The stream may join a capture by this. Where none is under way, it cannot.
-        if list.captures > 0 {
+        if streams.are_recorded() {
             order_behind(&self.device, &mut list, self.id)?;
         }
         self.device.driver.stream_wait_event(self.handle, event.handle)
@@ -391,8 +392,18 @@ impl Stream {
     /// kernel ends. A kernel that is launched as [`LaunchConfig::dependent`] begins with
     /// `griddepcontrol.wait`.
     pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
+        self.keep_if_recorded(std::slice::from_ref(&kernel.module))?;
         // SAFETY: passed on to the caller.
         unsafe { self.device.driver.launch(self.handle, kernel.handle, config, params) }
+    }
+
+    /// Where the stream is captured, keeps the modules of kernels that it is about to record.
+    fn keep_if_recorded(&self, modules: &[Module]) -> Result<()> {
+        let streams = self.device.driver.streams();
+        if streams.are_recorded() && self.is_capturing()? {
+            streams.keep_modules(modules);
+        }
+        Ok(())
     }
 
     /// Launches `kernel`, a `K`, on `grid` blocks of `block` threads with a call that has been
@@ -514,12 +525,12 @@ impl Stream {
             let mut list = streams.hold();
             order_behind(&self.device, &mut list, self.id)?;
             self.device.driver.capture_begin(self.handle)?;
-            list.captures += 1;
+            streams.begin_recording(self.id);
         }
         let outcome = catch_unwind(AssertUnwindSafe(work));
         // The capture must end in any case, or the stream stays unusable.
         let graph = self.device.driver.capture_end(self.handle);
-        streams.hold().captures -= 1;
+        let modules = streams.end_recording(self.id);
         let outcome = outcome.unwrap_or_else(|panic| {
             if let Ok(handle) = graph {
                 self.device.driver.graph_destroy(handle);
@@ -534,7 +545,7 @@ impl Stream {
             }
             (Err(error), Err(_)) | (Ok(()), Err(error)) => return Err(error),
         };
-        Ok(Graph { device: self.device.clone(), handle })
+        Ok(Graph { device: self.device.clone(), handle, modules })
     }
 }
 
@@ -727,8 +738,8 @@ impl Drop for LoadedModule {
         if self.device.driver.streams().are_given_up() {
             return;
         }
-        // SAFETY: every `Kernel` holds this `Arc`, and callers keep kernels alive while their
-        // stream runs them, or `give_up`.
+        // SAFETY: every `Kernel`, and every `Graph` with one, holds this `Arc`. Callers keep these
+        // alive while their stream runs them, or `give_up`.
         unsafe { self.device.driver.module_unload(self.handle) }
     }
 }
@@ -748,6 +759,11 @@ impl Module {
     fn with_waiting(device: &Device, ptx: &str, waiting: Vec<String>) -> Result<Module> {
         let handle = device.driver.module_load(ptx)?;
         Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle, waiting })))
+    }
+
+    /// An address that no other loaded module has.
+    pub(super) fn address(&self) -> *const () {
+        Arc::as_ptr(&self.0).cast()
     }
 
     /// Loads these kernels of [`shipped_ptx`].
@@ -778,7 +794,7 @@ impl Module {
         }
         let handle = self.0.device.driver.module_kernel(self.0.handle, name, max_shared_bytes)?;
         let waits = self.0.waiting.iter().any(|waiting| waiting == name);
-        Ok(Kernel { _module: self.clone(), handle, name, waits })
+        Ok(Kernel { module: self.clone(), handle, name, waits })
     }
 }
 
@@ -801,7 +817,7 @@ fn ptx_of(file: Option<OsString>) -> Result<Cow<'static, str>> {
 /// A kernel of a loaded module.
 #[derive(Debug, Clone)]
 pub struct Kernel {
-    _module: Module,
+    module: Module,
     handle: u64,
     name: &'static str,
     /// Whether it waits for the one in front of it in the stream, which kernels of other PTX may
@@ -832,20 +848,23 @@ impl Kernel {
     }
 }
 
-/// A recorded piece of stream work.
+/// A recorded piece of stream work. It keeps the modules of its kernels.
 #[derive(Debug)]
 pub struct Graph {
     device: Device,
     handle: u64,
+    modules: Vec<Module>,
 }
 
 impl Graph {
     /// Runs it in `stream`.
     ///
     /// # Safety
-    /// All recorded addresses are live until the stream has passed the run.
+    /// All recorded addresses are live until the stream has passed the run. The graph is, too,
+    /// unless the kernels in it are kept otherwise.
     pub unsafe fn launch(&self, stream: &Stream) -> Result<()> {
         self.check_stream(stream)?;
+        stream.keep_if_recorded(&self.modules)?;
         self.device.driver.graph_launch(self.handle, stream.handle)
     }
 

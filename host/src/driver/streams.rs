@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use super::device::Device;
-use super::owned::{Event, Stream};
+use super::owned::{Event, Module, Stream};
 use crate::error::Result;
 use crate::lock::lock;
 
@@ -13,8 +13,19 @@ use crate::lock::lock;
 #[derive(Debug, Default)]
 pub struct Streams {
     list: Mutex<List>,
+    /// The modules that captures under way have recorded kernels of, one list a capture of this
+    /// library. Behind a lock of its own, which no driver call is made under.
+    recorded: Mutex<Vec<Recorded>>,
     /// Whether a wait for work of the device was given up. The work may still run.
     given_up: AtomicBool,
+}
+
+/// The modules that a capture under way has recorded kernels of.
+#[derive(Debug)]
+struct Recorded {
+    /// The id of the stream that began the capture.
+    stream: u64,
+    modules: Vec<Module>,
 }
 
 #[derive(Debug, Default)]
@@ -23,8 +34,6 @@ pub(super) struct List {
     /// A stream that waits for work of streams that were destroyed or captured since, which may
     /// still run.
     pub(super) departed: Option<u64>,
-    /// Captures under way that this library began.
-    pub(super) captures: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -57,6 +66,36 @@ impl Streams {
     /// Notes that a wait was given up. True for the first time.
     pub(super) fn give_up(&self) -> bool {
         !self.given_up.swap(true, Ordering::AcqRel)
+    }
+
+    /// Notes that a capture has begun on the stream `stream`.
+    pub(super) fn begin_recording(&self, stream: u64) {
+        lock(&self.recorded).push(Recorded { stream, modules: Vec::new() });
+    }
+
+    /// Whether a capture of this library is under way.
+    pub(super) fn are_recorded(&self) -> bool {
+        !lock(&self.recorded).is_empty()
+    }
+
+    /// Keeps modules of recorded kernels for the recording. Several captures under way all keep
+    /// them: which one a stream has joined is known to the driver alone.
+    pub(super) fn keep_modules(&self, modules: &[Module]) {
+        for capture in lock(&self.recorded).iter_mut() {
+            capture.modules.extend(modules.iter().cloned());
+        }
+    }
+
+    /// Ends the capture that began on the stream `stream`. Returns the modules of its kernels.
+    pub(super) fn end_recording(&self, stream: u64) -> Vec<Module> {
+        let mut recorded = lock(&self.recorded);
+        let at = recorded.iter().position(|capture| capture.stream == stream);
+        let mut modules = at.map(|at| recorded.swap_remove(at).modules).unwrap_or_default();
+        drop(recorded);
+        // Each once: a recording may have many kernels of few modules.
+        modules.sort_by_key(Module::address);
+        modules.dedup_by_key(|module| module.address());
+        modules
     }
 
     pub(super) fn add(&self, stream: Listed) {

@@ -491,6 +491,60 @@ fn a_capture_is_replayed() {
 }
 
 #[test]
+fn a_graph_keeps_the_modules_of_its_kernels() {
+    on_both(|rig| {
+        let memory = rig.alloc(4, MemoryKind::Device);
+        memory.write(&rig.stream, 0, &[0; 4]).unwrap();
+        let loaded = || rig.gpu.shared.lock().modules.len();
+        let before = loaded();
+        let module = OwnedModule::load(&rig.device, PTX).unwrap();
+        let kernel = module.kernel("add_one", 0).unwrap();
+        drop(module);
+        let (address, count) = (memory.ptr().0.to_le_bytes(), 1u32.to_le_bytes());
+        let config =
+            LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
+        // SAFETY: the test holds the memory of all that is recorded; so below.
+        let launch = || unsafe { rig.stream.launch(&kernel, &config, &[&address, &count]) };
+        let graph = rig.stream.capture(|| launch().and_then(|()| launch())).unwrap();
+        drop(kernel);
+        assert_eq!(loaded(), before + 1);
+        // Of a graph within a graph, too.
+        // SAFETY: as above.
+        let outer = rig.stream.capture(|| unsafe { graph.launch(&rig.stream) }).unwrap();
+        drop(graph);
+        assert_eq!(loaded(), before + 1);
+        // SAFETY: as above.
+        unsafe { outer.launch(&rig.stream).unwrap() };
+        rig.stream.synchronize().unwrap();
+        assert_eq!(rig.read(memory.ptr()), 2);
+        drop(outer);
+        assert_eq!(loaded(), before);
+    });
+}
+
+#[test]
+fn a_capture_that_fails_keeps_no_module() {
+    on_both(|rig| {
+        let memory = rig.alloc(4, MemoryKind::Device);
+        let loaded = rig.gpu.shared.lock().modules.len();
+        let module = OwnedModule::load(&rig.device, PTX).unwrap();
+        let kernel = module.kernel("add_one", 0).unwrap();
+        drop(module);
+        let config =
+            LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
+        let params: [&[u8]; 2] = [&memory.ptr().0.to_le_bytes(), &1u32.to_le_bytes()];
+        let refused = rig.stream.capture(|| {
+            // SAFETY: recorded, and never run.
+            unsafe { rig.stream.launch(&kernel, &config, &params)? };
+            Err(Error::internal("test", "it does not end well"))
+        });
+        assert!(refused.is_err());
+        drop(kernel);
+        assert_eq!(rig.gpu.shared.lock().modules.len(), loaded);
+    });
+}
+
+#[test]
 fn a_capture_forks_and_joins() {
     on_both(|rig| {
         let words = rig.words(2);
