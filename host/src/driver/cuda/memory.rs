@@ -174,13 +174,15 @@ fn register_shared_host(bound: &Bound<'_>, file: OwnedFd, bytes: u64, label: &st
 /// # Safety
 /// The memory is of [`register_shared_host`], nothing uses it, and it is not freed twice.
 unsafe fn free_shared_host(bound: &Bound<'_>, memory: &RawMemory) {
+    // Before the range is unmapped: another thread may map a file at the same address then.
+    let file = bound.device.take_file(memory.host as u64);
     // SAFETY: registered by us; passed on to the caller.
     unsafe { ffi::cuMemHostUnregister(memory.host.cast()) }.log("cuMemHostUnregister");
     // SAFETY: mapped by us with this size; passed on to the caller.
     if let Err(error) = unsafe { munmap(memory.host.cast(), memory.bytes as usize) } {
         tracing::warn!("munmap: {error}");
     }
-    drop(bound.device.take_file(memory.host as u64));
+    drop(file);
 }
 
 fn alloc_host(_: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
