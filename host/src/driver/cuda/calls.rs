@@ -325,6 +325,9 @@ impl Driver for CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         let pieces = self.staging.drain();
+        if let Some(departed) = self.streams.hold().departed.take() {
+            self.stream_destroy(departed);
+        }
         self.clean_up(|bound| {
             for piece in &pieces {
                 // SAFETY: nothing is left that could copy through them, and they were taken out of
