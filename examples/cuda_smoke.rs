@@ -178,12 +178,18 @@ fn one_device(report: &mut Report, device: &Device) {
         // SAFETY: the launch is refused, so the null address is not used.
         unsafe { stream.launch(&kernel, &blocks(1, 2048), &[&0u64.to_ne_bytes()]) }
     });
-    report.refuses("a cooperative grid that does not fit", "cooperative", || {
-        let (stream, kernel) = (Stream::new(device)?, Module::load(device, PTX)?.kernel("grid_meet", 0)?);
-        let config = LaunchConfig { cooperative: true, ..blocks(1 << 20, 1024) };
-        // SAFETY: the launch is refused, so the null addresses are not used.
-        unsafe { stream.launch(&kernel, &config, &[&0u64.to_ne_bytes(), &0u64.to_ne_bytes()]) }
-    });
+    let cooperative = [
+        ("a cooperative grid that does not fit", false),
+        ("a dependent cooperative grid that does not fit", true),
+    ];
+    for (what, dependent) in cooperative {
+        report.refuses(what, "cooperative", || {
+            let (stream, kernel) = (Stream::new(device)?, Module::load(device, PTX)?.kernel("grid_meet", 0)?);
+            let config = LaunchConfig { cooperative: true, dependent, ..blocks(1 << 20, 1024) };
+            // SAFETY: the launch is refused, so the null addresses are not used.
+            unsafe { stream.launch(&kernel, &config, &[&0u64.to_ne_bytes(), &0u64.to_ne_bytes()]) }
+        });
+    }
     report.check("the context survived all refusals", || copies(device));
 }
 

@@ -71,6 +71,11 @@ impl LaunchAttribute {
     pub fn dependent() -> LaunchAttribute {
         LaunchAttribute { id: 6, padding: [0; 4], value: 1, rest: [0; 60] }
     }
+
+    /// `CU_LAUNCH_ATTRIBUTE_COOPERATIVE`: all blocks must be resident at once.
+    pub fn cooperative() -> LaunchAttribute {
+        LaunchAttribute { id: 2, ..LaunchAttribute::dependent() }
+    }
 }
 
 /// The functions that this driver has.

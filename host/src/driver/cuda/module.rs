@@ -182,17 +182,17 @@ pub unsafe fn launch(
     let launch_ex = late::late().launch_kernel_ex.filter(|_| dependent);
     let (name, result) = match launch_ex {
         Some(launch_ex) => {
-            let mut attribute = LaunchAttribute::dependent();
+            let mut attributes = [LaunchAttribute::dependent(), LaunchAttribute::cooperative()];
             let config = LaunchConfigEx {
                 grid: [grid, 1, 1],
                 block: [block, 1, 1],
                 shared_bytes,
                 stream,
-                attributes: &mut attribute,
-                attribute_count: 1,
+                attributes: attributes.as_mut_ptr(),
+                attribute_count: if cooperative { 2 } else { 1 },
             };
             // SAFETY: one pointer per parameter, each valid for this call, as are the configuration
-            // and its attribute; a null `extra` means that parameters come by pointer. The rest is
+            // and its attributes; a null `extra` means that parameters come by pointer. The rest is
             // passed on to the caller.
             let result = unsafe { launch_ex(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) };
             ("cuLaunchKernelEx", result)
