@@ -74,8 +74,8 @@ impl Memory {
         if is_there { self.device.driver.host_reads(&self.raw, offset, bytes) } else { Ok(()) }
     }
 
-    /// Allocates `bytes`; `label` names the memory in errors. Its contents are zero, those of
-    /// [`MemoryKind::Device`] and [`MemoryKind::Unpooled`] unspecified.
+    /// Allocates `bytes`, which may be 0; `label` names the memory in errors. Its contents are zero,
+    /// those of [`MemoryKind::Device`] and [`MemoryKind::Unpooled`] unspecified.
     pub fn alloc(device: &Device, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
         let raw = device.driver.alloc(bytes, kind, label)?;
         if matches!(kind, MemoryKind::MappedHost | MemoryKind::SharedHost) {

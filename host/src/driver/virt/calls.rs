@@ -43,10 +43,9 @@ impl Driver for VirtualGpu {
     }
 
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
+        // As on a GPU: memory of no bytes has an address too.
+        let bytes = bytes.max(1);
         let mut state = self.shared.enter()?;
-        if bytes == 0 {
-            return Err(Error::argument("bytes", bytes, format!("{label} must be at least 1 byte")));
-        }
         state.forbid_while_capturing("an allocation")?;
         let available = self.shared.info.total_memory.saturating_sub(state.used);
         let out_of_memory = || Error::OutOfMemory { what: label.to_owned(), requested: bytes, available };

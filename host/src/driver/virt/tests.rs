@@ -672,10 +672,27 @@ fn memory_is_counted_poisoned_and_given_back() {
         "{error}"
     );
     assert!(Memory::alloc(&rig.device, u64::MAX, MemoryKind::Device, "huge").is_err());
-    assert!(Memory::alloc(&rig.device, 0, MemoryKind::Device, "none").is_err());
     assert!(memory.export().unwrap_err().to_string().contains("Shareable"));
     drop((memory, shareable));
     assert_eq!(rig.device.free_memory().unwrap(), 1 << 20);
+}
+
+#[test]
+fn memory_of_no_bytes_has_an_address() {
+    let rig = Rig::threaded();
+    for kind in [
+        MemoryKind::Device,
+        MemoryKind::Shareable,
+        MemoryKind::MappedHost,
+        MemoryKind::SharedHost,
+        MemoryKind::Unpooled,
+    ] {
+        let memory = rig.alloc(0, kind);
+        assert_eq!(memory.bytes(), 0, "{kind:?}");
+        assert_ne!(memory.ptr(), DevicePtr::NULL, "{kind:?}");
+        memory.write(&rig.stream, 0, &[]).unwrap();
+        memory.read(&rig.stream, 0, &mut []).unwrap();
+    }
 }
 
 #[test]
