@@ -141,6 +141,8 @@ fn one_device(report: &mut Report, device: &Device) {
     report.check("200 KiB of dynamic shared memory", || big_shared(device));
     report.check("cooperative launch", || cooperative(device));
     report.check("capture and ten replays", || capture(device));
+    report
+        .check("memory dropped in a capture stays until its kernel has ended", || dropped_in_capture(device));
     report.check("dma-buf export", || {
         let memory = Memory::alloc(device, BYTES, MemoryKind::Shareable, "dma-buf")?;
         match cuda::export_dma_buf(memory.ptr(), footprint(&memory)) {
@@ -282,6 +284,31 @@ fn mapped_host(device: &Device) -> Fallible {
     let seen = host_word(&reply).load(Ordering::Acquire);
     ensure(seen == 42, format!("the kernel saw {seen:#x}, not 42"))?;
     Ok(format!("host to device and back in {answered:.1?}"))
+}
+
+fn dropped_in_capture(device: &Device) -> Fallible {
+    let stream = Stream::new(device)?;
+    let flag = Memory::alloc(device, 4096, MemoryKind::MappedHost, "flag")?;
+    let word = Memory::alloc(device, BYTES, MemoryKind::Device, "word")?;
+    let address = word.ptr();
+    host_word(&flag).store(0, Ordering::Release);
+    let await_flag = kernel(device, "await_flag")?;
+    // SAFETY: the flag outlives the kernel, which ends before the synchronise below. The word is
+    // freed behind the stream.
+    unsafe {
+        let params = [flag.ptr().0.to_ne_bytes(), address.0.to_ne_bytes()];
+        stream.launch(&await_flag, &blocks(1, 1), &[&params[0], &params[1]])?;
+    }
+    let graph = stream.capture(|| {
+        drop(word);
+        Ok(())
+    });
+    let taken = Memory::alloc(device, BYTES, MemoryKind::Device, "other memory");
+    host_word(&flag).store(7, Ordering::Release);
+    stream.synchronize()?;
+    drop(graph?);
+    ensure(taken?.ptr() != address, "other memory was given the same address")?;
+    Ok(String::new())
 }
 
 fn wait_between_streams(device: &Device) -> Fallible {
