@@ -144,6 +144,7 @@ pub const CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: c_int = 4;
 
 pub const CU_STREAM_NON_BLOCKING: c_uint = 1;
 pub const CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
+pub const CU_STREAM_CAPTURE_MODE_RELAXED: c_int = 2;
 pub const CU_STREAM_CAPTURE_STATUS_NONE: c_int = 0;
 pub const CU_EVENT_DEFAULT: c_uint = 0;
 pub const CU_EVENT_DISABLE_TIMING: c_uint = 2;
@@ -354,6 +355,7 @@ unsafe extern "C" {
     pub fn cuEventQuery(event: CuEvent) -> CuResult;
     pub fn cuEventElapsedTime(milliseconds: *mut f32, start: CuEvent, end: CuEvent) -> CuResult;
 
+    pub fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) -> CuResult;
     pub fn cuStreamIsCapturing(stream: CuStream, status: *mut c_int) -> CuResult;
     pub fn cuStreamBeginCapture_v2(stream: CuStream, mode: c_int) -> CuResult;
     pub fn cuStreamEndCapture(stream: CuStream, graph: *mut CuGraph) -> CuResult;
