@@ -556,8 +556,7 @@ impl Drop for Stream {
         let mut list = self.device.driver.streams().hold();
         if let Some(gone) = list.remove(self.id) {
             if let Err(error) = self.device.driver.order_frees_behind(gone.handle) {
-                let why = format_args!("work of a destroyed stream may still use it: {error}");
-                leak_all(&self.device, why);
+                leak_all(&self.device, format_args!("work of a destroyed stream may still use it: {error}"));
             }
             if let Err(error) = order_fences_behind(&self.device, &mut list, gone) {
                 tracing::debug!("later fences do not wait for the work of a destroyed stream: {error}");
