@@ -427,7 +427,7 @@ fn another_call_is_reported_with_the_waits_in_check_mode() {
     });
 }
 
-/// Its rows have left, and peers wait for it.
+/// Rows of the first half have left, and peers wait for the second.
 #[test]
 fn a_second_half_that_is_not_launched_breaks_the_buffer() {
     run_ranks(1, |_, group| {
@@ -542,7 +542,7 @@ fn an_expert_id_out_of_range_is_named() {
 /// other entry.
 #[test]
 fn an_expert_id_out_of_range_holds_no_other_token_back() {
-    // Of each rank; ranks have two experts each. Rank 2 has an id out of range.
+    // The ids of each rank, which has two experts. Rank 2 has an id out of range.
     const IDS: [[i64; 8]; 3] = [[0, 1, 2, 3, 4, 5, 0, 5], [0, 1, 2, 3, 4, 5, 0, 5], [6, 0, 2, 1, 4, 0, 2, 5]];
     let main = |rank: &mut Ones| {
         let (me, mut place) = (i64::from(rank.rank), rank.buffer.place(0)?);

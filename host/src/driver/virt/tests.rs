@@ -17,6 +17,9 @@ use crate::driver::{
 };
 use crate::error::{Error, Result};
 
+const ONE_WARP: LaunchConfig =
+    LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
+
 pub(super) const PTX: &str = r#"
 .version 7.8
 .target sm_90
@@ -501,14 +504,12 @@ fn a_graph_keeps_the_modules_of_its_kernels() {
         let kernel = module.kernel("add_one", 0).unwrap();
         drop(module);
         let (address, count) = (memory.ptr().0.to_le_bytes(), 1u32.to_le_bytes());
-        let config =
-            LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
         // SAFETY: the test holds the memory of all that is recorded; so below.
-        let launch = || unsafe { rig.stream.launch(&kernel, &config, &[&address, &count]) };
+        let launch = || unsafe { rig.stream.launch(&kernel, &ONE_WARP, &[&address, &count]) };
         let graph = rig.stream.capture(|| launch().and_then(|()| launch())).unwrap();
         drop(kernel);
         assert_eq!(loaded(), before + 1);
-        // Of a graph within a graph, too.
+        // A graph within a graph is kept, too.
         // SAFETY: as above.
         let outer = rig.stream.capture(|| unsafe { graph.launch(&rig.stream) }).unwrap();
         drop(graph);
@@ -530,12 +531,10 @@ fn a_capture_that_fails_keeps_no_module() {
         let module = OwnedModule::load(&rig.device, PTX).unwrap();
         let kernel = module.kernel("add_one", 0).unwrap();
         drop(module);
-        let config =
-            LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
         let params: [&[u8]; 2] = [&memory.ptr().0.to_le_bytes(), &1u32.to_le_bytes()];
         let refused = rig.stream.capture(|| {
             // SAFETY: recorded, and never run.
-            unsafe { rig.stream.launch(&kernel, &config, &params)? };
+            unsafe { rig.stream.launch(&kernel, &ONE_WARP, &params)? };
             Err(Error::internal("test", "it does not end well"))
         });
         assert!(refused.is_err());
@@ -753,7 +752,7 @@ fn a_fence_comes_behind_all_streams_but_those_that_record() {
 
 /// Waits until a fence has passed, after checking that it has not while `gate` is closed.
 fn assert_behind_gate(fence: &Fence, gate: &Words) {
-    assert!(!fence.wait_timeout(Duration::from_millis(5)).unwrap(), "work before the capture still runs");
+    assert!(!fence.wait_timeout(Duration::from_millis(5)).unwrap(), "work in front of it still runs");
     word(gate, 0).store(1, Ordering::Release);
     assert!(fence.wait_timeout(Duration::from_secs(120)).unwrap());
 }
@@ -800,10 +799,7 @@ fn a_fence_comes_behind_a_stream_that_is_gone() {
         let gone = rig.stream();
         rig.wait(&gone, gate.ptr(), 1);
         drop(gone);
-        let fence = Fence::new(&rig.device, &mut Vec::new()).unwrap();
-        assert!(!fence.wait_timeout(Duration::from_millis(5)).unwrap());
-        word(&gate, 0).store(1, Ordering::Release);
-        assert!(fence.wait_timeout(Duration::from_secs(120)).unwrap());
+        assert_behind_gate(&Fence::new(&rig.device, &mut Vec::new()).unwrap(), &gate);
     });
 }
 
@@ -942,10 +938,9 @@ fn a_dropped_device_abandons_spinning_kernels() {
     let kernel = device.driver.module_kernel(module, "wait", 0).unwrap();
     let stream = device.driver.stream_create(false).unwrap();
     let word = device.driver.alloc(4, MemoryKind::Device, "word").unwrap().ptr;
-    let config = LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
     let params: [&[u8]; 2] = [&word.0.to_le_bytes(), &u32::MAX.to_le_bytes()];
     // SAFETY: the parameters are those of the kernel, and the word is as old as the device.
-    unsafe { device.driver.launch(stream, kernel, &config, &params) }.unwrap();
+    unsafe { device.driver.launch(stream, kernel, &ONE_WARP, &params) }.unwrap();
     drop(device);
 }
 

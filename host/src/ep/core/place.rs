@@ -352,8 +352,8 @@ impl<R> Drop for Lease<R> {
         if state.dispatches == self.dispatch || self.place.current() == self.dispatch {
             match fence {
                 Ok(fence) => state.ended = Some(fence),
-                // It stays one of those that have not ended, so that the next operation here makes
-                // the fence, or fails.
+                // The lease stays one of those that have not ended, so that the next operation here
+                // makes the fence, or fails.
                 Err(error) => return tracing::warn!("a fence behind readers of a dispatch: {error}"),
             }
         }

@@ -36,10 +36,9 @@ impl<T> Step<T> {
     /// The error of an operation that has failed by now, a run before this one included:
     /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::Broken`] where the second half of an
     /// operation is outstanding, [`Error::StaleHandle`] where the buffer was dropped, and errors of
-    /// the driver. [`Error::Argument`] where `stream` is of another device,
-    /// or rows of one of its places are in use by an eager dispatch, or combine rows that it would
-    /// overwrite are given out. Failures of this run show in
-    /// [`Step::check`], and in the next launch behind it.
+    /// the driver. [`Error::Argument`] where `stream` is of another device, rows of one of its places
+    /// are in use by an eager dispatch, or combine rows that it would overwrite are given out.
+    /// Failures of this run show in [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
         self.graph.check_stream(stream)?;

@@ -183,7 +183,6 @@ impl Buffer {
         halves: Halves,
     ) -> Result<Option<Event>> {
         let (uses, mut args) = (operation.uses.iter().cloned(), operation.kernel);
-        let is_recorded = self.core.is_capturing(order)?;
         self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
             if let Some(lease) = &operation.fills {
                 buffer.core.fills(lease, None);
@@ -223,7 +222,9 @@ impl Buffer {
                 Ok(())
             });
             // Peers have this rank's rows, and wait for it to end the operation.
-            if let (Err(error), true, false) = (&launched, has_left, is_recorded) {
+            if let (Err(error), true) = (&launched, has_left)
+                && !buffer.core.is_capturing(order)?
+            {
                 buffer.core.give_up(operation.name, error);
             }
             launched?;
