@@ -3,6 +3,8 @@
 //! All numbers are small and whole, so that every sum is exact: gradients are compared bit for bit
 //! with the serial answer, and both sides of `<A x, y> = <x, A^T y>` are the same number.
 
+use std::ops::RangeInclusive;
+
 use half::bf16;
 use proptest::prelude::*;
 
@@ -10,7 +12,7 @@ use epoxide::Result;
 use epoxide::throughput::{CombineRequest, Counts, DispatchRequest, Place, Received};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::harness::{NodeLinks, Rank, Setup};
+use epoxide_testing::harness::{NodeLinks, Rank, Setup, rank_counts};
 use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::{bytes_of, mix, rng_of};
 use epoxide_testing::tier;
@@ -261,10 +263,10 @@ fn pass(tokens: &[u32], topk: u32, local_experts: u32, style: Style, seed: u64) 
     Pass { routing, dtype: DType::Bf16, by_expert: None, counts: None }
 }
 
-fn passes(ranks: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Pass> {
+fn passes(ranks: RangeInclusive<usize>) -> impl Strategy<Value = Pass> {
     let tokens = prop_oneof![1 => Just(0u32), 3 => 0..=12u32];
     let style = prop::sample::select(Style::ALL.to_vec());
-    let tokens = prop::collection::vec(tokens, ranks);
+    let tokens = prop::collection::vec(tokens, rank_counts(ranks));
     (tokens, 1..=9u32, 1..=4u32, style, any::<u64>())
         .prop_map(|(tokens, topk, experts, style, seed)| pass(&tokens, topk, experts, style, seed))
 }

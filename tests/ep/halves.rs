@@ -15,7 +15,7 @@ use epoxide::throughput::{
 };
 use epoxide::transport::TransportKind;
 use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
-use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, run_ranks, sleep};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, rank_counts, run_ranks, sleep};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::roundtrip::Case;
@@ -443,7 +443,7 @@ proptest! {
 
     #[test]
     fn random_calls_apart_equal_the_oracle(
-        case in cases::case(prop::collection::vec(0..=24u32, 1..=6).prop_map(|tokens| (tokens, None))),
+        case in cases::case(prop::collection::vec(0..=24u32, rank_counts(1..=6)).prop_map(|tokens| (tokens, None))),
         by_expert in prop::option::of(0..=5u32),
         seed in any::<u64>(),
     ) {

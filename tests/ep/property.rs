@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::NodeLinks;
+use epoxide_testing::harness::{NodeLinks, rank_counts};
 use epoxide_testing::tier;
 
 use crate::cases::case;
@@ -11,7 +11,7 @@ use crate::cases::case;
 /// Tokens of each of 1 to 8 ranks, often none.
 fn one_node() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let tokens = prop_oneof![1 => Just(0), 1 => 1..=8u32, 3 => 0..=64u32];
-    prop::collection::vec(tokens, 1..=8).prop_map(|tokens| (tokens, None))
+    prop::collection::vec(tokens, rank_counts(1..=8)).prop_map(|tokens| (tokens, None))
 }
 
 /// Few tokens of each of more ranks than kernels keep in registers.
@@ -21,7 +21,7 @@ fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
 }
 
 /// Most ranks: each is several threads.
-const MOST_RANKS: u32 = 8;
+const MOST_RANKS: usize = 8;
 
 /// Tokens of each rank, often none or fewer than channels.
 pub fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
@@ -31,8 +31,9 @@ pub fn several_nodes() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
         TransportKind::Shm,
         TransportKind::Tcp,
     ]);
+    let counts = rank_counts(1..=MOST_RANKS);
     let places = (1..=4u32, prop::sample::select(vec![1u32, 2, 4, 8]))
-        .prop_filter("few ranks", |(nodes, ranks_per_node)| nodes * ranks_per_node <= MOST_RANKS);
+        .prop_filter("few ranks", move |(nodes, each)| counts.contains(&((nodes * each) as usize)));
     (places, transport, 1..=3u32).prop_flat_map(|((nodes, ranks_per_node), transport, queues)| {
         let tokens = prop_oneof![Just(0u32), Just(1), Just(5), Just(13), 0..=40u32];
         let place = NodeLinks { ranks_per_node, transport, queues };

@@ -2,6 +2,7 @@
 //! way, so that one wrong value does not leave its peers waiting.
 
 use std::fmt::Debug;
+use std::ops::RangeInclusive;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -59,6 +60,16 @@ pub fn num_ranks(default: u32) -> u32 {
     let Ok(text) = std::env::var(RANKS) else { return default };
     let number = text.parse().ok().filter(|&number| number >= 2);
     number.unwrap_or_else(|| panic!("{RANKS}={text}: must be a number of at least 2"))
+}
+
+/// The numbers of ranks that a property test draws from: `counts`, cut at `EPOXIDE_TEST_RANKS`, which
+/// is for machines with fewer GPUs. The range never becomes empty.
+///
+/// # Panics
+/// As [`num_ranks`].
+pub fn rank_counts(counts: RangeInclusive<usize>) -> RangeInclusive<usize> {
+    let end = (*counts.end()).min(num_ranks(u32::MAX) as usize);
+    (*counts.start()).min(end)..=end
 }
 
 /// Ranks of a large group. One of 64 opens some ten thousand files, and two at a time pass the

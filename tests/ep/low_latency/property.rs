@@ -8,7 +8,7 @@ use epoxide::DType;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
 use epoxide::transport::TransportKind;
-use epoxide_testing::harness::NodeLinks;
+use epoxide_testing::harness::{NodeLinks, rank_counts};
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 
 use crate::cases::{draws, routed};
@@ -23,7 +23,8 @@ pub(super) fn case_of(
     most_tokens: u32,
     ranks: RangeInclusive<usize>,
 ) -> impl Strategy<Value = LowLatencyCase> {
-    let tokens = prop::collection::vec(prop_oneof![1 => Just(0), 4 => 0..=most_tokens], ranks);
+    let tokens = prop_oneof![1 => Just(0), 4 => 0..=most_tokens];
+    let tokens = prop::collection::vec(tokens, rank_counts(ranks));
     let routing = (tokens, draws(6)).prop_map(|(tokens, draws)| routed(&tokens, draws));
     let row = prop_oneof![
         3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
