@@ -13,6 +13,7 @@ use epoxide::throughput::{Buffer, CombineRequest, Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
+use epoxide_gpu::layout::Status;
 use epoxide_testing::harness::{NodeLinks, POISON, Rank, Setup, rank_counts, run_ranks};
 use epoxide_testing::ids::{Ids, Logical};
 use epoxide_testing::oracle::{self, Routing, Style};
@@ -22,7 +23,7 @@ use epoxide_testing::tier;
 
 use crate::cases;
 use crate::failing::{FailingDevice, REFUSAL};
-use crate::promises::{found, has_no_rows, is_nan};
+use crate::promises::{found, has_no_rows, is_nan, status};
 use crate::property::{config, several_nodes};
 use crate::valid::{EXPERTS, RANKS, TOKENS, Valid, expect_gone, refused, then_dispatch};
 
@@ -502,6 +503,25 @@ fn rows_that_do_not_fit_are_an_error_on_every_rank() {
             let parts = ["would receive 16 rows", "capacity >= 16"];
             refused(rank.buffer.check_dispatch(&handle, &rank.stream), &parts);
             refused(rank.buffer.check(), &parts);
+            Ok(())
+        });
+    }
+}
+
+/// The exchange finds that the rows by rank do not fit, and the plan behind it that the rows by expert
+/// do not. A caller that looks between the two kernels would be given the smaller number.
+#[test]
+fn a_plan_that_failed_is_reported_once() {
+    for spread in [setup(Some(16)), two_nodes(2)] {
+        then_dispatch(spread, |rank, valid, place| {
+            let x = ones(rank)?;
+            // 16 rows come by expert, and 10 by rank.
+            for (reports, capacity) in [(1, 15), (2, 9)] {
+                let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity });
+                drop(rank.dispatch(place, on_device)?);
+                let plans = rank.buffer.status_ptr().0 + size_of::<Status>() as u64;
+                assert_eq!(status(&rank.stream, DevicePtr(plans))?, reports, "capacity {capacity}");
+            }
             Ok(())
         });
     }

@@ -9,12 +9,13 @@ use epoxide::group::run_threads;
 use epoxide::low_latency;
 use epoxide::throughput::{Counts, DispatchRequest};
 use epoxide::transport::TransportKind;
-use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
+use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::harness::NodeLinks;
 use epoxide_testing::oracle::{Routing, Style};
-use epoxide_testing::payload::rng_of;
+use epoxide_testing::payload::{bytes_of, rng_of};
 use epoxide_testing::roundtrip::Case;
 
+use crate::promises::found;
 use crate::spread::Spread;
 use crate::valid::{refused, setup, then_dispatch};
 
@@ -84,6 +85,28 @@ fn counts_are_exact_or_refused() {
         rank.equal("counts", &bare.values(&stream)?, &[3, 4]);
         Ok(())
     });
+}
+
+/// The id is out of range on rank 0 alone. Its other selections move, and rank 1 has no failure.
+#[test]
+fn a_low_latency_dispatch_with_a_bad_id_adds_nothing() {
+    let outcomes = run_threads(2, Duration::from_secs(60), |rank, group| -> Result<_> {
+        let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
+        let stream = epoxide::driver::Stream::new(&device)?;
+        let shape = low_latency::Shape { max_tokens: 4, hidden: 64, num_topk: 2, num_experts: 4 };
+        let mut buffer = low_latency::Buffer::new(device, &*group, low_latency::Options::new(shape))?;
+        let mut place = buffer.place(0)?;
+        let x = Tensor::from_host(&stream, DType::Bf16, &[2, 64], &[bf16::ONE; 128])?;
+        let ids = if rank == 0 { [0i64, 4, 1, 2] } else { [0, 1, 2, 3] };
+        let ids = TypedTensor::from_host(&stream, &[2, 2], &ids)?;
+        let counts = TypedTensor::from_host(&stream, &[2], &[10, 20])?;
+        let request = low_latency::DispatchRequest::new(&x, &ids).cumulative_counts(&counts);
+        drop(buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?);
+        stream.synchronize()?;
+        let failed = matches!(buffer.check(), Err(Error::Argument { argument: "topk_idx", .. }));
+        Ok((failed, found(&stream, &counts)?.concat()))
+    });
+    assert_eq!(outcomes.unwrap(), [(true, bytes_of(&[10i32, 20])), (false, bytes_of(&[12i32, 21]))]);
 }
 
 #[test]

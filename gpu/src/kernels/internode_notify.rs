@@ -447,7 +447,7 @@ impl<'a> Exchange<'a> {
         };
         write(args.header.0);
         if args.host.is_null() {
-            verdict.report(&args.comm, received, self.epoch);
+            verdict.report_exchange(&args.comm, args.columns, received, self.epoch);
         } else {
             write(args.host.0);
             st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);

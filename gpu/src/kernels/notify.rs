@@ -579,7 +579,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
         verdict.clear_unless_ready(args.num_recv_tokens_per_expert, self.local_experts);
         verdict.write(args.header.0, received, epoch);
         if args.host.is_null() {
-            verdict.report(comm, received, epoch);
+            verdict.report_exchange(comm, args.columns, received, epoch);
         } else {
             verdict.write(args.host.0, received, epoch);
             st_release_sys_u64(args.host.0 + offset_of!(PlanHeader, tag) as u64, args.tag);

@@ -1,7 +1,9 @@
 //! The verdict of a count exchange, within a node and across nodes. Every rank has the same counts,
 //! hence the same verdict: either all ranks move rows or none does.
 
-use crate::layout::{Comm, DevicePtr, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status};
+use crate::layout::{
+    COLUMNS_BY_EXPERT, Comm, DevicePtr, FailedPlan, FailedPlans, KEPT_PLANS, PlanHeader, PlanStatus, Status,
+};
 use crate::simt::*;
 
 /// A verdict, in the words of a [`PlanHeader`]; [`PlanStatus`] documents them.
@@ -99,6 +101,19 @@ impl Verdict {
         self.write(plan, rows, epoch);
         st_u64(field!(plan, FailedPlan.capacity), comm.pool.rows);
         st_release_sys_u64(record, count + 1);
+    }
+
+    /// Reports the verdict of a count exchange with these `columns` of the signature. With rows by
+    /// expert the kernel of their plan judges behind an exchange in which ranks agree, by the rows
+    /// that move, and reports then: a failed plan has one report.
+    ///
+    /// # Safety
+    /// As of [`Self::report`].
+    #[device]
+    pub unsafe fn report_exchange(&self, comm: &Comm, columns: u32, rows: u32, epoch: u64) {
+        if columns & COLUMNS_BY_EXPERT == 0 || !Self::agrees(self.status) {
+            self.report(comm, rows, epoch);
+        }
     }
 }
 

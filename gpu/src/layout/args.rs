@@ -116,7 +116,7 @@ pub struct NotifyArgs {
     /// Bytes per row, a multiple of 16 below 2^24, in the low four bits the code of their elements'
     /// type, and in the high eight bits a hash of the columns' types and sizes; signature word 0.
     pub row_signature: u32,
-    /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
+    /// Signature word 1, as [`super::SIGNATURE_NAMES`] has it.
     pub columns: u32,
 }
 
@@ -580,7 +580,7 @@ pub struct InternodeNotifyArgs {
     /// Bytes per row, a multiple of 16 below 2^24, in the low four bits the code of their elements'
     /// type, and in the high eight bits a hash of the columns' types and sizes; signature word 0.
     pub row_signature: u32,
-    /// Top-k and scales per row, as `num_topk << 16 | num_scales`; signature word 1.
+    /// Signature word 1, as [`super::SIGNATURE_NAMES`] has it.
     pub columns: u32,
     /// Zero.
     pub reserved: u32,

@@ -65,11 +65,14 @@ pub const fn staged_offset(src: u32, place: u32) -> u64 {
 /// Names of the signature words of a count message, in order.
 pub const SIGNATURE_NAMES: [&str; 5] = [
     "columns << 24 | bytes per row | dtype",
-    "place << 24 | by_expert << 23 | num_topk << 16 | num_scales",
+    "place << 24 | by_expert << 23 | weighted << 22 | num_topk << 16 | num_scales",
     "num_experts",
     "channels",
     "capacity in rows",
 ];
+
+/// The bit of signature word 1 that is set with rows by expert.
+pub const COLUMNS_BY_EXPERT: u32 = 1 << 23;
 
 /// A count message: `u64` packets, each `epoch << 32 | value`, so that data and flag arrive in one
 /// store and nothing is ever zeroed. These are the indices of the packets.

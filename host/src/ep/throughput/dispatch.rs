@@ -10,8 +10,8 @@ use epoxide_gpu::kernels::{
     PlanByExpert, copy_rings_behind, number_shared_bytes,
 };
 use epoxide_gpu::layout::{
-    CACHED_DTYPE, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertDispatchArgs, ExpertPlanArgs,
-    ExpertRoute, InternodeCountArgs, InternodeDispatchArgs, InternodeExpertDispatchArgs,
+    CACHED_DTYPE, COLUMNS_BY_EXPERT, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertDispatchArgs,
+    ExpertPlanArgs, ExpertRoute, InternodeCountArgs, InternodeDispatchArgs, InternodeExpertDispatchArgs,
     InternodeExpertPlanArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape, ring_bytes,
 };
 
@@ -831,7 +831,7 @@ impl Buffer {
         let (num_channels, num_ranks) = (counts.num_channels, self.core.topology().ranks());
         let local_experts = layout.num_experts / num_ranks;
         let columns = place.index() << 24
-            | (counts.by_expert as u32) << 23
+            | if counts.by_expert { COLUMNS_BY_EXPERT } else { 0 }
             | (counts.is_weighted as u32) << 22
             | counts.num_topk << 16
             | payload.num_scales();
