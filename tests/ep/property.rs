@@ -17,7 +17,7 @@ fn one_node() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
 /// Few tokens of each of more ranks than kernels keep in registers.
 fn many_ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
     let tokens = prop_oneof![1 => Just(0), 3 => 0..=12u32];
-    prop::collection::vec(tokens, 9..=tier::pick(16, 64)).prop_map(|tokens| (tokens, None))
+    prop::collection::vec(tokens, rank_counts(9..=tier::pick(16, 64))).prop_map(|tokens| (tokens, None))
 }
 
 /// Most ranks: each is several threads.
