@@ -343,8 +343,8 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
     if warp == 0 && lane == 0 {
         last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, part) + part == epoch * QUANTUM;
     }
-    let tells = (ntid() > 32) as u32;
-    if joined && warp == tells {
+    let publisher = (ntid() > 32) as u32;
+    if joined && warp == publisher {
         of_lane!(MANY, comm, lane, rank => {
             red_release_sys_add_u64(pool_at::<MANY>(comm, rank) + done_offset(comm.rank), part);
         });

@@ -92,7 +92,7 @@ pub unsafe fn end_operation(args: EndArgs) {
     }
 }
 
-/// The word in this rank's own pool that says how much of its operations rank `peer` has done.
+/// The word in this rank's own pool in which rank `peer` counts the operations that it has done.
 #[device]
 unsafe fn done_word(comm: &Comm, peer: u32) -> u64 {
     pool_at::<true>(comm, comm.rank) + done_offset(peer)

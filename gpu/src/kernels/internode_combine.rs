@@ -367,7 +367,7 @@ impl Slots<'_> {
         if index < count { DevicePtr(slots).row(index, self.args.slot_bytes) } else { 0 }
     }
 
-    /// Says that the sums of the warp's tokens before `token` are where they go.
+    /// Publishes that the sums of the warp's tokens before `token` are complete.
     ///
     /// # Safety
     /// Lane 0 publishes what all lanes wrote before they met.

@@ -25,7 +25,7 @@ pub unsafe fn internode_count(args: InternodeCountArgs) {
         };
         let (mut group, mut count) = (begin, 0);
         while group < end {
-            // Lanes behind the end look at the last token: a branch around the load would come
+            // Lanes behind the end read the last token: a branch around the load would come
             // twice, and so would the ballot between its two halves.
             let token = (group + lane).min(end - 1);
             let mut hit = 0;

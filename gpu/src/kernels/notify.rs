@@ -381,7 +381,7 @@ impl<'a, const MANY: bool> CountExchange<'a, MANY> {
         (verdict, received)
     }
 
-    /// The verdict as far as the heads tell: an expired wait, or the first rank whose head differs
+    /// The verdict as far as heads decide it: an expired wait, or the first rank whose head differs
     /// from this rank's or has an invalid id.
     ///
     /// # Safety

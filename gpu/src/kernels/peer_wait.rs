@@ -9,7 +9,7 @@ use super::epoch::{abort_mark, aborted};
 use crate::layout::{Comm, LATE_PEERS, LOCAL_ABORT, LOCAL_RECORDED, MAX_WORLD, Status, Wait};
 use crate::simt::*;
 
-/// Polls between two looks at the clock and the abort word.
+/// Polls between two checks of the clock and the abort word.
 const POLLS_PER_CHECK: u32 = 64;
 /// The same where the deadline is so short, in ns, that as many polls would take a good part of it.
 const POLLS_OF_SHORT: u32 = 4;
@@ -147,7 +147,7 @@ impl<'a> PeerWait<'a> {
         self.polls.is_multiple_of(4) && aborted(self.comm)
     }
 
-    /// Whether it is time to look at what else may be the matter: after every [`POLLS_PER_CHECK`]
+    /// Whether it is time to check the clock and the abort word: after every [`POLLS_PER_CHECK`]
     /// polls.
     #[device]
     pub fn is_long(&self) -> bool {

@@ -221,7 +221,7 @@ pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Oper
     }
 }
 
-/// Tells every other node that this rank has entered the operation. One warp calls it; lane n
+/// Publishes to every other node that this rank has entered the operation. One warp calls it; lane n
 /// publishes to node n.
 ///
 /// # Safety

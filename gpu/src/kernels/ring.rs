@@ -114,7 +114,7 @@ impl Ring {
         self.load_at(slot, 0, from, bytes);
     }
 
-    /// Says how many bytes this turn's loads will bring; comes before them.
+    /// Expects the bytes of this turn's loads at the mbarrier; called before the loads.
     ///
     /// # Safety
     /// The turn before has been waited for, so the phase lacks its one arrival.

@@ -49,7 +49,7 @@ pub const fn internode_copies_offset(num_nodes: u32, per_node: u32) -> u64 {
     expert_message_offset(num_nodes, per_node, num_nodes, 0, 0)
 }
 
-/// Offset of the word that tells a node's verdict behind [`super::WireLayout::counts`] of the node:
+/// Offset of the word that publishes a node's verdict, behind [`super::WireLayout::counts`] of the node:
 /// the epoch of a plan that the node has judged.
 pub const JUDGED: u64 = 8;
 /// Offset of the word in front of it there: `rank << 32 | rows` of the first rank of the node that

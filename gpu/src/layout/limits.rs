@@ -9,8 +9,8 @@ pub const FEW_RANKS: usize = 8;
 pub const MAX_TOPK: u32 = 32;
 /// Most experts on one rank.
 pub const MAX_LOCAL_EXPERTS: u32 = 1024;
-/// Most tokens of a warp in a dispatch within a node that it does not claim: beside them it knows
-/// up to four that it has claimed, and a lane has each.
+/// Most tokens that a warp of a dispatch within a node does not claim: beside them it holds up to
+/// four that it has claimed, one in each lane.
 pub const MAX_FIXED_TOKENS: u32 = 28;
 /// Most channels of a `Config`.
 pub const MAX_CHANNELS: u32 = 256;

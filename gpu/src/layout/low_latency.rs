@@ -105,7 +105,7 @@ pub const FEW_TOKENS: u32 = 32;
 const BATCH_TOKENS: u32 = 512;
 /// More tokens of a rank than this are a batch: they are more than a block each.
 const BATCH_TOKENS_OF_RANK: u32 = 128;
-/// Experts of a token that the kernels of a batch look at: one load of four packets.
+/// Experts of a token that the kernels of a batch read: one load of four packets.
 pub const BATCH_TOPK: u32 = 8;
 
 /// Whether a rank with so many tokens dispatches them by the kernels of a batch. Other ranks need not

@@ -7,7 +7,7 @@
 //! number of claims. Each warp starts it in front of its first claim, so nothing resets it.
 //!
 //! Claims that are made ahead are on their way while the warp sends as many tokens, and no
-//! instruction looks at them before. An atomic waits behind the stores of its multiprocessor,
+//! instruction reads them before. An atomic waits behind the stores of its multiprocessor,
 //! longer than a token takes where there are few of those. So several tokens are claimed at once,
 //! but for the last ones.
 //!
@@ -122,7 +122,7 @@ impl Claims {
         self.next = atom_relaxed_gpu_add_u64_if(claims, comm.local.0 + LOCAL_CLAIMS, count, self.next);
     }
 
-    /// Claims token number `nth` at once: the next look at a token waits for it. The whole warp
+    /// Claims token number `nth` at once: the next read of a token waits for it. The whole warp
     /// calls it.
     ///
     /// # Safety

@@ -137,7 +137,7 @@ impl<R: Place> Copies<R> {
 }
 
 impl Copies {
-    /// Tells every other rank the number of tokens. A warp of the grid calls it.
+    /// Publishes the number of tokens to every other rank. A warp of the grid calls it.
     ///
     /// # Safety
     /// The peers have entered the operation.

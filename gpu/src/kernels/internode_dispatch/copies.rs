@@ -11,8 +11,8 @@
 //! of itself, and blocks that follow each other are enough.
 //!
 //! Soundness: as within a node. A record has the one writer that writes the token's rows. The
-//! number of a channel's tokens guards no data; what it says of other records is checked by the
-//! flags in them. Collectives stand where all lanes of a warp arrive: sources, tokens and numbers of
+//! number of a channel's tokens guards no data; records that it counts are checked by the flags in
+//! them. Collectives stand where all lanes of a warp arrive: sources, tokens and numbers of
 //! entries are the same in all lanes.
 
 use crate::kernels::dispatch::{self, COPY_STAGES, Place, wait_two_behind};

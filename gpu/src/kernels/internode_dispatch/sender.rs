@@ -293,7 +293,7 @@ pub unsafe fn send<const BY_EXPERT: bool>(
     }
 }
 
-/// Tells the warp that posts that this warp has packed `count` tokens: the first that it lacks,
+/// Publishes to the posting warp how many tokens this warp has packed: the first token that lacks,
 /// counted from the channel's first.
 ///
 /// # Safety

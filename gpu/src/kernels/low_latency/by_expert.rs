@@ -178,7 +178,7 @@ impl<const MOST: usize> Scratch<MOST> {
     }
 }
 
-/// A word that all lanes have loaded from the same address. The shuffle says so to the checks of the
+/// A word that all lanes have loaded from the same address. The shuffle shows that to the checks of the
 /// PTX, which do not see it where the compiler has computed the address twice. The whole warp calls
 /// it.
 #[device]

@@ -79,7 +79,7 @@ pub(super) unsafe fn dispatch<R: Ranks, const MX: bool, const BATCH: bool, const
     // Warps of a batch announce one token and move another.
     let moved_entry = TopkEntry::of(args, work.tokens.first, BATCH && sends && !work.tokens.is_empty());
     if tid() == 0 {
-        shared.set_told(opening.told::<false>(&args.common));
+        shared.set_call_targets(opening.call_targets::<false>(&args.common));
     }
     let opened = begin::<R, false>(&args.common, &opening, shared.opened);
     if publishes {
@@ -124,7 +124,7 @@ pub(super) const fn most_ranks<R: Ranks>() -> usize {
     if R::MANY { MAX_RANKS } else { MAX_MEMBERS }
 }
 
-/// `MOST`: as [`most_ranks`] says. `MX` and `PACKS`: as of [`dispatch`].
+/// `MOST`: as of [`most_ranks`]. `MX` and `PACKS`: as of [`dispatch`].
 #[device]
 pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: bool, const PACKS: bool>(
     args: &LowLatencyExpertDispatchArgs,
@@ -141,7 +141,7 @@ pub(super) unsafe fn dispatch_by_expert<R: Ranks, const MOST: usize, const MX: b
     let work = Work::of_warp::<false>(&args.dispatch.common, roles, lists);
     let first = TokenAhead::first(&args.dispatch, moves, &work, sends);
     if tid() == 0 {
-        shared.set_told(opening.told::<false>(&args.dispatch.common));
+        shared.set_call_targets(opening.call_targets::<false>(&args.dispatch.common));
     }
     let opened = begin::<R, false>(&args.dispatch.common, &opening, shared.opened);
     if publishes {
@@ -754,7 +754,7 @@ fn scale_team(args: &LowLatencyDispatchArgs, lists: Team<1>) -> (Team<2>, bool) 
     (Team { first: lists.first, threads: lists.threads }, false)
 }
 
-/// Says which expert has which rows, and waits for them. `BATCH` and `PACKS`: as of [`dispatch`].
+/// Lists the rows of each expert, and waits for them. `BATCH` and `PACKS`: as of [`dispatch`].
 #[device]
 unsafe fn receive<R: Ranks, const BATCH: bool, const PACKS: bool>(
     args: &LowLatencyDispatchArgs,
@@ -898,7 +898,7 @@ struct Coming<'a, R, const PACKS: bool> {
     blocks: Blocks,
     /// The team that places rows.
     places: Team<1>,
-    /// Threads of that team, and of those that wait at barrier 4 until it knows of all calls.
+    /// Threads of that team, and of those that wait at barrier 4 until all calls are here.
     both: u32,
     /// Whether the warps that list rows wait for the calls, while the others count their rank's own
     /// tokens: among few ranks, where they move no rows meanwhile.
@@ -1055,7 +1055,7 @@ impl<R: Ranks, const PACKS: bool> Arrivals for Coming<'_, R, PACKS> {
     unsafe fn note(&self, _: u32, _: u32) {}
 }
 
-/// Tells every rank that this one ends the dispatch without all of them. The kernels behind it may
+/// Publishes to every rank that this one ends the dispatch without all of them. The kernels behind it may
 /// write rows that a late rank still reads in the combine before, so that it waits until that rank
 /// has ended this or will see the word.
 ///

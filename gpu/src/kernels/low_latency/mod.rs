@@ -12,7 +12,7 @@
 //! - The peer reads the rows before it enters the combine that answers the dispatch. It reads rows
 //!   that it returns from where they are within that combine, and their owner waits for them.
 //! - A peer reads combine rows of this rank's pool within its combine. They are written behind this
-//!   rank's next dispatch into the place. A dispatch that ends before a peer has entered it tells
+//!   rank's next dispatch into the place. A dispatch that ends before a peer has entered it warns
 //!   that peer first ([`gave_up`](crate::layout::LowLatencyControl)).
 //! - A combine ends once all peers have entered it. So a dispatch does not wait if a combine has
 //!   answered the last dispatch into its place.
@@ -92,7 +92,7 @@ shared! {
         /// The words of [`Opened`].
         opened: [u32; 4],
         /// The ranks that the call is published to; four words, so that those behind are aligned.
-        told: [u32; 4],
+        call_targets: [u32; 4],
     }
 }
 
@@ -103,7 +103,7 @@ shared! {
         of_source: [u32; MAX_RANKS],
         of_warp: [u32; 32],
         opened: [u32; 4],
-        told: [u32; 4],
+        call_targets: [u32; 4],
         /// Tokens of all ranks in front of each.
         before: [u32; MAX_RANKS],
         /// The high half of each warp's set of ranks.
@@ -118,7 +118,7 @@ struct NodeShared<R> {
     of_source: SharedArray<u32, MAX_RANKS>,
     of_warp: SharedArray<u32, 32>,
     opened: SharedArray<u32, 4>,
-    told: SharedArray<u32, 4>,
+    call_targets: SharedArray<u32, 4>,
     /// Of many ranks only.
     before: SharedArray<u32, MAX_RANKS>,
     ranks_high: SharedArray<u32, 32>,
@@ -197,8 +197,8 @@ impl<R: Ranks> NodeShared<R> {
     /// Notes the ranks that the call is published to. Thread 0 calls it, in front of the barrier of
     /// [`begin`].
     #[device]
-    unsafe fn set_told(&self, told: R) {
-        told.st_shared(self.told.at(0), self.told.at(1));
+    unsafe fn set_call_targets(&self, targets: R) {
+        targets.st_shared(self.call_targets.at(0), self.call_targets.at(1));
     }
 
     /// The ranks that the call is published to.
@@ -206,8 +206,8 @@ impl<R: Ranks> NodeShared<R> {
     /// # Safety
     /// Behind the barrier of [`begin`]; the words are not written again.
     #[device]
-    unsafe fn told(&self) -> R {
-        R::ld_shared(self.told.at(0), self.told.at(1))
+    unsafe fn call_targets(&self) -> R {
+        R::ld_shared(self.call_targets.at(0), self.call_targets.at(1))
     }
 
     /// Tokens of all ranks.
@@ -381,13 +381,13 @@ impl<R: Ranks> Opening<R> {
     /// or one of other tokens than the dispatch: graphs may be replayed in any order.
     #[device]
     fn members<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> R {
-        if self.abort != 0 { R::NONE } else { self.told::<COMBINE>(args) }
+        if self.abort != 0 { R::NONE } else { self.call_targets::<COMBINE>(args) }
     }
 
     /// The ranks that the call is published to: the members, also behind an abort of this
     /// operation by another block.
     #[device]
-    fn told<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> R {
+    fn call_targets<const COMBINE: bool>(&self, args: &LowLatencyArgs) -> R {
         let is_wrong = COMBINE & (self.is_unpaired() | (self.tokens != args.num_tokens));
         let all = R::all(args.comm.num_ranks);
         if is_wrong | gave_up_before(self.abort, self.epoch()) { R::NONE } else { all.without(self.left_out) }
@@ -427,7 +427,7 @@ fn answered_at(args: &LowLatencyArgs) -> u64 {
     field!(args.tables.turns.0, LowLatencyTurns.answered)
 }
 
-/// Says that a combine answers the dispatch in its place. Thread 0 of the grid calls it, which has
+/// Records that a combine answers the dispatch in its place. Thread 0 of the grid calls it, which has
 /// loaded `opening`.
 ///
 /// # Safety
@@ -510,7 +510,7 @@ fn fences_dispatch(args: &LowLatencyArgs, publishes: bool) -> bool {
     publishes & (args.num_tokens == 0)
 }
 
-/// Publishes to the ranks of [`NodeShared::told`] that this rank has entered the operation, with
+/// Publishes to the ranks of [`NodeShared::call_targets`] that this rank has entered the operation, with
 /// which call. The warp of [`fence_call`] calls it, behind the barrier of [`begin`].
 ///
 /// # Safety
@@ -519,9 +519,9 @@ fn fences_dispatch(args: &LowLatencyArgs, publishes: bool) -> bool {
 /// this rank's chunks publish that ([`fences_dispatch`]).
 #[device]
 unsafe fn store_call<R: Ranks>(args: &LowLatencyArgs, shared: &NodeShared<R>, epoch: u64) {
-    let (comm, lane, told) = (&args.comm, laneid(), shared.told());
+    let (comm, lane, targets) = (&args.comm, laneid(), shared.call_targets());
     each_rank!(R, lane, rank => {
-        if (R::MANY || rank < FEW_RANKS as u32) && told.has(rank) {
+        if (R::MANY || rank < FEW_RANKS as u32) && targets.has(rank) {
             let packet = epoch << 32 | comm.call;
             let pool = R::pool(comm, rank);
             st_relaxed_sys_u64(pool + call_offset(R::ROOM, comm.rank, epoch), packet);
@@ -668,7 +668,7 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
 unsafe fn wait_node_members_ready<R: Ranks>(comm: &Comm, opened: &Opened<R>) -> bool {
     let (lane, epoch) = (laneid(), opened.epoch());
     let mut ready = true;
-    // All ranks are told before any rank is waited for.
+    // Publish to all ranks before waiting for any rank.
     if R::MANY && ctaid() == 0 && opened.has_member(lane + 32) {
         st_release_sys_u64(R::pool(comm, lane + 32) + ready_offset(comm.rank), epoch);
     }

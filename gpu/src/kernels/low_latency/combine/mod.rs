@@ -106,7 +106,7 @@ unsafe fn combine<E: Element, R: Ranks, const FP8: bool, const SUMMED: bool>(arg
     let most = if sends { ReturnCounts::of::<R>(args) } else { ReturnCounts { words: 0, packets: 0 } };
     let ranks: R = first_ranks(args, receives);
     if tid() == 0 {
-        shared.set_told(opening.told::<true>(&args.common));
+        shared.set_call_targets(opening.call_targets::<true>(&args.common));
     }
     if laneid() == 0 {
         shared.set_ranks(ranks);

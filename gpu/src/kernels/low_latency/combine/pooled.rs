@@ -7,7 +7,7 @@
 //! front of the publication is the first thing that its warp does: it and the store behind it
 //! release what the kernels before have written. No row is written before the rank's next dispatch
 //! into the place has ended, which every member enters behind its combine. A dispatch that ends
-//! without a member has told that one before, in time ([`has_one_given_up`]). A packet has one
+//! without a member has warned that one before, in time ([`has_one_given_up`]). A packet has one
 //! writer, a warp of one rank, and is read together with its epoch: all of it or nothing. A piece of
 //! a sum has one warp. Collectives stand where all lanes of a warp arrive: the numbers and masks of
 //! pieces are the same in all lanes.
@@ -70,7 +70,7 @@ unsafe fn combine<R: Ranks, const TWO: bool>(args: &LowLatencyCombineArgs) {
     let first = pieces.at(Piece::first_to_receive());
     let ranks: R = ranks_of(args, first.token);
     if tid() == 0 {
-        shared.set_told(opening.told::<true>(common));
+        shared.set_call_targets(opening.call_targets::<true>(common));
     }
     let opened = begin::<R, true>(common, &opening, shared.opened);
     if publishes {
@@ -87,16 +87,16 @@ unsafe fn combine<R: Ranks, const TWO: bool>(args: &LowLatencyCombineArgs) {
     if common.phases & phase::RECEIVE != 0 {
         // Nothing is computed between the calls and the first reads that could be before.
         let (ranks, step) = (ranks.of_warp(), pieces.step());
-        let (gathers, asks) = (pieces.gathers(), tid() / 32 == last_warp());
-        let mut failed = !opened.takes_part() || (asks && !have_all_entered(common, opened));
-        // A look behind the barrier is later than each warp's time, however long a warp stands still.
+        let (gathers, polls) = (pieces.gathers(), tid() / 32 == last_warp());
+        let mut failed = !opened.takes_part() || (polls && !have_all_entered(common, opened));
+        // A check behind the barrier is later than each warp's time, however long a warp stands still.
         let start = globaltimer();
         // Packets need no call: where all rows come as such, no warp waits for the last one here.
         if gathers {
             failed = barrier_any(failed);
         }
         if !failed {
-            failed = gathers && asks && has_one_given_up(comm, opened);
+            failed = gathers && polls && has_one_given_up(comm, opened);
             failed |= !pieces.sum_all::<R>(args, first, step, ranks, opened);
             if gathers && globaltimer() - start > GATHER_NS {
                 fence_acq_rel_sys();
@@ -263,8 +263,8 @@ fn publishes_from_first(args: &LowLatencyArgs) -> bool {
 }
 
 /// Whether a member has ended a later dispatch without this rank, or will not enter this combine: its
-/// rows may be others by now, or half of each. A rank that gives up says so [`GIVING_UP_NS`] before it
-/// writes any. So rows are right that are read within [`GATHER_NS`] from here on. It is recorded.
+/// rows may be others by now, or half of each. A rank that gives up publishes so [`GIVING_UP_NS`] before
+/// it writes any. So rows that are read within [`GATHER_NS`] from here on are right. Recorded.
 ///
 /// # Safety
 /// Words are in this rank's own pool.

@@ -186,7 +186,7 @@ unsafe fn deliver(args: &LowLatencyArgs, route: Route, rank: u32, kind: Kind, by
     let from = route.field(kind as usize + offset_of!(LowLatencyMessage, from));
     let to = route.field(kind as usize + offset_of!(LowLatencyMessage, to));
     let packet = epoch << 32 | args.comm.call;
-    tell(args, route, rank, (from, to, bytes), call_at(epoch), packet, epoch);
+    publish_word(args, route, rank, (from, to, bytes), call_at(epoch), packet, epoch);
 }
 
 /// Stores `value` in the word at `word` of those that this rank writes for another one, behind the
@@ -196,7 +196,7 @@ unsafe fn deliver(args: &LowLatencyArgs, route: Route, rank: u32, kind: Kind, by
 /// The words have this rank as their only writer, through its one queue to the peer where they are
 /// not mapped.
 #[device]
-unsafe fn tell(
+unsafe fn publish_word(
     args: &LowLatencyArgs,
     route: Route,
     rank: u32,
@@ -293,7 +293,7 @@ unsafe fn wait_members_ready(
     if opened.has_member(lane) {
         if ctaid() == 0 {
             let route = Route::to(messages, lane);
-            tell(args, route, lane, (0, 0, 0), READY, epoch << 32 | args.comm.call, epoch);
+            publish_word(args, route, lane, (0, 0, 0), READY, epoch << 32 | args.comm.call, epoch);
         }
         ready = wait_member_entered(&args.comm, &Incoming::of(messages, lane), lane, epoch);
     }
