@@ -1,5 +1,6 @@
 //! Ranks that run one at a time, for tests whose every step must be repeatable.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -27,7 +28,7 @@ pub fn run<T: Send>(
         turned: Condvar::new(),
     });
     let run = |rank: u32| {
-        let group = Lockstep { board: board.clone(), rank, size };
+        let group = Lockstep { board: board.clone(), rank, members: (0..size).collect(), id: Vec::new() };
         let _ended = End(&group);
         drop(group.wait_turn());
         rank_main(Arc::new(group.clone()))
@@ -51,8 +52,8 @@ struct Post {
 
 #[derive(Debug, Default)]
 struct Rank {
-    /// One for each collective so far.
-    posts: Vec<Post>,
+    /// By group, one for each collective so far.
+    posts: BTreeMap<Vec<u64>, Vec<Post>>,
     ended: bool,
 }
 
@@ -69,11 +70,15 @@ struct Board {
     turned: Condvar,
 }
 
+/// A rank's handle of all ranks, or of a part of them.
 #[derive(Debug, Clone)]
 struct Lockstep {
     board: Arc<Board>,
+    /// The rank among all ranks, as in `members`.
     rank: u32,
-    size: u32,
+    members: Vec<u32>,
+    /// Empty, or the group that was split, the number of its calls, and the colour.
+    id: Vec<u64>,
 }
 
 impl Lockstep {
@@ -88,9 +93,10 @@ impl Lockstep {
 
     /// Gives the turn to the next rank that still runs.
     fn pass_turn(&self, mut state: MutexGuard<'_, State>) {
-        let next = (1..=self.size).map(|step| (self.rank + step) % self.size);
+        let size = state.ranks.len() as u32;
+        let next = (1..=size).map(|step| (self.rank + step) % size);
         let running = |rank: &u32| !state.ranks[*rank as usize].ended;
-        state.turn = next.into_iter().find(running).unwrap_or(self.size);
+        state.turn = next.into_iter().find(running).unwrap_or(size);
         drop(state);
         self.board.turned.notify_all();
     }
@@ -98,15 +104,16 @@ impl Lockstep {
     /// Posts and waits for the others; gives each rank's post to `read`, in the order of ranks.
     fn collective<T>(&self, post: Post, read: impl Fn(&Post) -> Result<T>) -> Result<Vec<T>> {
         let mut state = self.lock();
-        let posts = &mut state.ranks[self.rank as usize].posts;
+        let posts = state.ranks[self.rank as usize].posts.entry(self.id.clone()).or_default();
         let call = posts.len();
         posts.push(post);
         loop {
-            if let Some(all) = state.ranks.iter().map(|rank| rank.posts.get(call)).collect::<Option<Vec<_>>>()
-            {
+            let post = |rank: u32| state.ranks[rank as usize].posts.get(&self.id)?.get(call);
+            if let Some(all) = self.members.iter().map(|rank| post(*rank)).collect::<Option<Vec<_>>>() {
                 return all.into_iter().map(read).collect();
             }
-            if let Some(rank) = state.ranks.iter().position(|rank| rank.ended && rank.posts.len() <= call) {
+            let has_left = |rank: u32| state.ranks[rank as usize].ended && post(rank).is_none();
+            if let Some(rank) = self.members.iter().find(|rank| has_left(**rank)) {
                 return Err(Error::os(
                     "lockstep group",
                     format!("rank {rank} has ended, call {call} waits for it"),
@@ -120,11 +127,11 @@ impl Lockstep {
 
 impl ProcessGroup for Lockstep {
     fn rank(&self) -> u32 {
-        self.rank
+        self.members.iter().position(|member| *member == self.rank).expect("it is a member") as u32
     }
 
     fn size(&self) -> u32 {
-        self.size
+        self.members.len() as u32
     }
 
     fn timeout(&self) -> Duration {
@@ -140,10 +147,19 @@ impl ProcessGroup for Lockstep {
     }
 
     fn broadcast(&self, root: u32, data: &[u8]) -> Result<Vec<u8>> {
-        if root >= self.size {
-            return Err(Error::argument("root", root, format!("ranks are 0..{}", self.size)));
+        if root >= self.size() {
+            return Err(Error::argument("root", root, format!("ranks are 0..{}", self.size())));
         }
         Ok(self.all_gather(data)?.swap_remove(root as usize))
+    }
+
+    fn split(&self, color: u64) -> Result<Arc<dyn ProcessGroup>> {
+        let colors = self.all_gather(&color.to_le_bytes())?;
+        let calls = self.lock().ranks[self.rank as usize].posts[&self.id].len() as u64;
+        let of_color = self.members.iter().zip(&colors).filter(|(_, other)| **other == color.to_le_bytes());
+        let members = of_color.map(|(member, _)| *member).collect();
+        let id = [&self.id[..], &[calls, color]].concat();
+        Ok(Arc::new(Lockstep { members, id, ..self.clone() }))
     }
 
     fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>> {
@@ -185,6 +201,27 @@ mod tests {
         assert_eq!(gathered.unwrap(), [[0, 1, 2]; 3]);
         let by_hand = [(0, 0), (1, 0), (2, 0), (2, 1), (0, 1), (1, 1), (1, 2), (2, 2), (0, 2)];
         assert_eq!(*order.lock().unwrap(), by_hand);
+    }
+
+    #[test]
+    fn parts_have_their_own_ranks_and_calls() {
+        let parts = run(4, |group| {
+            let part = group.split((group.rank() % 2).into())?;
+            let gathered = part.all_gather(&[group.rank() as u8])?.concat();
+            if group.rank() == 3 {
+                part.barrier(Duration::ZERO)?;
+            }
+            Ok((part.rank(), part.size(), gathered))
+        });
+        assert!(parts.unwrap_err().to_string().contains("rank 1 has ended"));
+        let parts = run(4, |group| {
+            let part = group.split((group.rank() % 2).into())?;
+            let gathered = part.all_gather(&[group.rank() as u8])?.concat();
+            group.barrier(Duration::ZERO)?;
+            Ok((part.rank(), part.size(), gathered))
+        });
+        let [even, odd] = [vec![0, 2], vec![1, 3]];
+        assert_eq!(parts.unwrap(), [(0, 2, even.clone()), (0, 2, odd.clone()), (1, 2, even), (1, 2, odd)]);
     }
 
     #[test]
