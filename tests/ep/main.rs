@@ -23,6 +23,7 @@ mod spread;
 mod survivors;
 mod turns;
 mod valid;
+mod waits;
 
 mod internode;
 mod intranode;
