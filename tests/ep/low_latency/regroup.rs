@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use epoxide::driver::Device;
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::internal::regroup_ahead;
 use epoxide::low_latency::{Options, Shape};
 use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
-use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks, sleep};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -144,7 +145,8 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
     }
 }
 
-/// Operations in any state leave nothing behind when their waits expire.
+/// Operations in any state leave nothing behind when their waits expire. One rank is late in each
+/// round: to the dispatch, or to the combine alone.
 #[test]
 fn missed_deadlines_leave_nothing_behind() {
     for seed in 0..tier::pick(2, 6) {
@@ -152,17 +154,32 @@ fn missed_deadlines_leave_nothing_behind() {
         let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
         case.run(|rank| {
             let (inputs, group) = (case.inputs(rank)?, rank.group.clone());
-            for _ in 0..4 {
+            for round in 0..4 {
+                let is_late = rank.rank == round;
+                let come = |device: &Device| {
+                    if is_late {
+                        sleep(device, DEADLINE);
+                    }
+                };
                 let mut place = rank.buffer.place(0)?;
-                let order = StreamOrder::on(&rank.stream);
-                let at_once = Duration::from_nanos(1);
+                let (stream, at_once) = (rank.stream.clone(), Duration::from_nanos(1));
+                let order = StreamOrder::on(&stream);
+                if round % 2 == 0 {
+                    come(rank.device());
+                }
                 let request = inputs.request(case.quantise).timeout(at_once);
                 let received = rank.buffer.dispatch(&mut place, request, order)?;
+                if round % 2 == 1 {
+                    come(stream.device());
+                }
                 // The dispatch's wait may have expired by now.
                 let combined = rank.buffer.combine(received, inputs.experts(&case).timeout(at_once), order);
                 let known = matches!(&combined, Ok(_) | Err(Error::PeerTimeout { .. }));
                 assert!(known, "{:?}", combined.map(drop));
-                rank.stream.synchronize()?;
+                stream.synchronize()?;
+                let outcome = rank.buffer.check();
+                let has_expired = matches!(outcome, Err(Error::PeerTimeout { .. }));
+                assert!(has_expired || is_late, "rank {}, round {round}: {outcome:?}", rank.rank);
                 rank.buffer.regroup(&*group)?;
             }
             rank.round_trip(&case)
