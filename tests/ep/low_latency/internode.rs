@@ -1,15 +1,15 @@
 //! Low latency across nodes: the same calls and the same results over any transport.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use epoxide::Error;
-use epoxide::driver::virt::{CheckConfig, Checker, Loaded, VirtConfig, VirtualGpu};
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
 use epoxide::internal::Instruments;
 use epoxide::internal::transport::Shaping;
 use epoxide::low_latency::{Buffer, Options, Quantise, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks};
+use epoxide::{Error, Result};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks, sleep};
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
@@ -71,44 +71,66 @@ fn more_ranks_than_there_may_be() {
 /// one after the other.
 #[test]
 fn only_the_first_block_polls_host_memory() {
-    let rounds = tier::pick(3, 5);
+    const TOKENS: u64 = 4;
+    /// Polls behind which a wait looks for other calls.
+    const POLLS: u64 = 64;
+    let dispatches = tier::pick(2, 4);
     let checker = Checker::new(CheckConfig { races: false, ..CheckConfig::default() });
     checker.count_loads();
-    let case = LowLatencyCase::new(routing(&[9, 5, 3], 3, 6, Style::DistinctTopK), 16);
     let case = LowLatencyCase {
-        nodes: nodes(1, TransportKind::Shm),
         sm_count: 6,
-        rounds,
-        unanswered: 2,
         checker: Some(checker.clone()),
-        ..case
+        ..LowLatencyCase::new(routing(&[TOKENS as u32; 3], 3, 6, Style::DistinctTopK), 16)
     };
-    case.run(|rank| {
-        // The peers wait for this rank in each operation, so long that they look for other calls.
-        if rank.rank == 1 {
-            std::thread::sleep(Duration::from_millis(1000));
-        }
-        rank.round_trip(&case)?;
-        rank.group.barrier(PATIENCE)?;
-        if rank.rank == 0 {
-            let is_word = |loaded: &Loaded| loaded.memory == "wire memory" && loaded.part == "words";
-            let mut loads = checker.loads();
-            loads.retain(is_word);
-            let kernels = loads.iter().map(|loaded| loaded.kernel.as_str());
-            assert_eq!(kernels.collect::<BTreeSet<_>>().len(), 2, "dispatches and combines: {loads:?}");
-            loads.retain(|loaded| loaded.block != 0);
-            assert!(loads.is_empty(), "{loads:?}");
-            // A row is two vectors. Heads of 14 slots at most would be 100 loads and more for each
-            // expert.
-            let mut of_rows = 0;
-            for loaded in checker.loads() {
-                let is_row = loaded.memory == "wire memory" && loaded.part == "dispatch_in";
-                of_rows += if is_row && loaded.block != 0 { loaded.loads } else { 0 };
+    let shm = TransportOptions::new(TransportKind::Shm);
+    run_ranks(3, |number, group| {
+        let options = |options: Options| options.ranks_per_node(1).transport(shm.clone()).timeout(PATIENCE);
+        let shape = Shape { max_tokens: TOKENS as u32, hidden: 16, num_topk: 3, num_experts: 6 };
+        let ids = case.routing.flat_topk_idx(number);
+        let mut rank = Ones::new(case.device(number), group.clone(), shape, options, &ids)?;
+        let mut place = rank.buffer.place(0)?;
+        // The others poll for rank 1 in each operation, in each step of the ranks' clock.
+        let come_late = |rank: &Ones| -> Result<()> {
+            rank.group.barrier(PATIENCE)?;
+            if rank.rank == 1 {
+                sleep(rank.stream.device(), Duration::from_secs(1));
             }
-            let (ranks, rounds, most_rows) = (3, u64::from(rounds), 9 + 5 + 3);
-            assert!(of_rows <= ranks * rounds * most_rows * 2, "{of_rows} loads from messages");
+            Ok(())
+        };
+        for dispatch in 0..dispatches {
+            come_late(&rank)?;
+            let received = rank.dispatch(&mut place)?;
+            rank.outcome()?;
+            // A dispatch behind one without a combine waits for the entry of all ranks first.
+            if dispatch % 2 == 0 {
+                continue;
+            }
+            come_late(&rank)?;
+            let sums = rank.combine(received)?.x.to_host::<half::bf16>(&rank.stream)?;
+            assert_eq!(sums, rank.sums(1.0)?);
         }
-        rank.group.barrier(PATIENCE)
+        group.barrier(PATIENCE)?;
+        if number == 0 {
+            let mut loads = checker.loads();
+            loads.retain(|loaded| loaded.memory == "wire memory");
+            let (mut words, mut rows) = (loads.clone(), loads);
+            words.retain(|loaded| loaded.part == "words");
+            rows.retain(|loaded| loaded.part == "dispatch_in" && loaded.block != 0);
+            for by in [0, 2] {
+                let polls = words.iter().filter(|loaded| loaded.by == by && loaded.block == 0);
+                let polls = polls.map(|loaded| (loaded.kernel.as_str(), loaded.loads));
+                let polls: BTreeMap<_, u64> = polls.collect();
+                assert_eq!(polls.len(), 2, "dispatches and combines: {polls:?}");
+                assert!(polls.values().all(|polls| *polls > 2 * POLLS), "rank {by} did not wait: {polls:?}");
+            }
+            words.retain(|loaded| loaded.block != 0);
+            assert!(words.is_empty(), "{words:?}");
+            // A row is two vectors, and a rank gets at most all tokens of the other two. Heads of 14
+            // slots at most would be 100 loads and more for each expert.
+            let of_rows: u64 = rows.iter().map(|loaded| loaded.loads).sum();
+            assert!(of_rows <= 3 * dispatches * 2 * TOKENS * 2, "{of_rows} loads from messages");
+        }
+        group.barrier(PATIENCE)
     });
 }
 
