@@ -1,19 +1,33 @@
 //! Traffic of each link: one row for each token and rank, and the protocol's bytes of everything
-//! else.
+//! else. The sizes and limits below are those of `docs/protocol.md`, so that a change of the
+//! library's own shows.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 use epoxide::driver::virt::{CheckConfig, Checker, Loaded};
 use epoxide::low_latency::Quantise;
-use epoxide_gpu::layout::{
-    PIECE_PACKET_BYTES, PUSHED_TOKENS, has_scale_packets, pieces_of, scale_packets, sends_scale_packets,
-};
 use epoxide_testing::harness::PATIENCE;
 use epoxide_testing::low_latency::{LowLatencyCase, ReturnPath, Segments};
 use epoxide_testing::oracle::{Routing, Style, by_expert};
 use epoxide_testing::tier;
 
 use crate::shapes::routing;
+
+/// Bytes of a packet with payload and epoch.
+const PACKET: u64 = 16;
+/// Tokens of a rank whose f32 scales travel as packets.
+const SCALE_PACKET_TOKENS: RangeInclusive<u32> = 65..=128;
+
+/// Bytes on the links of a row that returns as packets: 128 for each piece of 1,536 bytes.
+fn packets_of_row(row_bytes: u32) -> u64 {
+    u64::from(row_bytes.div_ceil(1536)) * 128 * PACKET
+}
+
+/// Bytes on the links of a row's f32 scales as packets, three to each.
+fn packets_of_scales(scales: u64) -> u64 {
+    scales.div_ceil(3) * PACKET
+}
 
 /// The kernel of a case's dispatches.
 fn dispatch_of(case: &LowLatencyCase) -> &'static str {
@@ -27,9 +41,11 @@ fn dispatch_of(case: &LowLatencyCase) -> &'static str {
     }
 }
 
-/// Whether some scales travel as packets.
+/// Whether some scales travel as packets: between up to 8 ranks, with up to 512 tokens in all.
 fn has_packets(case: &LowLatencyCase) -> bool {
-    case.quantise == Quantise::Fp8 && has_scale_packets(case.max_tokens, case.routing.num_ranks())
+    let ranks = case.routing.num_ranks();
+    let has_room = SCALE_PACKET_TOKENS.contains(&case.max_tokens) && case.max_tokens * ranks <= 512;
+    case.quantise == Quantise::Fp8 && ranks <= 8 && has_room
 }
 
 /// Bytes by kernel, sending rank, receiving rank and part of the receiver's pool; parts with none
@@ -56,8 +72,8 @@ fn predicted(case: &LowLatencyCase) -> Links {
         let scales = if is_fp8 { u64::from(case.hidden / 128) } else { 0 };
         let chunks = |tokens: u64| tokens.div_ceil(case.chunk_tokens.into());
         add(dispatch, "recv_x", rows * u64::from(row_bytes));
-        if has_packets(case) && sends_scale_packets(tokens as u32) {
-            add(dispatch, "scale_packets", rows * u64::from(scale_packets(scales as u32)) * 16);
+        if has_packets(case) && SCALE_PACKET_TOKENS.contains(&(tokens as u32)) {
+            add(dispatch, "scale_packets", rows * packets_of_scales(scales));
         } else {
             add(dispatch, "recv_scales", rows * scales * 4);
         }
@@ -78,11 +94,9 @@ fn predicted(case: &LowLatencyCase) -> Links {
         let (rows, tokens) = (rows_between(routing, to, from), u64::from(routing.num_tokens(to)));
         let (combine, row_bytes, scales) = travels_back(case, from);
         if case.combine_rows == ReturnPath::InPool {
-            let packets = u64::from(pieces_of(row_bytes) * PIECE_PACKET_BYTES);
-            add(combine, "returned_packets", pushed_between(case, to, from) * packets);
+            add(combine, "returned_packets", pushed_between(case, to, from) * packets_of_row(row_bytes));
         } else if tokens <= case.packet_tokens.min(case.max_tokens).into() {
-            let packets = u64::from(pieces_of(row_bytes) * PIECE_PACKET_BYTES);
-            add(combine, "returned_packets", rows * packets);
+            add(combine, "returned_packets", rows * packets_of_row(row_bytes));
             add(combine, "returned_scales", rows * scales * 8);
         } else {
             // Scales stand behind their row.
@@ -120,9 +134,13 @@ fn rows_between(routing: &Routing, from: u32, to: u32) -> u64 {
 /// The first tokens of a rank, whose rows return as packets though owners gather the others.
 fn pushed_between(case: &LowLatencyCase, from: u32, to: u32) -> u64 {
     let routing = &case.routing;
-    // Half of them among three ranks, a quarter up to five, and so on.
-    let most = (PUSHED_TOKENS / (routing.num_ranks() - 1).next_power_of_two()).min(case.packet_tokens);
-    let pushed = routing.num_tokens(from).min(most);
+    let most = match routing.num_ranks() {
+        2 => 32,
+        3 => 16,
+        4 | 5 => 8,
+        ranks => panic!("no case has {ranks} ranks"),
+    };
+    let pushed = routing.num_tokens(from).min(most).min(case.packet_tokens);
     (0..pushed).filter(|&token| routing.hits(from, token, to)).count() as u64
 }
 
@@ -191,6 +209,39 @@ fn gathers_the_others(case: &LowLatencyCase, loads: &[Loaded]) {
         if by != on {
             assert_eq!(read.map(|it| it.loads * 16).sum::<u64>(), bytes, "rank {by} of rank {on}");
         }
+    }
+}
+
+/// Bytes that were counted by hand, for two ranks of two experts. Two of the three tokens of rank 0
+/// have experts on rank 1, with three entries. The token of rank 1 has both its experts on rank 0,
+/// and its row returns as packets. Chunks have two tokens.
+#[test]
+fn the_prediction_is_what_a_count_by_hand_gives() {
+    let topk_idx = vec![vec![vec![0, 2], vec![3, 2], vec![1, -1]], vec![vec![0, 1]]];
+    let routing = Routing { num_experts: 4, num_topk: 2, topk_idx };
+    let case = LowLatencyCase { chunk_tokens: 2, packet_tokens: 1, ..LowLatencyCase::new(routing, 256) };
+    let dispatch = [("control.calls", [8, 8]), ("arrived", [16, 8]), ("ids", [24, 8]), ("weights", [24, 16])];
+    let combine = [("control.calls", [8, 8]), ("returned", [0, 16])];
+    // The bytes of each part, from rank 0 to rank 1 and from 1 to 0.
+    let bf16_rows = [("recv_x", [1024, 512])];
+    let bf16_sums = [("returned_packets", [2048, 0]), ("returned_x", [0, 1024])];
+    let fp8_rows = [("recv_x", [512, 256]), ("recv_scales", [16, 8])];
+    // Two scales stand behind each row, and are packets of 8 bytes beside a row in packets.
+    let fp8_sums = [("returned_packets", [2048, 0]), ("returned_scales", [16, 0]), ("returned_x", [0, 528])];
+    let links = |kernel, parts: &[(&'static str, [u64; 2])]| {
+        let both = parts.iter().flat_map(|&(part, [there, back])| [(0, 1, part, there), (1, 0, part, back)]);
+        let some = both.filter(|(.., bytes)| *bytes > 0);
+        some.map(|(from, to, part, bytes)| ((kernel, from, to, part), bytes)).collect::<Links>()
+    };
+    for (quantise, rows, back, sums) in [
+        (Quantise::Not, &bf16_rows[..], "low_latency_combine_bf16", &bf16_sums[..]),
+        (Quantise::Fp8, &fp8_rows[..], "low_latency_combine_fp8", &fp8_sums[..]),
+    ] {
+        let case = LowLatencyCase { quantise, quantise_back: quantise, ..case.clone() };
+        let mut by_hand = links("low_latency_dispatch", &[&dispatch, rows].concat());
+        by_hand.extend(links(back, &[&combine, sums].concat()));
+        assert_eq!(predicted(&case), by_hand);
+        check(&case);
     }
 }
 
