@@ -8,12 +8,16 @@ use epoxide::low_latency::{CombineRequest, DispatchRequest, Quantise, Received};
 use epoxide::{DType, ExpertMap, Tensor, TypedTensor};
 use epoxide_gpu::layout::row_stride;
 
+use super::LowLatencyRank;
 use super::case::{LowLatencyCase, ReturnPath, RowMemory, Segments};
 use super::data::Data;
 use super::segments::mark;
 use crate::ids::{Ids, upload_narrow};
 use crate::oracle::{by_expert as by_expert_plan, low_latency_plan};
 use crate::payload::rounded_bytes;
+
+/// The times of waiting in front of the first call, to which calls add.
+const WAITED_BEFORE: i64 = 1 << 50;
 
 /// A rank's inputs to one round's calls.
 #[derive(Debug)]
@@ -133,7 +137,7 @@ impl LowLatencyInputs {
             Ids::Placed(logical) => (Some(logical.upload(stream, rank)?), Some(logical.upload_map(stream)?)),
         };
         let ranks = u64::from(routing.num_ranks());
-        let none = vec![0; ranks as usize];
+        let before = vec![WAITED_BEFORE; ranks as usize];
         Ok(LowLatencyInputs {
             x: Tensor::from_host(stream, DType::Bf16, &[tokens, hidden], &x)?,
             topk_idx: TypedTensor::from_host(stream, &entries, &routing.flat_topk_idx(rank))?,
@@ -147,7 +151,7 @@ impl LowLatencyInputs {
             recv_x_scales,
             recv_columns,
             num_sms: case.num_sms(rank, data.seed),
-            waits: case.measures.then(|| TypedTensor::from_host(stream, &[ranks], &none)).transpose()?,
+            waits: case.measures.then(|| TypedTensor::from_host(stream, &[ranks], &before)).transpose()?,
         })
     }
 
@@ -172,6 +176,22 @@ impl LowLatencyInputs {
         };
         let request = self.waits.iter().fold(request, CombineRequest::cumulative_wait_ns);
         self.num_sms[1].into_iter().fold(request.quantise(case.quantise_back), CombineRequest::num_sms)
+    }
+
+    /// Checks the times that measured calls have added: none for the own rank, and for each other one
+    /// less than 18 minutes.
+    ///
+    /// # Errors
+    /// Those of the driver.
+    pub(super) fn check_waits(&self, rank: &mut LowLatencyRank) -> Result<()> {
+        let Some(waits) = &self.waits else { return Ok(()) };
+        let own = rank.rank as usize;
+        for (source, now) in waits.values(&rank.stream)?.into_iter().enumerate() {
+            let waited = now - WAITED_BEFORE;
+            let is_right = if source == own { waited == 0 } else { (0..1 << 40).contains(&waited) };
+            rank.check(is_right, format!("waited {waited} ns for rank {source}"));
+        }
+        Ok(())
     }
 
     /// Stands in for experts that leave their rows in the pool.

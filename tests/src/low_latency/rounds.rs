@@ -84,6 +84,7 @@ impl RoundTrip for Buffer {
                 *failure = format!("round {index}: {failure}");
             }
         }
+        inputs.iter().try_for_each(|inputs| inputs.check_waits(rank))?;
         Ok(recv_order(&case.routing, rank.rank).len() as u64)
     }
 
@@ -162,6 +163,7 @@ impl LowLatencyCase {
             self.enqueue(&mut rank.buffer, &rank.stream, &mut places, &sums, index, inputs)?;
         }
         rank.outcome()?;
+        inputs.iter().try_for_each(|inputs| inputs.check_waits(rank))?;
         self.check_all_sums(rank, &sums, &data)
     }
 
@@ -186,6 +188,7 @@ impl LowLatencyCase {
             step();
         }
         captured.check(&stream)?;
+        inputs.iter().try_for_each(|inputs| inputs.check_waits(rank))?;
         self.check_all_sums(rank, &sums, &data)
     }
 
