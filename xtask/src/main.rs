@@ -31,8 +31,9 @@ use epoxide_build_ptx::job::Job;
 use epoxide_build_ptx::kernels::Kernels;
 use epoxide_build_ptx::{doctor, lint, nvvm, packages, ptxas, workspace};
 
-/// Exit code where a part that this command cannot fetch by itself is missing from the machine.
-const EXIT_MISSING_PARTS: u8 = 2;
+/// Exit code where this machine lacks a part that the command does not fetch by itself. Usage errors
+/// have another one, so that a script can skip for the first alone.
+const SKIPPED: u8 = 77;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Developer chores of epoxide", disable_help_subcommand = true)]
@@ -108,7 +109,7 @@ fn main() -> ExitCode {
         Err(error) => {
             eprintln!("error: {error:#}");
             match error.downcast_ref::<nvvm::MissingParts>() {
-                Some(_) => ExitCode::from(EXIT_MISSING_PARTS),
+                Some(_) => ExitCode::from(SKIPPED),
                 None => ExitCode::FAILURE,
             }
         }
@@ -154,4 +155,17 @@ fn run(command: Command) -> Result<ExitCode> {
         }
     }
     .map(|()| ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `tests/nvvm/run.sh` passes with this code.
+    #[test]
+    fn a_wrong_command_line_is_no_missing_part() {
+        let parsed = Cli::try_parse_from(["cargo xtask", "build-ptx", "--back-end", "nvvm"]);
+        let code = parsed.err().expect("no such flag").exit_code();
+        assert_ne!(code, i32::from(SKIPPED));
+    }
 }

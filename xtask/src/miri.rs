@@ -18,9 +18,6 @@ const TOOLCHAIN: &str = "nightly";
 /// Brings all that the command needs.
 const REMEDY: &str = "rustup toolchain install nightly --component miri,rust-src";
 
-/// Exit code where miri is not installed, as of all commands that skip.
-const SKIPPED: u8 = 77;
-
 /// The tests of the default run: parts of their names.
 const TESTS: &str = "check:: exec:: kernel:: machine::tests::a mbarrier:: memory:: racing:: seeds:: stream::";
 
@@ -49,7 +46,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<ExitCode> {
     });
     if let Some(missing) = missing {
         println!("skipped: {missing}\nto install it: {REMEDY}");
-        return Ok(ExitCode::from(SKIPPED));
+        return Ok(ExitCode::from(crate::SKIPPED));
     }
     workspace::run(&mut test(ws, options))?;
     Ok(ExitCode::SUCCESS)
