@@ -600,22 +600,31 @@ fn arguments_that_do_not_fit() {
         let wide = Tensor::alloc(device, DType::Bf16, &[TOKENS, HIDDEN * 2])?;
         let many = Tensor::alloc(device, DType::Bf16, &[TOKENS + 1, HIDDEN])?;
         let float = Tensor::alloc(device, DType::F32, &[TOKENS, HIDDEN])?;
-        for x in [&wide, &many, &float] {
+        let refused = |error: Error, text: &str| assert_eq!(error.to_string(), text);
+        for (x, text) in [
+            (&wide, "x has shape [4, 32], expected [num_tokens = 4, hidden = 16]"),
+            (&many, "num_tokens = 5: the buffer was made for at most 4: create it with max_tokens >= 5"),
+            (&float, "x has dtype f32, expected bf16 or fp8 or f16 or fp8_e5m2 or fp4 or u8"),
+        ] {
             let request = DispatchRequest::new(x, &rank.topk_idx);
-            let error = rank.buffer.dispatch(&mut place, request, order).unwrap_err();
-            assert!(
-                matches!(error, Error::Shape { .. } | Error::Argument { .. } | Error::DType { .. }),
-                "{error}"
-            );
+            refused(rank.buffer.dispatch(&mut place, request, order).unwrap_err(), text);
         }
         let quantise = DispatchRequest::new(&rank.x, &rank.topk_idx).quantise(Quantise::Fp8);
-        assert!(rank.buffer.dispatch(&mut place, quantise, order).unwrap_err().to_string().contains("128"));
-        assert!(rank.buffer.place(0).unwrap_err().to_string().contains("handed out"));
-        assert!(rank.buffer.place(1).is_err());
+        refused(
+            rank.buffer.dispatch(&mut place, quantise, order).unwrap_err(),
+            "quantise = Fp8 of 16 x bf16: quantising takes bf16 rows with a multiple of 128 elements: \
+             pad rows, or send rows that are quantised already",
+        );
+        let text = "place = 0: it is handed out already: drop that Place first";
+        refused(rank.buffer.place(0).unwrap_err(), text);
+        refused(rank.buffer.place(1).unwrap_err(), "place = 1: the buffer has 1: create it with more places");
         let received = rank.dispatch(&mut place)?;
         let quantise = CombineRequest::by_row(&rank.experts).quantise(Quantise::Fp8PowerOfTwo);
-        let error = rank.buffer.combine(received, quantise, StreamOrder::on(&rank.stream)).unwrap_err();
-        assert!(error.to_string().contains("128"));
+        refused(
+            rank.buffer.combine(received, quantise, StreamOrder::on(&rank.stream)).unwrap_err(),
+            "quantise = Fp8PowerOfTwo of 16 x bf16: quantising takes bf16 rows with a multiple of 128 \
+             elements: pad rows, or send rows that are quantised already",
+        );
         // Nothing of what was refused was enqueued.
         let received = rank.dispatch(&mut place)?;
         rank.combine(received)?;
@@ -627,22 +636,36 @@ fn arguments_that_do_not_fit() {
 fn options_that_break_a_rule() {
     run_ranks(1, |rank, group| {
         let device = LowLatencyCase::new(routing(&[1], 1, 1, Style::DistinctTopK), 8).device(rank);
-        let fails = |options: Options, what: &str| {
-            let error = Buffer::new(device.clone(), &*group, options).unwrap_err().to_string();
-            assert!(error.contains(what), "{error}");
+        let fails = |options: Options, text: &str| {
+            let error = Buffer::new(device.clone(), &*group, options).unwrap_err();
+            assert_eq!(error.to_string(), text);
         };
         let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 1 };
-        fails(Options::new(Shape { max_tokens: 0, ..shape }), "max_tokens");
-        fails(Options::new(Shape { max_tokens: 1025, ..shape }), "max_tokens");
-        fails(Options::new(Shape { hidden: 12, ..shape }), "hidden");
-        fails(Options::new(Shape { hidden: 1 << 16, ..shape }), "hidden");
-        fails(Options::new(Shape { num_topk: 33, ..shape }), "num_topk");
-        fails(Options::new(Shape { num_experts: 0, ..shape }), "num_experts");
-        fails(Options::new(shape).places(0), "places");
-        fails(Options::new(shape).chunk_tokens(0), "chunk_tokens");
-        fails(Options::new(shape).num_sms(0), "num_sms");
-        fails(Options::new(shape).ranks_per_node(0), "ranks_per_node");
-        fails(Options::new(shape).ranks_per_node(2), "ranks_per_node");
+        let tokens = "must be 1 to 1024; larger batches are what the high-throughput buffer is for";
+        fails(Options::new(Shape { max_tokens: 0, ..shape }), &format!("max_tokens = 0: {tokens}"));
+        fails(Options::new(Shape { max_tokens: 1025, ..shape }), &format!("max_tokens = 1025: {tokens}"));
+        let hidden = "must be a positive multiple of 8, below 65536: rows move 16 bytes at a time";
+        fails(Options::new(Shape { hidden: 12, ..shape }), &format!("hidden = 12: {hidden}"));
+        fails(Options::new(Shape { hidden: 1 << 16, ..shape }), &format!("hidden = 65536: {hidden}"));
+        fails(Options::new(Shape { num_topk: 33, ..shape }), "num_topk = 33: must be 1 to 32");
+        fails(
+            Options::new(Shape { num_experts: 0, ..shape }),
+            "num_experts = 0: must be a positive multiple of the number of ranks, 1",
+        );
+        fails(Options::new(shape).places(0), "places = 0: must be 1 to 64");
+        fails(Options::new(shape).chunk_tokens(0), "chunk_tokens = 0: must be at least 1");
+        fails(
+            Options::new(shape).num_sms(0),
+            "num_sms = 0: must be at least 1: leave it out for all that there are",
+        );
+        fails(
+            Options::new(shape).ranks_per_node(0),
+            "ranks_per_node = 0: one of several nodes has 1 to 8 ranks, a single one up to 64",
+        );
+        fails(
+            Options::new(shape).ranks_per_node(2),
+            "ranks_per_node = 2: must divide the number of ranks, 1: every node has as many",
+        );
         Ok(())
     });
 }
