@@ -27,9 +27,13 @@ fn subgroups_have_their_own_ranks() {
         assert_eq!(last.map(|group| group.global_rank(0)), (rank < 2).then_some(Some(rank)));
         assert!(world.split_group((rank == 0).then_some(1), 0).unwrap().is_none() == (rank != 0));
         world.barrier(PATIENCE).unwrap();
-        assert!(world.new_subgroups(4).is_err());
-        assert!(world.new_group(&[0, 0]).is_err());
-        assert!(world.new_group(&[6]).is_err());
+        for (error, text) in [
+            (world.new_subgroups(4).unwrap_err(), "group_size = 4: must divide the group's size, 6"),
+            (world.new_group(&[0, 0]).unwrap_err(), "ranks = 0: each rank of 0..6 at most once"),
+            (world.new_group(&[6]).unwrap_err(), "ranks = 6: each rank of 0..6 at most once"),
+        ] {
+            assert_eq!(error.to_string(), text);
+        }
         world.barrier(PATIENCE).unwrap();
     });
 }
