@@ -1,6 +1,8 @@
 //! Calls with multiprocessors of their own, in both modes.
 
+use epoxide::driver::Stream;
 use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::internal::Instruments;
 use epoxide::throughput::{
     Buffer, CachedDispatchRequest, CombineRequest, Combined, Config, Counts, DispatchRequest, Place, Received,
 };
@@ -121,6 +123,48 @@ fn ranks_of_several_nodes_agree_on_a_dispatch() {
         assert!(matches!(error, Error::Mismatch { .. }), "{error}");
         assert_names(&error, &["channels", "the same on every rank"]);
         assert_eq!(valid.x.rows(), TOKENS);
+        Ok(())
+    });
+}
+
+/// The blocks of each launch since the trace began.
+fn blocks<B: Instruments>(buffer: &mut B, stream: &Stream) -> Result<Vec<(&'static str, usize)>> {
+    let (launches, dropped) = buffer.take_trace(stream)?;
+    assert_eq!(dropped, 0);
+    Ok(launches.iter().map(|launch| (launch.operation, launch.blocks.len())).collect())
+}
+
+/// Ranks have more tokens than blocks, of which there is one for each token at most.
+#[test]
+fn calls_have_as_many_blocks_as_asked() {
+    let turn = Turn::random(1, &[26, 15], 3);
+    Setup::new(2, 3, 26, ROW).run(|rank| {
+        let (inputs, mut place) = turn.begin(rank)?;
+        let stream = rank.stream.clone();
+        for [dispatch, combine] in [[4, 4], [10, 2]] {
+            rank.buffer.start_trace(64)?;
+            let order = StreamOrder::on(&stream);
+            drop(echo_with(&mut rank.buffer, &mut place, &inputs, [dispatch, combine], order)?);
+            let got = blocks(&mut rank.buffer, &stream)?;
+            let want = [("notify", 3), ("dispatch", dispatch as usize), ("combine", combine as usize)];
+            rank.equal("blocks", &got, &want);
+        }
+        Ok(())
+    });
+    faults::run(|rank| {
+        let (stream, mut place) = (rank.stream.clone(), rank.buffer.place(0)?);
+        let order = StreamOrder::on(&stream);
+        for [dispatch, combine] in [[1, 3], [2, 1]] {
+            rank.buffer.start_trace(64)?;
+            let request = low_latency::DispatchRequest::new(&rank.x, &rank.topk_idx).num_sms(dispatch);
+            let received = rank.buffer.dispatch(&mut place, request, order)?;
+            let rows = low_latency::CombineRequest::by_row(&rank.experts).num_sms(combine);
+            drop(rank.buffer.combine(received, rows, order)?);
+            rank.outcome()?;
+            let got = blocks(&mut rank.buffer, &stream)?;
+            let got: Vec<_> = got.iter().map(|(_, blocks)| *blocks as u32).collect();
+            assert_eq!(got, [dispatch, combine]);
+        }
         Ok(())
     });
 }
