@@ -332,7 +332,15 @@ fn a_dropped_element_of_b_does_not_count() {
     }
     (0..16).filter(|k| k % 4 > 1).for_each(|k| b[k] = vec![f64::NAN; 8]);
     let out = shape.run(&shape.registers(&a, &b, &c), None).unwrap();
-    assert!(out.iter().all(|&word| !f32::from_bits(word as u32).is_nan()));
+    let sum = |row: usize, column: usize| {
+        let counted = (0..16).filter(|k| k % 4 < 2).zip(&a.stored[row]);
+        counted.fold(c[row][column], |sum, (k, stored)| sum + stored * b[k][column])
+    };
+    for (at, &word) in out.iter().enumerate() {
+        let (lane, i) = (at % 32, at / 32);
+        let (row, column) = (lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2);
+        assert_eq!(f64::from(f32::from_bits(word as u32)), sum(row, column), "{row}, {column}");
+    }
 }
 
 #[test]
