@@ -1,5 +1,7 @@
-//! A device whose driver refuses a launch, an allocation or an ordering when a test wants it to.
+//! A device whose driver refuses a launch, an allocation or an ordering when a test wants it to, or
+//! calls the test.
 
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -23,6 +25,24 @@ pub struct FailingDevice {
     refused_label: Option<&'static str>,
     /// Frees cannot be ordered behind streams.
     refuses_order: AtomicBool,
+    /// Runs within the next call of this kind.
+    within: Mutex<Option<(DriverCall, Within)>>,
+}
+
+/// Calls of the driver that call the test.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum DriverCall {
+    CreateEvent,
+    WaitForEvent,
+}
+
+/// A call of the test's.
+struct Within(Box<dyn FnOnce() + Send>);
+
+impl fmt::Debug for Within {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Within")
+    }
 }
 
 /// Error of the rejected call.
@@ -45,13 +65,25 @@ impl FailingDevice {
     ) -> Arc<FailingDevice> {
         let inner = driver(&inner).clone();
         let (handles, refuses) = (Mutex::default(), AtomicBool::new(false));
-        let refuses_order = AtomicBool::new(false);
-        Arc::new(FailingDevice { inner, kernels, handles, refuses, refused_label, refuses_order })
+        let (refuses_order, within) = (AtomicBool::new(false), Mutex::default());
+        Arc::new(FailingDevice { inner, kernels, handles, refuses, refused_label, refuses_order, within })
     }
 
     /// From now on frees cannot be ordered behind streams.
     pub fn refuse_order(&self) {
         self.refuses_order.store(true, Ordering::Relaxed);
+    }
+
+    /// The next call of this kind first calls `work`.
+    pub fn call_within(&self, call: DriverCall, work: impl FnOnce() + Send + 'static) {
+        *self.within.lock().unwrap() = Some((call, Within(Box::new(work))));
+    }
+
+    fn enter(&self, call: DriverCall) {
+        let work = self.within.lock().unwrap().take_if(|(of, _)| *of == call);
+        if let Some((_, Within(work))) = work {
+            work();
+        }
     }
 
     /// The next launch of one of the kernels fails.
@@ -193,6 +225,7 @@ impl Driver for FailingDevice {
     }
 
     fn event_create(&self, timing: bool) -> Result<u64> {
+        self.enter(DriverCall::CreateEvent);
         self.inner.event_create(timing)
     }
 
@@ -205,6 +238,7 @@ impl Driver for FailingDevice {
     }
 
     fn stream_wait_event(&self, stream: u64, event: u64) -> Result<()> {
+        self.enter(DriverCall::WaitForEvent);
         self.inner.stream_wait_event(stream, event)
     }
 

@@ -1,5 +1,6 @@
 //! High throughput in two halves, and how long calls wait for each rank.
 
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use half::bf16;
@@ -22,7 +23,7 @@ use epoxide_testing::roundtrip::Case;
 use epoxide_testing::tier;
 
 use crate::cases;
-use crate::failing::{FailingDevice, REFUSAL};
+use crate::failing::{DriverCall, FailingDevice, REFUSAL};
 use crate::property::{config, several_nodes};
 use crate::spread::Spread;
 use crate::valid::{refused, setup as two_ranks, then_dispatch};
@@ -397,6 +398,52 @@ fn an_end_that_is_not_launched_breaks_the_buffer() {
             rank.stream.synchronize()
         });
     }
+}
+
+/// A thread that launches a step of the buffer while another one is in either half.
+#[test]
+fn no_step_runs_within_a_half() {
+    run_ranks(1, |_, group| {
+        let device = FailingDevice::new(VirtualGpu::new(VirtConfig::default()), &[]);
+        let options = Setup::new(1, 1, TOKENS, 2 * HIDDEN).max_topk(4).options;
+        let mut rank = Rank::new(epoxide::internal::driver::device(device.clone()), group, options)?;
+        let mut place = rank.place()?;
+        let topk_idx = rank.upload_typed(1, &vec![vec![0i64]; TOKENS as usize])?;
+        let layout = rank.layout(&topk_idx, 1)?;
+        let x = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
+        let stream = rank.stream.clone();
+        let handle = rank.dispatch(&mut place, DispatchRequest::new(&x, &layout))?.handle;
+        let request = CombineRequest::new(&x, &handle);
+        let step = Arc::new(rank.buffer.capture(&stream, |buffer, order| buffer.combine(request, order))?);
+        let (sender, launched) = mpsc::channel();
+        let launch_within = |call| {
+            let (step, stream, sender) = (step.clone(), stream.clone(), sender.clone());
+            device.call_within(call, move || sender.send(step.launch(&stream)).unwrap());
+        };
+        let expect_refused = |call| {
+            let refusal = [call, "its first half has run, but what it brings was not received"];
+            refused(launched.try_recv().expect("no launch within the half"), &refusal);
+        };
+        let (event, order) = (Event::new(stream.device())?, StreamOrder::on(&stream));
+        event.record(&stream)?;
+
+        launch_within(DriverCall::CreateEvent);
+        let cached = CachedDispatchRequest::new(&x, &handle);
+        let pending = rank.buffer.dispatch_cached_send(&mut place, cached, order.asynchronous())?;
+        expect_refused("cached dispatch");
+        launch_within(DriverCall::WaitForEvent);
+        drop(pending.receive(order.after(&event))?);
+        expect_refused("cached dispatch");
+
+        launch_within(DriverCall::CreateEvent);
+        let pending = rank.buffer.combine_send(request, order.asynchronous())?;
+        expect_refused("combine");
+        launch_within(DriverCall::WaitForEvent);
+        drop(pending.receive(order.after(&event))?);
+        expect_refused("combine");
+        step.launch(&stream)?;
+        step.check(&stream)
+    });
 }
 
 /// Every check of a case, where some calls are launched as halves and some are measured.

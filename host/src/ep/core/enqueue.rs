@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::sequence::Sequence;
+use super::sequence::{Operation, Sequence};
 use crate::driver::{Device, Event, Stream, give_up};
 use crate::error::{Error, Result};
 
@@ -145,16 +145,15 @@ impl Enqueuer {
     }
 
     /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
-    /// asynchronous call. `capturing`: whether the caller's stream only records; `operation`: its
-    /// name, where it waits for peers.
+    /// asynchronous call. `capturing`: whether the caller's stream only records.
     pub fn run(
         &self,
         order: StreamOrder<'_>,
         capturing: bool,
-        operation: Option<&'static str>,
+        operation: Operation,
         work: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        self.sequence.check_received()?;
+        self.sequence.check_received(operation)?;
         let caller = order.caller;
         let stream = if order.on_comm_stream { &self.comm_stream } else { caller };
         match order.previous_event {
@@ -178,13 +177,15 @@ impl Enqueuer {
         }
         let outcome = if capturing {
             let outcome = work(stream);
+            if outcome.is_ok() {
+                self.sequence.enqueued(operation);
+            }
             outcome.and(self.captured_end.record(stream))
         } else {
             let submission = self.sequence.begin(stream, operation)?;
-            let outcome = work(stream);
             // After an error as well: kernels that were launched still run, and the memory they use
             // is given back.
-            outcome.and(submission.end(stream))
+            submission.end(stream, work(stream))
         };
         if order.asynchronous && outcome.is_ok() {
             let event = Event::new(stream.device())?;

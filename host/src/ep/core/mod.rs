@@ -48,6 +48,7 @@ pub(crate) use methods::{buffer_methods, option_methods, setters};
 pub use network::Network;
 pub use peers::Pools;
 pub use place::{Held, Lease, PlaceState, check_count};
+pub use sequence::{Halves, Operation};
 pub use sizes::Sizes;
 pub use step::{Overwrites, Step};
 
@@ -240,9 +241,9 @@ impl<R> Core<R> {
         self.enqueuer.sequence().check()
     }
 
-    /// Sets the operation whose second half is outstanding; gives the one that was.
-    pub fn set_sent(&self, call: Option<&'static str>) -> Option<&'static str> {
-        self.enqueuer.sequence().set_sent(call)
+    /// No second half of an operation is outstanding.
+    pub fn forget_sent(&self) {
+        self.enqueuer.sequence().forget_sent();
     }
 
     /// An error where no operation can follow, whatever kernels have recorded.
@@ -307,13 +308,13 @@ impl<R> Core<R> {
 
     /// Runs `work` on the stream of `order`, behind the previous operation and behind the last
     /// users of the blocks that were taken for it. Returns the event of an asynchronous call.
-    /// `capturing`: what [`Core::begin`] returned; `operation`: its name, where it waits for peers;
-    /// `uses`: what must live as long as a recording of it.
+    /// `capturing`: what [`Core::begin`] returned; `uses`: what must live as long as a recording of
+    /// it.
     pub fn run<B: HasCore<Room = R>>(
         buffer: &mut B,
         order: StreamOrder<'_>,
         capturing: bool,
-        operation: Option<&'static str>,
+        operation: Operation,
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut B, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {

@@ -8,6 +8,17 @@ use crate::driver::{Device, Event, Stream};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
+/// The launches of an operation that a call enqueues.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Halves {
+    Both,
+    Send,
+    Receive,
+}
+
+/// Name and launches of an operation that waits for peers; none for one that does not.
+pub type Operation = Option<(&'static str, Halves)>;
+
 /// Where the last operation of a buffer ends. Shared with the steps that were captured with it.
 #[derive(Debug)]
 pub struct Sequence {
@@ -34,6 +45,7 @@ struct Last {
 pub struct Submission<'a> {
     sequence: &'a Sequence,
     last: MutexGuard<'a, Last>,
+    operation: Operation,
 }
 
 impl Sequence {
@@ -47,21 +59,21 @@ impl Sequence {
         }))
     }
 
-    /// Begins an operation on `stream`, behind the last one; `operation` names one that waits for
-    /// peers.
-    pub fn begin(&self, stream: &Stream, operation: Option<&'static str>) -> Result<Submission<'_>> {
+    /// Begins an operation on `stream`, behind the last one.
+    pub fn begin(&self, stream: &Stream, operation: Operation) -> Result<Submission<'_>> {
         let last = lock(&self.last);
         if last.closed {
             return Err(Error::StaleHandle("its buffer was dropped".into()));
         }
         self.check()?;
+        self.check_received(operation)?;
         if last.stream.is_some_and(|id| id != stream.id()) {
             stream.wait(&self.end)?;
         }
-        if operation.is_some() {
-            *lock(&self.operation) = operation;
+        if let Some((name, _)) = operation {
+            *lock(&self.operation) = Some(name);
         }
-        Ok(Submission { sequence: self, last })
+        Ok(Submission { sequence: self, last, operation })
     }
 
     /// Records that `call` failed with `error` after peers had begun to depend on it. No operation
@@ -79,13 +91,25 @@ impl Sequence {
         self.broken.get().cloned().map_or(Ok(()), Err)
     }
 
-    /// Sets the operation whose second half is outstanding; gives the one that was.
-    pub fn set_sent(&self, call: Option<&'static str>) -> Option<&'static str> {
-        std::mem::replace(&mut *lock(&self.sent), call)
+    /// Records that the launches of `operation` were enqueued.
+    pub fn enqueued(&self, operation: Operation) {
+        match operation {
+            Some((call, Halves::Send)) => *lock(&self.sent) = Some(call),
+            Some((_, Halves::Receive)) => self.forget_sent(),
+            Some((_, Halves::Both)) | None => {}
+        }
     }
 
-    /// An error where the second half of an operation is outstanding: no other one may run before.
-    pub fn check_received(&self) -> Result<()> {
+    /// No second half is outstanding.
+    pub fn forget_sent(&self) {
+        *lock(&self.sent) = None;
+    }
+
+    /// An error where the second half of an operation is outstanding, and `operation` is another one.
+    pub fn check_received(&self, operation: Operation) -> Result<()> {
+        if let Some((_, Halves::Receive)) = operation {
+            return Ok(());
+        }
         let Some(call) = *lock(&self.sent) else { return Ok(()) };
         let reason = "its first half has run, but what it brings was not received".into();
         Err(Error::Broken { call, reason, source: None })
@@ -131,11 +155,14 @@ impl Sequence {
 }
 
 impl Submission<'_> {
-    /// Ends the submission of an operation that was enqueued on `stream`. Call it after an error as
-    /// well: kernels that were launched still run.
-    pub fn end(mut self, stream: &Stream) -> Result<()> {
+    /// Ends the submission of an operation that was enqueued on `stream` with this outcome. After an
+    /// error as well: kernels that were launched still run.
+    pub fn end(mut self, stream: &Stream, outcome: Result<()>) -> Result<()> {
         self.last.stream = Some(stream.id());
-        self.sequence.end.record(stream)
+        if outcome.is_ok() {
+            self.sequence.enqueued(self.operation);
+        }
+        outcome.and(self.sequence.end.record(stream))
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::fault::Faults;
 use super::place::Lease;
-use super::sequence::Sequence;
+use super::sequence::{Halves, Sequence};
 use super::{Core, HasCore, StreamOrder};
 use crate::driver::{Graph, Outcome, Stream};
 use crate::ep::Tensor;
@@ -42,13 +42,12 @@ impl<T> Step<T> {
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
         self.graph.check_stream(stream)?;
-        let submission = self.sequence.begin(stream, Some("step"))?;
-        self.sequence.check_received()?;
+        let submission = self.sequence.begin(stream, Some(("step", Halves::Both)))?;
         self.captured.begin_again(stream)?;
         // SAFETY: the step owns the memory that the recording uses. The submission proves that the
         // buffer is open: dropping the buffer waits for this run, whose end the submission records.
         let outcome = unsafe { self.graph.launch(stream) };
-        outcome.and(submission.end(stream))
+        submission.end(stream, outcome)
     }
 
     /// The return value of the captured call. Its tensors hold the results of the last run.

@@ -6,11 +6,11 @@ use std::time::Duration;
 use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, SCALE_BLOCK, pieces_of};
 
 use super::Buffer;
-use super::halves::{Arguments, Halves, Operation, Pending};
+use super::halves::{Arguments, Operation, Pending};
 use super::options::check_sms;
 use super::results::{Combined, Received};
 use crate::driver::Event;
-use crate::ep::core::setters;
+use crate::ep::core::{Halves, setters};
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
@@ -128,7 +128,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Combined<'p>> {
         let (operation, combined) = self.prepare_combine(received, request, order)?;
-        let event = self.launch(order, &operation, Halves::BOTH)?;
+        let event = self.launch(order, &operation, Halves::Both)?;
         Ok(Combined { event, ..combined })
     }
 
@@ -166,7 +166,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
         let operation = self.prepare_combine_into(received, request, out, order)?;
-        let event = self.launch(order, &operation, Halves::BOTH)?;
+        let event = self.launch(order, &operation, Halves::Both)?;
         out.is_filled_by(&self.outcome(order)?);
         Ok(event)
     }

@@ -11,13 +11,13 @@ use epoxide_gpu::layout::{
 };
 
 use super::Buffer;
-use super::halves::{Arguments, Halves, Operation, Pending};
+use super::halves::{Arguments, Operation, Pending};
 use super::layout::most_ranks;
 use super::options::check_sms;
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
-use crate::ep::core::{Block, PlaceState, check_cumulative, setters};
+use crate::ep::core::{Block, Halves, PlaceState, check_cumulative, setters};
 use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
 use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
@@ -213,7 +213,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
         let (operation, received) = self.prepare_dispatch(place, request, order)?;
-        let event = self.launch(order, &operation, Halves::BOTH)?;
+        let event = self.launch(order, &operation, Halves::Both)?;
         Ok(Received { event, ..received })
     }
 

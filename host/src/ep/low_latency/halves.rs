@@ -29,7 +29,7 @@ use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels, Kind};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::core::{Lease, PlaceState, add_counts, check_wait_ns};
+use crate::ep::core::{Halves, Lease, PlaceState, add_counts, check_wait_ns};
 use crate::ep::payload::Records;
 use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
@@ -67,7 +67,11 @@ impl Operation {
     /// Pieces of work of these halves.
     fn pieces(&self, halves: Halves) -> u32 {
         let of = [(phase::SEND, self.send_blocks), (phase::RECEIVE, self.receive_blocks)];
-        of.into_iter().filter(|(half, _)| halves.0 & half != 0).map(|(_, blocks)| blocks).max().unwrap_or(1)
+        of.into_iter()
+            .filter(|(half, _)| phases(halves) & half != 0)
+            .map(|(_, blocks)| blocks)
+            .max()
+            .unwrap_or(1)
     }
 }
 
@@ -79,10 +83,6 @@ pub enum Arguments {
     Combine(LowLatencyCombineArgs),
     PooledCombine(LowLatencyCombineArgs),
 }
-
-/// Which halves of an operation a launch has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Halves(u32);
 
 /// Whether a combine's blocks return rows while they sum. They do where each block has more than
 /// two tokens to sum and rows, of bf16, are summed over experts already. With one or two, half of a
@@ -97,10 +97,13 @@ fn returns_while_summing(dtype: DType, args: &LowLatencyCombineArgs, grid: u32) 
         && common.num_tokens > 2 * grid
 }
 
-impl Halves {
-    pub const BOTH: Halves = Halves(phase::SEND | phase::RECEIVE);
-    const SEND: Halves = Halves(phase::SEND);
-    const RECEIVE: Halves = Halves(phase::RECEIVE);
+/// The halves, as bits of a kernel's arguments.
+fn phases(halves: Halves) -> u32 {
+    match halves {
+        Halves::Both => phase::SEND | phase::RECEIVE,
+        Halves::Send => phase::SEND,
+        Halves::Receive => phase::RECEIVE,
+    }
 }
 
 /// The results of an operation once its second half has run: [`Pending::receive`] launches that. No
@@ -152,12 +155,7 @@ impl Pending<'_, &Tensor<'_>> {
 
 impl<T> Pending<'_, T> {
     fn launch(self, order: StreamOrder<'_>) -> Result<(Option<Event>, T)> {
-        let sent = self.buffer.core.set_sent(None);
-        let event = self.buffer.launch(order, &self.operation, Halves::RECEIVE);
-        if event.is_err() {
-            self.buffer.core.set_sent(sent);
-        }
-        Ok((event?, self.output))
+        Ok((self.buffer.launch(order, &self.operation, Halves::Receive)?, self.output))
     }
 }
 
@@ -169,8 +167,7 @@ impl Buffer {
         operation: Operation,
         output: T,
     ) -> Result<Pending<'_, T>> {
-        self.launch(order, &operation, Halves::SEND)?;
-        self.core.set_sent(Some(operation.name));
+        self.launch(order, &operation, Halves::Send)?;
         Ok(Pending { buffer: self, operation, output })
     }
 
@@ -183,11 +180,12 @@ impl Buffer {
         halves: Halves,
     ) -> Result<Option<Event>> {
         let (uses, mut args) = (operation.uses.iter().cloned(), operation.kernel);
-        self.run(order, Some(operation.name), &operation.place, uses, |buffer, stream| {
+        let named = Some((operation.name, halves));
+        self.run(order, named, &operation.place, uses, |buffer, stream| {
             if let Some(lease) = &operation.fills {
                 buffer.core.fills(lease, None);
             }
-            if let Some(records) = operation.records.as_ref().filter(|_| halves.0 & phase::SEND != 0) {
+            if let Some(records) = operation.records.as_ref().filter(|_| halves != Halves::Receive) {
                 let most = buffer.blocks_for(u32::MAX, operation.num_sms);
                 // SAFETY: the memory of columns and records is freed only behind all work enqueued
                 // on streams, and a recording keeps it.
@@ -196,13 +194,13 @@ impl Buffer {
             let blocks = buffer.blocks_for(operation.pieces(halves), operation.num_sms);
             let resident = !buffer.options.beside_persistent_kernels && blocks <= stream.multiprocessors();
             let in_two = !resident || operation.wait_ns.is_some();
-            let launches = match halves == Halves::BOTH && in_two {
-                true => [Some(Halves::SEND), Some(Halves::RECEIVE)],
+            let launches = match halves == Halves::Both && in_two {
+                true => [Some(Halves::Send), Some(Halves::Receive)],
                 false => [Some(halves), None],
             };
             let mut has_left = false;
             let launched = launches.into_iter().flatten().try_for_each(|halves| {
-                if halves == Halves::RECEIVE
+                if halves == Halves::Receive
                     && let Some(waited) = operation.wait_ns
                 {
                     buffer.launch_wait(stream, operation, waited)?;
@@ -215,7 +213,7 @@ impl Buffer {
                         ("combine", &mut args.common)
                     }
                 };
-                common.phases = halves.0;
+                common.phases = phases(halves);
                 common.comm.trace = buffer.core.trace(name, grid);
                 buffer.launch_kernel(stream, operation, args, grid)?;
                 has_left = true;
@@ -228,7 +226,7 @@ impl Buffer {
                 buffer.core.give_up(operation.name, error);
             }
             launched?;
-            let Some(cumulative) = operation.cumulative_counts.filter(|_| halves != Halves::SEND) else {
+            let Some(cumulative) = operation.cumulative_counts.filter(|_| halves != Halves::Send) else {
                 return Ok(());
             };
             let counts = operation.place.room().own.tables.expert_counts;

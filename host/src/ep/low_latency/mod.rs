@@ -412,12 +412,11 @@ impl Buffer {
     }
 
     /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
-    /// asynchronous call. `operation`: its name, where it waits for peers; `uses`: what must live
-    /// as long as a recording of it.
+    /// asynchronous call. `uses`: what must live as long as a recording of it.
     fn run(
         &mut self,
         order: StreamOrder<'_>,
-        operation: Option<&'static str>,
+        operation: core::Operation,
         place: &PlaceState<Room>,
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,

@@ -150,7 +150,7 @@ impl Buffer {
             network.leave_out((0..self.num_ranks()).filter(|rank| left_out >> rank & 1 != 0).collect());
         }
         self.generation = Generation::new(self.core.faults());
-        self.core.set_sent(None);
+        self.core.forget_sent();
         // Every rank must have cleared its state before any rank starts an operation.
         group.barrier(group.timeout())
     }

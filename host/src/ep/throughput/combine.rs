@@ -15,14 +15,14 @@ use epoxide_gpu::layout::{
     InternodeExpertCombineArgs, StageArgs, StagedCombineArgs, combine_slot_bytes,
 };
 
-use super::halves::{CombineOutputs, Halves, Pending, Second, Waits};
+use super::halves::{CombineOutputs, Pending, Second, Waits};
 use super::handle::HandleState;
 use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Stream};
-use crate::ep::core::setters;
+use crate::ep::core::{Halves, setters};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
@@ -209,7 +209,7 @@ impl Buffer {
         let capturing = self.core.begin(order)?;
         let (launch, combined) = self.prepare_combine(&request, Halves::Send)?;
         self.launch_combine(&launch, Halves::Send, order, capturing)?;
-        Ok(self.pending("combine", Second::Combine(Box::new(launch)), combined))
+        Ok(self.pending(Second::Combine(Box::new(launch)), combined))
     }
 
     fn prepare_combine(
@@ -281,7 +281,7 @@ impl Buffer {
         let launch = self.prepare_combine_into(&request, (out, out_topk_weights), Halves::Send)?;
         self.launch_combine(&launch, Halves::Send, order, capturing)?;
         let outputs = CombineOutputs { x: out, topk_weights: out_topk_weights };
-        Ok(self.pending("combine", Second::Combine(Box::new(launch)), outputs))
+        Ok(self.pending(Second::Combine(Box::new(launch)), outputs))
     }
 
     fn prepare_combine_into(
@@ -523,7 +523,8 @@ impl Buffer {
         order: StreamOrder<'_>,
         capturing: bool,
     ) -> Result<Option<Event>> {
-        self.run(order, capturing, Some("combine"), launch.uses.iter().cloned(), |buffer, stream| {
+        let uses = launch.uses.iter().cloned();
+        self.run(order, capturing, Some(("combine", halves)), uses, |buffer, stream| {
             let row_bytes = launch.args.row_bytes.into();
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             if !launch.stage.x.is_null() {

@@ -15,7 +15,7 @@ use epoxide_gpu::layout::{
     InternodeExpertPlanArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape, ring_bytes,
 };
 
-use super::halves::{AddedCounts, Copies, DispatchEnd, Halves, Pending, Second, Waits};
+use super::halves::{AddedCounts, Copies, DispatchEnd, Pending, Second, Waits};
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
 use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::{Place, Room};
@@ -24,7 +24,7 @@ use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::core::{CUMULATIVE_COUNTS, Lease, PlaceState, check_cumulative, setters};
+use crate::ep::core::{CUMULATIVE_COUNTS, Halves, Lease, PlaceState, check_cumulative, setters};
 use crate::ep::experts::check_alignment;
 use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::{Owner, owners};
@@ -336,7 +336,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, Received<'p>>> {
         let (received, end) = self.start_dispatch(place, request, order, Halves::Send)?;
-        Ok(self.pending(end.name, Second::Dispatch(Box::new(end)), received))
+        Ok(self.pending(Second::Dispatch(Box::new(end)), received))
     }
 
     /// Launches a dispatch, or its first half; gives what the second one launches.
@@ -447,7 +447,7 @@ impl Buffer {
         uses.extend(source.owners());
         uses.extend([layout.block.clone() as Owner, block.clone() as Owner]);
         end.uses.clone_from(&uses);
-        let event = self.run(order, capturing, Some("dispatch"), uses, |buffer, stream| {
+        let event = self.run(order, capturing, Some(("dispatch", halves)), uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them. `run` orders this behind the
@@ -568,7 +568,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, Received<'p>>> {
         let (received, end) = self.start_cached_dispatch(place, request, order, Halves::Send)?;
-        Ok(self.pending(end.name, Second::Dispatch(Box::new(end)), received))
+        Ok(self.pending(Second::Dispatch(Box::new(end)), received))
     }
 
     /// The same as [`Buffer::start_dispatch`], along a handle.
@@ -604,26 +604,27 @@ impl Buffer {
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
         let mut end = self.end_of("cached dispatch", args.comm, waited, halves);
         end.uses.clone_from(&uses);
-        let event = self.run(order, capturing, Some("cached dispatch"), uses, |buffer, stream| {
-            lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
-            // SAFETY: as in `dispatch`.
-            unsafe {
-                source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
-                source.quantise(stream, &buffer.kernels.quantise_rows, num_sms)?;
-                if let Some(waits) = &end.waits {
-                    buffer.enter(stream, waits, tables.header, true)?;
+        let event =
+            self.run(order, capturing, Some(("cached dispatch", halves)), uses, |buffer, stream| {
+                lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
+                // SAFETY: as in `dispatch`.
+                unsafe {
+                    source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                    source.quantise(stream, &buffer.kernels.quantise_rows, num_sms)?;
+                    if let Some(waits) = &end.waits {
+                        buffer.enter(stream, waits, tables.header, true)?;
+                    }
+                    let launched = buffer.launch_dispatch(stream, args, (ring, num_sms), tables, &mut end);
+                    if let (Err(error), false, true) = (&launched, capturing, end.waits.is_some()) {
+                        buffer.core.give_up("cached dispatch", error);
+                    }
+                    launched?;
+                    if halves == Halves::Both {
+                        buffer.end_or_give_up(stream, &end, capturing)?;
+                    }
+                    Ok(())
                 }
-                let launched = buffer.launch_dispatch(stream, args, (ring, num_sms), tables, &mut end);
-                if let (Err(error), false, true) = (&launched, capturing, end.waits.is_some()) {
-                    buffer.core.give_up("cached dispatch", error);
-                }
-                launched?;
-                if halves == Halves::Both {
-                    buffer.end_or_give_up(stream, &end, capturing)?;
-                }
-                Ok(())
-            }
-        })?;
+            })?;
         let lease = self.captured_lease(lease, None)?;
         Ok((output_of_rows(&payload, &lease, handle, event), end))
     }

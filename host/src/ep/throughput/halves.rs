@@ -13,17 +13,9 @@ use super::kernels::{OneNode, not_loaded};
 use super::received::Received;
 use super::{Buffer, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{add_counts, check_wait_ns};
+use crate::ep::core::{Halves, add_counts, check_wait_ns};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
-
-/// The launches of a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Halves {
-    Both,
-    Send,
-    Receive,
-}
 
 /// Which operation a kernel enters or ends, and the tensor whose waits it adds up.
 #[derive(Debug, Clone, Copy)]
@@ -140,29 +132,24 @@ pub(super) struct AddedCounts {
 
 impl Buffer {
     /// The first half of an operation has been launched.
-    pub(super) fn pending<T>(&mut self, call: &'static str, second: Second, output: T) -> Pending<'_, T> {
-        self.core.set_sent(Some(call));
+    pub(super) fn pending<T>(&mut self, second: Second, output: T) -> Pending<'_, T> {
         Pending { buffer: self, second, output }
     }
 
     /// Launches the second half of an operation.
     fn receive(&mut self, second: &Second, order: StreamOrder<'_>) -> Result<Option<Event>> {
-        let sent = self.core.set_sent(None);
-        let event = self.core.begin(order).and_then(|capturing| match second {
+        let capturing = self.core.begin(order)?;
+        match second {
             Second::Dispatch(end) => {
                 let uses = end.uses.iter().cloned();
                 // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind
                 // all work enqueued on streams, and a recording keeps them.
-                self.run(order, capturing, Some(end.name), uses, |buffer, stream| unsafe {
+                self.run(order, capturing, Some((end.name, Halves::Receive)), uses, |buffer, stream| unsafe {
                     buffer.end_dispatch(stream, end)
                 })
             }
             Second::Combine(launch) => self.launch_combine(launch, Halves::Receive, order, capturing),
-        });
-        if event.is_err() {
-            self.core.set_sent(sent);
         }
-        event
     }
 
     /// Enqueues a kernel that publishes this rank's entry into an operation. `header`: the plan that

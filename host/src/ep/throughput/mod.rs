@@ -48,7 +48,7 @@ use epoxide_gpu::layout::{
 };
 
 use super::core::{
-    self, Core, HasCore, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out,
+    self, Core, HasCore, Operation, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out,
 };
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
@@ -408,7 +408,7 @@ impl Buffer {
         &mut self,
         order: StreamOrder<'_>,
         capturing: bool,
-        operation: Option<&'static str>,
+        operation: Operation,
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
