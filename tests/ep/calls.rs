@@ -55,7 +55,7 @@ impl Call {
             Cached { handle, place, hidden } => {
                 let (operation, bytes) = (2 * handle + 1, 2 * hidden);
                 format!(
-                    "cached dispatch in place {place} with the handle of operation {operation}, {bytes} bytes and 0 (a number of dtype and scales) per row"
+                    "cached dispatch in place {place} with the handle of operation {operation}, {bytes} bytes and 0 (both are numbers of bytes, dtype and columns) per row"
                 )
             }
             Combine { handle, dtype, weights } => {

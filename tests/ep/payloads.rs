@@ -12,7 +12,7 @@ use epoxide_testing::payload::{Format, rng_of};
 use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
 
-use crate::valid::{RANKS, TOKENS, refused, tensor, then_dispatch};
+use crate::valid::{RANKS, TOKENS, Valid, refused, tensor, then_dispatch};
 
 /// A routing with holes and a rank without tokens, and rows of a format.
 fn case(format: Format, hidden: u64, tokens: &[u32], topk: u32) -> Case {
@@ -223,6 +223,23 @@ fn ranks_must_agree_on_their_columns() {
         let column = tensor(rank, dtype, &[TOKENS, elements]);
         let result = rank.dispatch(place, valid.request().column(&column));
         refused(result, &["disagree on a hash of the types and bytes of columns"]);
+        Ok(())
+    });
+}
+
+/// No counts are exchanged, by which ranks compare formats: the call has them.
+#[test]
+fn ranks_must_agree_on_the_columns_of_a_cached_dispatch() {
+    const HIDDEN: u64 = 3584;
+    Setup::new(RANKS, 1, TOKENS as u32, HIDDEN).max_topk(2).max_scales(7).run(|rank| {
+        let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
+        let handle = rank.dispatch(&mut place, valid.request())?.handle;
+        let x = tensor(rank, DType::Fp8E4m3, &[TOKENS, HIDDEN]);
+        let scales = tensor(rank, DType::I32, &[TOKENS, HIDDEN / 512]);
+        let request = CachedDispatchRequest::new(&x, &handle);
+        let request = if rank.rank == 0 { request } else { request.column(&scales) };
+        drop(rank.dispatch_cached(&mut place, request)?);
+        refused(rank.outcome(), &["cached dispatch in place 0", "bytes, dtype and columns"]);
         Ok(())
     });
 }

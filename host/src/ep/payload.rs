@@ -336,6 +336,22 @@ impl Record {
 
     /// Eight bits of types and sizes, by which ranks compare columns; 0 for one of f32.
     pub fn fingerprint(&self) -> u32 {
+        let hash = self.hash();
+        (hash >> 24 ^ hash >> 16 ^ hash >> 8 ^ hash) & 0xff
+    }
+
+    /// Thirteen bits by which ranks compare rows of `dtype` with these columns; 0 without columns,
+    /// and for no others.
+    pub fn format(&self, dtype: DType) -> u32 {
+        if self.columns.is_empty() {
+            return 0;
+        }
+        let word = self.hash() ^ (self.bytes << 4 | dtype.code());
+        (word.wrapping_mul(0x9e37_79b1) >> 19).max(1)
+    }
+
+    /// A hash of types and sizes; 0 for one of f32.
+    fn hash(&self) -> u32 {
         if let [PlacedColumn { dtype: DType::F32, .. }] = self.columns[..] {
             return 0;
         }
@@ -343,8 +359,7 @@ impl Record {
             let word = column.bytes << 4 | column.dtype.code();
             (hash ^ word).wrapping_mul(0x9e37_79b1).rotate_left(15)
         };
-        let hash = self.columns.iter().fold(0, mix);
-        (hash >> 24 ^ hash >> 16 ^ hash >> 8 ^ hash) & 0xff
+        self.columns.iter().fold(0, mix)
     }
 }
 
@@ -378,6 +393,22 @@ impl Records {
         let grid = args.num_tokens.div_ceil(PACK_THREADS / 32).clamp(1, most_blocks.max(1));
         // SAFETY: the caller keeps columns and records; each has the bytes that `lay_out` found.
         unsafe { stream.call(kernel, grid, PACK_THREADS, 0, PackColumns::call(*args)) }
+    }
+}
+
+#[cfg(test)]
+impl Record {
+    /// The record of a payload's columns, whose offsets are left out.
+    pub fn of(payload: &Payload) -> Record {
+        let place = |&(dtype, elements): &(DType, u64)| PlacedColumn {
+            ptr: DevicePtr(256),
+            dtype,
+            elements: Some(elements),
+            bytes: (elements * dtype.size()) as u32,
+            offset: 0,
+        };
+        let columns = payload.columns().iter().map(place).collect();
+        Record { columns, bytes: 4 * payload.max_scales() }
     }
 }
 
@@ -423,17 +454,6 @@ mod tests {
         wrong(rows().column(DType::U8, u64::MAX), &["1 to 65536"]);
     }
 
-    fn record(columns: &[(DType, u64)]) -> Record {
-        let place = |&(dtype, elements): &(DType, u64)| PlacedColumn {
-            ptr: DevicePtr(256),
-            dtype,
-            elements: Some(elements),
-            bytes: (elements * dtype.size()) as u32,
-            offset: 0,
-        };
-        Record { columns: columns.iter().map(place).collect(), bytes: 0 }
-    }
-
     #[test]
     fn the_usual_formats_have_different_fingerprints() {
         for hidden in [512, 1024, 2048, 2560, 2880, 3584, 4096, 5120, 6144, 7168, 8192] {
@@ -444,13 +464,13 @@ mod tests {
                 Payload::mxfp8(e4m3, hidden),
                 Payload::nvfp4(hidden),
             ];
-            let all: Vec<u32> = formats.map(|format| record(format.unwrap().columns()).fingerprint()).into();
+            let all: Vec<u32> = formats.map(|format| Record::of(&format.unwrap()).fingerprint()).into();
             let mut different = all.clone();
             different.sort_unstable();
             different.dedup();
             assert_eq!(different.len(), all.len(), "{hidden}: {all:?}");
             // Scales of f32 have none of their own.
-            assert_eq!((all[0], record(&[(DType::F32, hidden / 128)]).fingerprint()), (0, 0));
+            assert_eq!((all[0], Record::of(&Payload::fp8(e4m3, hidden).unwrap()).fingerprint()), (0, 0));
         }
     }
 
@@ -460,7 +480,7 @@ mod tests {
     fn scales_that_are_made_differ_from_f32_and_are_those_that_are_given() {
         for hidden in (128..1 << 16).step_by(128) {
             let made = Record::of_ue8m0(hidden / 32);
-            let given = record(Payload::mxfp8(DType::Fp8E4m3, hidden.into()).unwrap().columns());
+            let given = Record::of(&Payload::mxfp8(DType::Fp8E4m3, hidden.into()).unwrap());
             assert_eq!((made.bytes, made.fingerprint()), (hidden / 32, given.fingerprint()));
             let call = |words: u32, fingerprint: u32| (words + 32 * fingerprint) % 8192;
             let of_made = call(hidden / 128, made.fingerprint());

@@ -449,6 +449,27 @@ fn ranks_with_other_columns_are_told_apart() {
     }
 }
 
+/// As many bytes of another type are another call.
+#[test]
+fn ranks_with_rows_of_other_types_are_told_apart() {
+    for nodes in [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })] {
+        for dtypes in [[DType::Bf16, DType::F16], [DType::Fp8E4m3, DType::Fp8E5m2]] {
+            let case = LowLatencyCase { nodes, ..case(&[4, 4], Format::Bf16) };
+            case.run(|rank| {
+                let stream = rank.stream.clone();
+                let (mut place, order) = (rank.buffer.place(0)?, StreamOrder::on(&stream));
+                let ids = TypedTensor::from_host(&stream, &[4, 3], &case.routing.flat_topk_idx(rank.rank))?;
+                let x = Tensor::alloc(stream.device(), dtypes[rank.rank as usize], &[4, HIDDEN])?;
+                let received = rank.buffer.dispatch(&mut place, DispatchRequest::new(&x, &ids), order)?;
+                stream.synchronize()?;
+                refused(rank.buffer.check(), &["low-latency dispatch in place 0", "bytes and dtype"]);
+                drop(received);
+                Ok(())
+            });
+        }
+    }
+}
+
 #[test]
 fn wrong_payloads_are_refused() {
     let case = LowLatencyCase {

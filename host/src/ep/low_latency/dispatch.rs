@@ -30,6 +30,8 @@ pub(super) const ROWS: [DType; 6] =
 
 /// Counts of words of columns, by which the types of columns count in a call.
 const WORDS: u32 = 32;
+/// Counts of words of columns, by which the type of rows counts: a third of those that a call has.
+const TYPES: u32 = (1 << 13) / 3;
 
 /// Arguments of [`Buffer::dispatch`].
 #[derive(Debug, Clone, Copy)]
@@ -299,7 +301,7 @@ impl Buffer {
             is_combine: false,
             has_scales: with_scales || num_words > 0,
             place: place.index(),
-            row_bytes: row_bytes as u32 + 16 * (num_words + WORDS * record.fingerprint()),
+            row_bytes: bytes_of_call(row_bytes as u32, dtype, &record),
             num_tokens,
         };
         let null = DevicePtr::NULL;
@@ -565,6 +567,17 @@ impl Buffer {
     }
 }
 
+/// The bytes of rows in the call of a dispatch. Columns and the type change them: ranks thereby
+/// compare formats of equally long rows.
+fn bytes_of_call(row_bytes: u32, dtype: DType, record: &Record) -> u32 {
+    let among_equally_long = match dtype {
+        DType::F16 | DType::Fp8E5m2 => 1,
+        DType::U8 => 2,
+        _ => 0,
+    };
+    row_bytes + 16 * (record.bytes / 4 + WORDS * record.fingerprint() + TYPES * among_equally_long)
+}
+
 /// Elements of a row, where its type leaves no choice.
 pub(super) fn elements_of(dtype: DType, hidden: u64) -> Option<u64> {
     match dtype {
@@ -632,5 +645,41 @@ fn received_by_expert<'p>(
         recv_src_idx: table("recv_src_idx", to.src_idx, &[rows]),
         recv_src_entry: table("recv_src_entry", to.src_entry, &[rows, 2]),
         experts: ExpertRows::new([to.expert_counts, to.expert_starts, to.psum_expert], local_experts, table),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+    use crate::ep::Payload;
+
+    /// Scales have a bit of their own in the call.
+    #[test]
+    fn rows_of_the_usual_formats_have_different_calls() {
+        for hidden in [512, 1024, 2048, 2560, 2880, 3584, 4096, 5120, 6144, 7168, 8192] {
+            let plain = ROWS.map(|dtype| Payload::rows(dtype, elements_of(dtype, hidden).unwrap_or(hidden)));
+            let fp8 = [DType::Fp8E4m3, DType::Fp8E5m2].map(|dtype| {
+                [
+                    Payload::fp8(dtype, hidden),
+                    Payload::fp8_ue8m0(dtype, hidden),
+                    Payload::mxfp8(dtype, hidden),
+                ]
+            });
+            let formats = plain.into_iter().chain(fp8.into_iter().flatten());
+            let mut calls = HashMap::new();
+            for format in formats.chain([Payload::nvfp4(hidden)]) {
+                let format = format.unwrap();
+                let record = Record::of(&format);
+                let row_bytes = bytes_of_call(format.row_bytes() as u32, format.row().0, &record);
+                let has_scales = !format.columns().is_empty();
+                let call =
+                    LowLatencyCall { is_combine: false, has_scales, place: 0, row_bytes, num_tokens: 1 };
+                if let Some(other) = calls.insert(call.bits(), format.clone()) {
+                    panic!("{format:?} and {other:?} have one call");
+                }
+            }
+        }
     }
 }

@@ -90,10 +90,14 @@ impl core::Calls for Calls {
         let call = LowLatencyCall::of(word as u32);
         let LowLatencyCall { has_scales, place, row_bytes, .. } = call;
         let name = name_of(call);
-        if row_bytes == 0 {
+        if call.is_combine && row_bytes == 0 {
             return format!("{name} in place {place} of rows in the pool");
         }
-        let what = if has_scales { " and scales or columns (a number of all)" } else { "" };
+        let what = match (has_scales, call.is_combine) {
+            (true, _) => " and scales or columns (a number of all)",
+            (false, true) => "",
+            (false, false) => " (a number of bytes and dtype)",
+        };
         format!("{name} in place {place} with {row_bytes} bytes per row{what}")
     }
 }

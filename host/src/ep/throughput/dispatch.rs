@@ -777,15 +777,12 @@ impl Buffer {
             num_sms,
             tables.by_expert.is_some(),
         );
-        let (index, row_bytes, columns) = (place.index(), payload.row_bytes, payload.num_scales());
+        let (index, row_bytes) = (place.index(), payload.row_bytes);
         let call = match metadata {
             // The count exchange sees to the rest.
             Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
             // A dispatch along a handle has no count exchange, which compares types.
-            None => {
-                let columns = columns + payload.dtype.code() * CACHED_DTYPE + payload.record.fingerprint();
-                Call { kind: CallKind::CachedDispatch, place: index, row_bytes, columns }
-            }
+            None => cached_call(index, row_bytes, payload.dtype, &payload.record),
         };
         let args = DispatchArgs {
             comm: self.comm_in(place, call, payload.timeout),
@@ -1107,6 +1104,14 @@ impl Buffer {
     }
 }
 
+/// The call of a cached dispatch. Rows without columns count with their bytes and their type alone.
+/// Columns change the bytes as well, by which few formats of equally long rows have the same call.
+fn cached_call(place: u32, row_bytes: u32, dtype: DType, record: &Record) -> Call {
+    let row_bytes = row_bytes.wrapping_add(16 * record.format(dtype));
+    let columns = record.bytes / 4 + dtype.code() * CACHED_DTYPE;
+    Call { kind: CallKind::CachedDispatch, place, row_bytes, columns }
+}
+
 /// The output of every dispatch: rows, with their scales or columns if they have any.
 fn output_of_rows<'p>(
     payload: &Checked,
@@ -1142,5 +1147,35 @@ fn output_of_rows<'p>(
         event,
         record: if is_scales { Record::default() } else { payload.record.clone() },
         lease: lease.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    #[test]
+    fn equally_long_rows_of_the_usual_formats_have_different_cached_calls() {
+        for row_bytes in (32u64..1 << 14).step_by(32) {
+            let plain = ROWS.map(|dtype| Payload::rows(dtype, row_bytes / dtype.size()));
+            let fp8 = [DType::Fp8E4m3, DType::Fp8E5m2].map(|dtype| {
+                [
+                    Payload::fp8(dtype, row_bytes),
+                    Payload::fp8_ue8m0(dtype, row_bytes),
+                    Payload::mxfp8(dtype, row_bytes),
+                ]
+            });
+            let formats = plain.into_iter().chain(fp8.into_iter().flatten());
+            let mut calls = HashMap::new();
+            for format in formats.chain([Payload::nvfp4(2 * row_bytes)]) {
+                let format = format.unwrap();
+                let call = cached_call(3, row_bytes as u32, format.row().0, &Record::of(&format));
+                if let Some(other) = calls.insert(call.bits(), format.clone()) {
+                    panic!("{format:?} and {other:?} have one call");
+                }
+            }
+        }
     }
 }

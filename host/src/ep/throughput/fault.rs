@@ -49,7 +49,7 @@ impl core::Calls for Calls {
         let Call { kind, place, row_bytes, columns } = Call::of(word);
         let (name, of_columns) = match kind {
             CallKind::Dispatch => return "dispatch with a count exchange".into(),
-            CallKind::CachedDispatch => ("cached dispatch", "(a number of dtype and scales)"),
+            CallKind::CachedDispatch => ("cached dispatch", "(both are numbers of bytes, dtype and columns)"),
             CallKind::CombineBf16 => ("combine of bf16 rows", "top-k weights"),
             CallKind::CombineF16 => ("combine of f16 rows", "top-k weights"),
             CallKind::CombineF32 => ("combine of f32 rows", "top-k weights"),
