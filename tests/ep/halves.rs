@@ -446,6 +446,50 @@ fn no_step_runs_within_a_half() {
     });
 }
 
+/// A first half that is recorded has no second one that runs, and the other way round.
+#[test]
+fn halves_are_both_recorded_or_both_run() {
+    run_ranks(1, |_, group| {
+        let options = Setup::new(1, 1, TOKENS, 2 * HIDDEN).max_topk(4).options;
+        let mut rank = Rank::new(VirtualGpu::new(VirtConfig::default()), group, options)?;
+        let mut place = rank.place()?;
+        let topk_idx = rank.upload_typed(1, &vec![vec![0i64]; TOKENS as usize])?;
+        let layout = rank.layout(&topk_idx, 1)?;
+        let x = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
+        let out = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
+        let handle = rank.dispatch(&mut place, DispatchRequest::new(&x, &layout))?.handle;
+        let (request, stream) = (CombineRequest::new(&x, &handle), rank.stream.clone());
+        let order = StreamOrder::on(&stream);
+        rank.buffer.combine_into(request, &out, None, order)?;
+
+        // A step without the second half is none.
+        let mut runs = 0;
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            runs += 1;
+            let pending = buffer.combine_send_into(request, &out, None, order)?;
+            if runs == 1 { pending.receive(order).map(drop) } else { Ok(()) }
+        });
+        refused(step, &["combine", "its second half was not recorded"]);
+        rank.buffer.combine_into(request, &out, None, order)?;
+
+        let mixed = ["combine", "one of its halves is recorded and the other one is not"];
+        let mut pending = None;
+        drop(stream.capture(|| {
+            pending = Some(rank.buffer.combine_send_into(request, &out, None, order)?);
+            Ok(())
+        })?);
+        refused(pending.take().expect("a first half").receive(order), &mixed);
+        // Nothing was enqueued.
+        rank.buffer.combine_into(request, &out, None, order)?;
+
+        let pending = rank.buffer.combine_send_into(request, &out, None, order)?;
+        refused(stream.capture(|| pending.receive(order).map(drop)), &mixed);
+        let later = rank.buffer.combine_into(request, &out, None, order);
+        refused(later, &["combine", "what it brings was not received"]);
+        rank.stream.synchronize()
+    });
+}
+
 /// Every check of a case, where some calls are launched as halves and some are measured.
 fn check_apart(setup: &Setup, case: &Case, by_expert: Option<u32>, seed: u64) {
     setup.run(|rank| {

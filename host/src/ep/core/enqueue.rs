@@ -153,7 +153,7 @@ impl Enqueuer {
         operation: Operation,
         work: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        self.sequence.check_received(operation)?;
+        self.sequence.check_received(operation, capturing)?;
         let caller = order.caller;
         let stream = if order.on_comm_stream { &self.comm_stream } else { caller };
         match order.previous_event {
@@ -178,7 +178,7 @@ impl Enqueuer {
         let outcome = if capturing {
             let outcome = work(stream);
             if outcome.is_ok() {
-                self.sequence.enqueued(operation);
+                self.sequence.enqueued(operation, true);
             }
             outcome.and(self.captured_end.record(stream))
         } else {

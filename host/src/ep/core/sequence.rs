@@ -28,6 +28,8 @@ pub struct Sequence {
     operation: Mutex<Option<&'static str>>,
     /// The operation whose first half has run, and whose second half was not enqueued.
     sent: Mutex<Option<&'static str>>,
+    /// The same within recordings.
+    recorded: Mutex<Option<&'static str>>,
     /// Why no operation can follow.
     broken: OnceLock<Error>,
 }
@@ -55,6 +57,7 @@ impl Sequence {
             last: Mutex::default(),
             operation: Mutex::default(),
             sent: Mutex::default(),
+            recorded: Mutex::default(),
             broken: OnceLock::new(),
         }))
     }
@@ -66,7 +69,7 @@ impl Sequence {
             return Err(Error::StaleHandle("its buffer was dropped".into()));
         }
         self.check()?;
-        self.check_received(operation)?;
+        self.check_received(operation, false)?;
         if last.stream.is_some_and(|id| id != stream.id()) {
             stream.wait(&self.end)?;
         }
@@ -91,13 +94,19 @@ impl Sequence {
         self.broken.get().cloned().map_or(Ok(()), Err)
     }
 
-    /// Records that the launches of `operation` were enqueued.
-    pub fn enqueued(&self, operation: Operation) {
+    /// Records that the launches of `operation` were enqueued, or recorded where it is `capturing`.
+    pub fn enqueued(&self, operation: Operation, capturing: bool) {
+        let sent = if capturing { &self.recorded } else { &self.sent };
         match operation {
-            Some((call, Halves::Send)) => *lock(&self.sent) = Some(call),
-            Some((_, Halves::Receive)) => self.forget_sent(),
+            Some((call, Halves::Send)) => *lock(sent) = Some(call),
+            Some((_, Halves::Receive)) => *lock(sent) = None,
             Some((_, Halves::Both)) | None => {}
         }
+    }
+
+    /// Forgets the operation whose first half was recorded alone; gives it.
+    pub fn forget_recorded(&self) -> Option<&'static str> {
+        lock(&self.recorded).take()
     }
 
     /// No second half is outstanding.
@@ -106,13 +115,20 @@ impl Sequence {
     }
 
     /// An error where the second half of an operation is outstanding, and `operation` is another one.
-    pub fn check_received(&self, operation: Operation) -> Result<()> {
-        if let Some((_, Halves::Receive)) = operation {
-            return Ok(());
-        }
-        let Some(call) = *lock(&self.sent) else { return Ok(()) };
-        let reason = "its first half has run, but what it brings was not received".into();
-        Err(Error::Broken { call, reason, source: None })
+    /// Halves that were recorded keep no operation from running.
+    pub fn check_received(&self, operation: Operation, capturing: bool) -> Result<()> {
+        let (sent, recorded) = (*lock(&self.sent), lock(&self.recorded).filter(|_| capturing));
+        // No half is recorded while one that runs is outstanding.
+        let is_same = sent.is_some() != capturing && sent.or(recorded).is_some();
+        let (call, reason) = match (operation, sent.or(recorded)) {
+            (Some((_, Halves::Receive)), _) if is_same => return Ok(()),
+            (Some((call, Halves::Receive)), _) => {
+                (call, "one of its halves is recorded and the other one is not: record both, or none")
+            }
+            (_, Some(call)) => (call, "its first half has run, but what it brings was not received"),
+            (_, None) => return Ok(()),
+        };
+        Err(Error::Broken { call, reason: reason.into(), source: None })
     }
 
     /// Makes `stream` wait for the end of the last operation.
@@ -160,7 +176,7 @@ impl Submission<'_> {
     pub fn end(mut self, stream: &Stream, outcome: Result<()>) -> Result<()> {
         self.last.stream = Some(stream.id());
         if outcome.is_ok() {
-            self.sequence.enqueued(self.operation);
+            self.sequence.enqueued(self.operation, false);
         }
         outcome.and(self.sequence.end.record(stream))
     }

@@ -92,7 +92,12 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         }));
         let core = buffer.core();
         let captured = core.recordings.step.take().unwrap_or_default();
+        let sent = core.enqueuer.sequence().forget_recorded();
         let graph = graph.unwrap_or_else(|panic| resume_unwind(panic))?;
+        if let Some(call) = sent {
+            let reason = "its second half was not recorded: receive what it brings in the same step".into();
+            return Err(Error::Broken { call, reason, source: None });
+        }
         let output = output.ok_or_else(|| Error::internal("capture", "nothing was recorded"))?;
         let (sequence, faults) = (core.enqueuer.sequence().clone(), core.faults.clone());
         Ok(Step { graph, output, captured, sequence, faults })
