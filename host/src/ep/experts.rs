@@ -194,8 +194,12 @@ impl Placement {
     /// [`Error::Argument`] where there is not a weight for each place, one is negative or no
     /// number, or all of an expert's are 0.
     pub fn weighted<L: AsRef<[f32]>>(mut self, weights: &[L]) -> Result<Placement> {
+        // Places that `nearest` has left out count, as far as others of the rank lie behind them.
         let mut counts = vec![0; self.num_ranks as usize];
-        self.replicas.iter().flatten().for_each(|replica| counts[replica.rank as usize] += 1);
+        for replica in self.replicas.iter().flatten() {
+            let count = &mut counts[replica.rank as usize];
+            *count = (replica.local as usize + 1).max(*count);
+        }
         let given: Vec<usize> = weights.iter().map(|of_rank| of_rank.as_ref().len()).collect();
         if given != counts {
             let rule = format!("one weight for each place: {counts:?}");
@@ -537,6 +541,9 @@ mod tests {
         // Neither has 0, and so both take either replica in turn.
         assert_eq!(near(2), [0, 2, 5, 5, 4, 4]);
         assert_eq!(near(3), [0, 2, 6, 6, 4, 4]);
+        // Rank 0 has kept only the second of its places.
+        let kept = Placement::new(2, &[vec![0, 1], vec![0]]).unwrap().nearest(1, 1).unwrap();
+        assert_eq!(entries(&kept.weighted(&[vec![1.0, 2.0], vec![1.0]]).unwrap()), [2, 1]);
     }
 
     #[test]
