@@ -54,6 +54,12 @@ fn sums_of_high_throughput_go_to_tensors_that_fit() {
         // SAFETY: no kernel sees it.
         let same = unsafe { TypedTensor::from_raw(given.ptr(), &[TOKENS, 2]) };
         refused(rank.combine_into(request, &fits, Some(&same)), &["shares memory with topk_weights"]);
+        // SAFETY: as above.
+        let same = unsafe { TypedTensor::from_raw(fits.ptr(), &[TOKENS, 2]) };
+        refused(
+            rank.combine_into(request, &fits, Some(&same)),
+            &["out_topk_weights", "shares memory with out"],
+        );
 
         // Rows of the pool, which peers read, are no place for sums.
         let pool = received.combine_rows(DType::Bf16, 8)?;

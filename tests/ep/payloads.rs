@@ -140,7 +140,7 @@ fn columns_are_transposed() {
 
 #[test]
 fn wrong_transpositions_are_refused() {
-    then_dispatch(setup(4), |rank, valid, place| {
+    then_dispatch(setup(10), |rank, valid, place| {
         let order_on = rank.stream.clone();
         let order = StreamOrder::on(&order_on);
         let bytes = tensor(rank, DType::U8, &[TOKENS, 7]);
@@ -154,6 +154,12 @@ fn wrong_transpositions_are_refused() {
         refuse(1, &[2, 10], &["index = 1", "1 columns came"]);
         refuse(0, &[1, 10], &["out has shape [1, 10], expected [words = 2, rows]"]);
         refuse(0, &[2, 9], &["out = 9 rows", "at least the 10 rows"]);
+        drop(received);
+        let words = tensor(rank, DType::I32, &[TOKENS, 10]);
+        let received = rank.dispatch(place, valid.request().column(&words))?;
+        let out = received.recv_columns[0].clone().typed()?;
+        let transposed = rank.buffer.transpose_column(&received, 0, &out, order);
+        refused(transposed, &["out", "shares memory with recv_columns"]);
         Ok(())
     });
 }

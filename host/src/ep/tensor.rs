@@ -526,7 +526,7 @@ impl<'a> Tensor<'a> {
         Ok(())
     }
 
-    /// Checks that it shares no byte with `other`, which an operation reads while it writes this
+    /// Checks that it shares no byte with `other`, which an operation uses while it writes this
     /// one.
     pub(crate) fn expect_apart(&self, name: &'static str, other: &Tensor<'_>, others: &str) -> Result<()> {
         let bytes = |tensor: &Tensor<'_>| match tensor.rows() {
@@ -538,7 +538,7 @@ impl<'a> Tensor<'a> {
             return Ok(());
         }
         let rule = format!(
-            "it shares memory with {}, {:#x} to {:#x}, which is read meanwhile: give memory of its own",
+            "it shares memory with {}, {:#x} to {:#x}, which the call uses as well: give memory of its own",
             other.called_as(others),
             read.start,
             read.end

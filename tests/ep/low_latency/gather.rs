@@ -82,6 +82,22 @@ fn tensors_that_do_not_fit_are_refused() {
     }
 }
 
+/// With one expert on a rank, received rows have the shape of those of the experts.
+#[test]
+fn rows_are_not_gathered_over_themselves() {
+    let case = LowLatencyCase::new(routing(&[4, 6], 2, 2, Style::DistinctTopK), 256);
+    case.run(|rank| {
+        let inputs = case.inputs(rank)?;
+        let LowLatencyRank { buffer, stream, .. } = rank;
+        let (order, mut place) = (StreamOrder::on(stream), buffer.place(0)?);
+        let received = buffer.dispatch(&mut place, inputs.request(case.quantise), order)?;
+        let error = buffer.gather_by_expert(&received, &received.x, None, order).unwrap_err();
+        assert!(error.to_string().contains("shares memory with received.x"), "{error}");
+        stream.synchronize()?;
+        buffer.check()
+    });
+}
+
 fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
     let inputs = case.inputs(rank)?;
     let LowLatencyRank { buffer, stream, .. } = rank;

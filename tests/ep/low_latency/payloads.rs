@@ -493,6 +493,11 @@ fn wrong_payloads_are_refused() {
         let request = || DispatchRequest::new(&x, &ids);
         refuse(request().column(&many), &["columns = 45 words", "max_scales >= 45"]);
         refuse(request().column(&words).by_expert(4), &["columns = 44 words", "4 of these"]);
+        let all = Tensor::alloc(stream.device(), DType::U8, &[44, HIDDEN])?;
+        // SAFETY: no kernel sees it.
+        let first = unsafe { Tensor::from_raw(all.ptr(), DType::U8, &[4, HIDDEN]) };
+        let within = DispatchRequest::new(&first, &ids).by_expert(4).recv_x(&all);
+        refuse(within, &["recv_x", "shares memory with x"]);
         let rows = tensor(DType::Bf16, HIDDEN)?;
         let quantised = DispatchRequest::new(&rows, &ids).quantise(Quantise::Fp8).column(&words);
         refuse(quantised, &["columns = given", "in the place of scales"]);

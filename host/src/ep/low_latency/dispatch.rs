@@ -330,6 +330,10 @@ impl Buffer {
             let rule = "only rows by expert go there: ask for them with by_expert, or leave it out";
             return Err(Error::argument(argument, "given", rule));
         }
+        let read = [Some(("x", x)), scales.map(|it| ("scales", &**it))].into_iter().flatten();
+        for (others, read) in read.chain(columns.iter().map(|column| ("column", column))) {
+            given.into_iter().flatten().try_for_each(|(name, it)| it.expect_apart(name, read, others))?;
+        }
         let rows_by_expert = match request.by_expert {
             None => None,
             Some(alignment) => {

@@ -117,6 +117,15 @@ impl Buffer {
         let elements = ("hidden", Some(received.x.columns()));
         x.expect("x", &[dtype], &[("local_experts * rows", Some(experts * rows)), elements])?;
         x.expect_rows_of_16("x")?;
+        x.expect_apart("x", &received.x, "received.x")?;
+        if let (Some(scales), Some(read)) = (scales, &received.scales) {
+            scales.expect_apart("scales", read, "received.scales")?;
+        }
+        if let Some(columns) = columns {
+            let read =
+                |words: &TypedTensor<'_, i32>| columns.expect_apart("columns", words, "received.columns");
+            received.columns.iter().try_for_each(read)?;
+        }
         let num_scales = match (scales, &received.scales) {
             _ if columns.is_some() => 0,
             (Some(scales), Some(_)) => {

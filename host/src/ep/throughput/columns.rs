@@ -47,6 +47,9 @@ impl Buffer {
             let rule = format!("must have at least the {rows} rows of recv_x");
             return Err(Error::argument("out", format!("{} rows", out.columns()), rule));
         }
+        if let Some(read) = received.recv_columns.get(index) {
+            out.expect_apart("out", read, "recv_columns")?;
+        }
         let null = DevicePtr::NULL;
         let tables = handle.tables.by_expert;
         let args = TransposeArgs {

@@ -310,6 +310,9 @@ impl Buffer {
                 return Err(Error::argument("out_topk_weights", "given", rule));
             }
         }
+        if let Some(weights) = out_topk_weights {
+            weights.expect_apart("out_topk_weights", out, "out")?;
+        }
         let outs = [("out", Some(out)), ("out_topk_weights", out_topk_weights.map(|it| &**it))];
         let rows = match request.rows {
             CombineRows::Tensor(x) => x,
