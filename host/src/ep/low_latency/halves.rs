@@ -107,7 +107,8 @@ fn phases(halves: Halves) -> u32 {
 }
 
 /// The results of an operation once its second half has run: [`Pending::receive`] launches that. No
-/// other operation of the buffer is possible before. If this is dropped without it, the buffer
+/// other operation of the buffer is possible before. Both halves run, or both are recorded:
+/// else the second one is [`Error::Broken`]. If this is dropped without it, the buffer
 /// cannot be used any more, since the peers wait for the second half.
 #[derive(Debug)]
 #[must_use = "the peers wait for its second half: call `receive`"]

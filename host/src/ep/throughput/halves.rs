@@ -26,7 +26,8 @@ pub struct Waits {
 }
 
 /// The results of an operation once its second half has run: [`Pending::receive`] launches that. No
-/// other operation of the buffer is possible before. If this is dropped without it, the buffer
+/// other operation of the buffer is possible before. Both halves run, or both are recorded:
+/// else the second one is [`Error::Broken`]. If this is dropped without it, the buffer
 /// cannot be used any more, since its operation does not end.
 #[derive(Debug)]
 #[must_use = "the operation ends with its second half: call `receive`"]
