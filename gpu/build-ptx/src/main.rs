@@ -10,7 +10,7 @@ use epoxide_build_ptx::workspace::Workspace;
 use epoxide_build_ptx::{doctor, nvvm};
 
 /// Exit code where a part that this command cannot fetch by itself is missing from the machine.
-const EXIT_MISSING_PARTS: u8 = 2;
+const EXIT_MISSING_PARTS: u8 = 77;
 
 /// The command as cargo calls it: with the name of the subcommand as the first argument.
 #[derive(Parser)]

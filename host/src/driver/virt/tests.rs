@@ -631,17 +631,28 @@ fn launches_are_checked() {
     assert!(refused(1, &[&[0; 8]]).contains("2 parameters, 1"));
     let text = refused(1, &[&[0; 8], &[0; 8]]);
     assert!(text.contains("parameter 1") && text.contains("4 bytes, 8"), "{text}");
-    refused(0, &[&[0; 8], &[0; 4]]);
+    let text = refused(0, &[&[0; 8], &[0; 4]]);
+    assert!(text.contains("grid is [0, 1, 1] (each must be from 1 to"), "{text}");
 
     let launch = |block: u32, shared_bytes: u32, cooperative: bool, grid: u32| {
         let config = LaunchConfig { grid, block, shared_bytes, cooperative, dependent: false };
         // SAFETY: nothing runs that is not refused.
         unsafe { rig.stream.launch(&rig.kernel("store"), &config, &[&[0; 8], &[0; 4]]) }
     };
-    assert!(launch(2048, 0, false, 1).is_err());
-    assert!(launch(32, 100 << 10, false, 1).is_err());
-    assert!(launch(1024, 0, true, 2 * 132 + 1).unwrap_err().to_string().contains("only 264"));
-    assert!(rig.module.kernel("store", 1 << 20).is_err());
+    for ((block, shared_bytes, cooperative, grid), part) in [
+        ((2048, 0, false, 1), "block is [2048, 1, 1] (each must be from 1 to"),
+        (
+            (32, 100 << 10, false, 1),
+            "102400 bytes of dynamic shared memory, but it was looked up for at most 49152",
+        ),
+        ((1024, 0, true, 2 * 132 + 1), "only 264"),
+    ] {
+        let error = launch(block, shared_bytes, cooperative, grid).unwrap_err();
+        assert!(matches!(error, Error::Launch { kernel: "store", .. }), "{error}");
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    let error = rig.module.kernel("store", 1 << 20).unwrap_err().to_string();
+    assert!(error.contains("1048576 bytes of dynamic shared memory wanted"), "{error}");
     rig.stream.synchronize().unwrap();
 }
 
