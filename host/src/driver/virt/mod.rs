@@ -22,7 +22,8 @@
 //! Calls of other devices are never blocked. Pageable host memory is all host memory except the
 //! device's own mapped memory; up to 1 MiB of it is read before `copy` returns. Mapped host memory,
 //! and the host side of a captured copy, is read when the stream reaches the copy. A free that does
-//! not wait leaves the memory in place until all work enqueued before has ended.
+//! not wait leaves the memory in place, and counts it as used, until all work enqueued before has
+//! ended.
 //!
 //! A driver call by a thread that must not make one (`NoDriverCalls`) makes the device unusable.
 //! Permitted are `info`, `staging`, `make_progress`, and the methods by which the host describes

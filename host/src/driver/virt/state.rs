@@ -269,7 +269,7 @@ pub(super) struct State {
     freed: Vec<Freed>,
     /// A call holds the context's lock.
     pub(super) held: bool,
-    /// Bytes of device memory in use.
+    /// Bytes of device memory in use, freed memory that queued work may still use included.
     pub(super) used: u64,
     /// Launches enqueued so far.
     launches: u64,
@@ -283,7 +283,7 @@ pub(super) struct State {
 
 /// Memory that queued work may still use.
 pub(super) struct Freed {
-    _allocation: Allocation,
+    allocation: Allocation,
     until: Until,
 }
 
@@ -316,13 +316,13 @@ impl State {
     /// Other memory that queued work may use stays until [`State::take_released`].
     pub(super) fn free(&mut self, memory: u64) -> Option<Allocation> {
         let allocation = self.allocations.remove(&memory)?;
-        self.used -= allocation.charged;
         let at_once = matches!(allocation.kind, None | Some(MemoryKind::Shareable));
         let until = self.enqueued();
         if at_once || until.is_empty() {
+            self.used -= allocation.charged;
             return Some(allocation);
         }
-        self.freed.push(Freed { _allocation: allocation, until });
+        self.freed.push(Freed { allocation, until });
         None
     }
 
@@ -332,6 +332,12 @@ impl State {
         let mut freed = std::mem::take(&mut self.freed);
         let released = freed.extract_if(.., |freed| self.has_reached(&freed.until)).collect();
         self.freed = freed;
+        self.uncharged(released)
+    }
+
+    /// Ends the charge for released memory, which is returned.
+    fn uncharged(&mut self, released: Vec<Freed>) -> Vec<Freed> {
+        self.used -= released.iter().map(|freed| freed.allocation.charged).sum::<u64>();
         released
     }
 
@@ -339,7 +345,8 @@ impl State {
     /// [`State::take_released`].
     pub(super) fn abandon(&mut self) -> Vec<Freed> {
         self.queues.values_mut().for_each(|queue| queue.busy = false);
-        std::mem::take(&mut self.freed)
+        let freed = std::mem::take(&mut self.freed);
+        self.uncharged(freed)
     }
 
     /// The capture of a queue, if it is being captured; an error once the capture cannot be

@@ -714,10 +714,27 @@ fn freed_memory_stays_until_queued_work_is_done() {
         rig.wait(&rig.stream, gate.ptr(), 1);
         rig.add_one(&rig.stream, data.ptr(), 64);
         drop(data);
-        assert!(rig.device.free_memory().unwrap() > free_before);
+        assert_eq!(rig.device.free_memory().unwrap(), free_before);
         word(&gate, 0).store(1, Ordering::Release);
         rig.stream.synchronize().unwrap();
+        assert!(rig.device.free_memory().unwrap() > free_before);
     });
+}
+
+/// The free of a GPU's pool comes behind the device's streams.
+#[test]
+fn freed_memory_that_queued_work_may_use_cannot_be_allocated() {
+    let rig = Rig::new(VirtConfig { memory_bytes: 1 << 20, ..VirtConfig::default() });
+    let gate = rig.words(1);
+    let whole = || Memory::alloc(&rig.device, 1 << 20, MemoryKind::Device, "whole");
+    let first = whole().unwrap();
+    rig.wait(&rig.stream, gate.ptr(), 1);
+    drop(first);
+    let error = whole().unwrap_err();
+    assert!(matches!(&error, Error::OutOfMemory { available: 0, .. }), "{error}");
+    word(&gate, 0).store(1, Ordering::Release);
+    rig.stream.synchronize().unwrap();
+    drop(whole().unwrap());
 }
 
 /// Unmapping does not wait: an owner that lets go too early makes a fault, here as on a GPU.
