@@ -318,16 +318,22 @@ impl<R> Core<R> {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut B, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        let uses: Vec<Owner> = uses.into_iter().collect();
-        uses.iter().try_for_each(|owner| check_memory(owner, &buffer.core().device))?;
-        let enqueuer = buffer.core().enqueuer.clone();
+        let core = buffer.core();
+        let is_kept = capturing || core.recordings.is_rehearsal();
+        // Without an allocation where nothing is kept.
+        let mut kept = Vec::new();
+        for owner in uses {
+            check_memory(&owner, &core.device)?;
+            kept.extend(is_kept.then_some(owner));
+        }
+        let enqueuer = core.enqueuer.clone();
         enqueuer.run(order, capturing, operation, |stream| {
             let core = buffer.core();
             if capturing {
-                core.recordings.keep(uses);
+                core.recordings.keep(kept);
                 core.arena.forget_fences();
             } else {
-                core.recordings.rehearse(uses);
+                core.recordings.rehearse(kept);
                 core.arena.order_before(stream)?;
             }
             work(buffer, stream)

@@ -152,6 +152,11 @@ pub struct Recordings {
 }
 
 impl Recordings {
+    /// Whether calls run before they are recorded.
+    pub fn is_rehearsal(&self) -> bool {
+        self.rehearsed.is_some()
+    }
+
     /// Keeps inputs and outputs of a call that runs before it is recorded.
     pub fn rehearse(&mut self, uses: impl IntoIterator<Item = Owner>) {
         if let Some(rehearsed) = &mut self.rehearsed {
