@@ -116,6 +116,30 @@ fn results_of_another_device_are_refused() {
     });
 }
 
+/// The driver does not say whether work from before the capture has ended.
+#[test]
+fn a_buffer_that_is_dropped_while_its_stream_is_captured_is_leaked() {
+    run_ranks(1, |_, group| {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let mut rank = Rank::new(device.clone(), group, Setup::new(1, 1, TOKENS as u32, 64).options)?;
+        let valid = Valid::new(&mut rank)?;
+        let Rank { stream, mut buffer, .. } = rank;
+        let order = StreamOrder::comm(&stream);
+        // The capture is given its memory.
+        drop(buffer.get_dispatch_layout(&valid.topk_idx, EXPERTS, order)?);
+        stream.synchronize()?;
+        let before = device.free_memory()?;
+        let captured = stream.capture(|| {
+            drop(buffer.get_dispatch_layout(&valid.topk_idx, EXPERTS, order)?);
+            drop(buffer);
+            Ok(())
+        });
+        refused(captured, &["stream_query was called"]);
+        assert_eq!(device.free_memory()?, before);
+        Ok(())
+    });
+}
+
 #[test]
 fn a_panic_in_a_capture_ends_it() {
     then_dispatch(setup(Spread::OneNode), |rank, valid, place| {

@@ -218,7 +218,8 @@ pub trait Driver: Send + Sync + Debug {
     /// Blocks until all work of the stream is done.
     fn stream_synchronize(&self, stream: u64) -> Result<()>;
 
-    /// True when all work of the stream is done.
+    /// True when all work of the stream is done. An error under capture. Threads that capture may
+    /// query streams and events outside of the capture, and must not block.
     fn stream_query(&self, stream: u64) -> Result<bool>;
 
     /// Creates an event.

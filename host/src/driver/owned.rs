@@ -22,13 +22,20 @@ use crate::bounded::{self, read_text_file};
 use crate::error::{Error, Result};
 use crate::virtual_time::{Poller, VirtualTime};
 
-/// Reports that `what` of the device has not ended in `waited`, although its owner is dropped.
-/// Kernels that may still run, perhaps for ever, use memory and code that owners are about to free.
-/// From now on nothing of the device is freed, nor the device itself, until the process ends. This
-/// leaks memory of a device that is of little use any more. If it were freed, a kernel could write
-/// to memory that has another owner by then.
-pub(crate) fn give_up(device: &Device, what: &str, waited: Duration) {
-    leak_all(device, format_args!("{what} has not ended in {waited:?}"));
+/// Gives the device up unless `ended` is that `what` of it has ended, after a wait of `waited` in
+/// the drop of an owner. Kernels that may still run, perhaps for ever, use memory and code that
+/// owners are about to free. From now on nothing of the device is freed, nor the device itself,
+/// until the process ends. This leaks memory of a device that is of little use any more. If it were
+/// freed, a kernel could write to memory that has another owner by then.
+pub(crate) fn give_up_unless(ended: Result<bool>, device: &Device, what: &str, waited: Duration) {
+    match ended {
+        Ok(true) => {}
+        Ok(false) => leak_all(device, format_args!("{what} has not ended in {waited:?}")),
+        // A virtual GPU drops its work at a fault.
+        Err(Error::VirtualFault(fault)) => tracing::warn!("{what} has not ended well: {fault}"),
+        // A driver also rejects the question, where a stream is being captured.
+        Err(error) => leak_all(device, format_args!("{what} may not have ended: {error}")),
+    }
 }
 
 /// Frees nothing of the device any more, nor the device itself, until the process ends.
@@ -198,7 +205,7 @@ impl Drop for Memory {
             return;
         }
         // SAFETY: this owner frees once; users of the address hold a borrow, or wait for their
-        // stream first and `give_up` where it takes too long.
+        // stream first and `give_up_unless` that has ended.
         unsafe { self.device.driver.free(&self.raw) }
     }
 }
@@ -738,7 +745,7 @@ impl Drop for LoadedModule {
             return;
         }
         // SAFETY: every `Kernel`, and every `Graph` with one, holds this `Arc`. Callers keep these
-        // alive while their stream runs them, or `give_up`.
+        // alive while their stream runs them, or give the device up.
         unsafe { self.device.driver.module_unload(self.handle) }
     }
 }

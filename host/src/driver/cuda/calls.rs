@@ -6,6 +6,7 @@
 use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 
+use super::context::Relaxed;
 use super::device::CudaDevice;
 use super::ffi::{self, CuContext, CuEvent, CuGraph, CuGraphExec, CuResult, CuStream};
 use super::late::{self, DevResource};
@@ -184,7 +185,7 @@ impl Driver for CudaDevice {
     }
 
     fn stream_query(&self, stream: u64) -> Result<bool> {
-        let _bound = self.bind()?;
+        let (_bound, _relaxed) = (self.bind()?, Relaxed::new());
         // SAFETY: the stream is live, as the trait demands.
         unsafe { ffi::cuStreamQuery(raw(stream)) }.check_ready("cuStreamQuery")
     }
@@ -222,7 +223,7 @@ impl Driver for CudaDevice {
     }
 
     fn event_query(&self, event: u64) -> Result<bool> {
-        let _bound = self.bind()?;
+        let (_bound, _relaxed) = (self.bind()?, Relaxed::new());
         // SAFETY: the event is live, as the trait demands.
         unsafe { ffi::cuEventQuery(event as CuEvent) }.check_ready("cuEventQuery")
     }

@@ -241,6 +241,28 @@ impl Drop for Current {
     }
 }
 
+/// While it lives, captures under way forbid the thread no calls, except on streams under capture
+/// and events recorded there. Otherwise such a call fails and invalidates the capture. For calls
+/// that never touch what is captured.
+pub(super) struct Relaxed(c_int);
+
+impl Relaxed {
+    pub(super) fn new() -> Relaxed {
+        let mut mode = ffi::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is valid; the mode before replaces the new one there.
+        unsafe { ffi::cuThreadExchangeStreamCaptureMode(&mut mode) }.log("cuThreadExchangeStreamCaptureMode");
+        Relaxed(mode)
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { ffi::cuThreadExchangeStreamCaptureMode(&mut self.0) }
+            .log("cuThreadExchangeStreamCaptureMode");
+    }
+}
+
 /// Bytes of device memory now free.
 pub(super) fn free_bytes(_: &Current) -> Result<u64> {
     let (mut free, mut total) = (0, 0);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, Weak};
 use cust::context::Context;
 use cust::device::Device as CustDevice;
 
-use super::context::{self, Current};
+use super::context::{self, Current, Relaxed};
 use super::error::unavailable;
 use super::pool::MemoryPool;
 use super::vmm::{Sharing, sharing};
@@ -146,10 +146,13 @@ impl CudaDevice {
         kernels.get(&kernel).copied().unwrap_or("an unknown kernel")
     }
 
-    /// Runs a clean-up that cannot return an error.
+    /// Runs a clean-up that cannot return an error. Owners are dropped in captures too.
     pub(super) fn clean_up(&self, work: impl FnOnce(&Bound<'_>)) {
         match self.bind() {
-            Ok(bound) => work(&bound),
+            Ok(bound) => {
+                let _relaxed = Relaxed::new();
+                work(&bound);
+            }
             Err(error) => tracing::warn!("a CUDA object is leaked: {error}"),
         }
     }

@@ -100,7 +100,6 @@ impl MemoryPool {
     /// The memory is of this pool and is not freed twice; no other stream uses it. The streams are
     /// live, and their list is held.
     pub unsafe fn free(&self, ptr: CuDevicePtr, mut streams: impl Iterator<Item = CuStream>) {
-        let _relaxed = Relaxed::new();
         // SAFETY: passed on to the caller.
         if let Err(error) = streams.try_for_each(|stream| unsafe { self.order_behind(stream) }) {
             tracing::error!("device memory at {ptr:#x} is leaked: a stream may still use it: {error}");
@@ -132,27 +131,6 @@ impl MemoryPool {
             ffi::cuEventRecord(self.event, stream).check("cuEventRecord")?;
             ffi::cuStreamWaitEvent(self.release, self.event, 0).check("cuStreamWaitEvent")
         }
-    }
-}
-
-/// While it lives, a capture that this thread began forbids it no calls on other streams. Without
-/// it, a free in the thread of a capture invalidated that on an H200.
-struct Relaxed(c_int);
-
-impl Relaxed {
-    fn new() -> Relaxed {
-        let mut mode = ffi::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the pointer is valid; the mode before replaces the new one there.
-        unsafe { ffi::cuThreadExchangeStreamCaptureMode(&mut mode) }.log("cuThreadExchangeStreamCaptureMode");
-        Relaxed(mode)
-    }
-}
-
-impl Drop for Relaxed {
-    fn drop(&mut self) {
-        // SAFETY: as above.
-        unsafe { ffi::cuThreadExchangeStreamCaptureMode(&mut self.0) }
-            .log("cuThreadExchangeStreamCaptureMode");
     }
 }
 

@@ -1,11 +1,13 @@
-//! Tests that need neither a GPU nor a driver.
+//! Tests that need neither a GPU nor a driver, but for those of captures and green contexts.
+
+use std::time::Duration;
 
 use epoxide_vgpu::ptx::Version;
 
-use super::ffi::CuResult;
+use super::ffi::{self, CuResult};
 use super::module::{log_text, param_pointers};
 use super::{CudaDevice, calls, devices, doctor, ptx};
-use crate::driver::{Device, RawStream};
+use crate::driver::{Device, Event, Memory, MemoryKind, RawStream, Stream};
 use crate::error::Error;
 
 fn assert_send_sync<T: Send + Sync>() {}
@@ -188,7 +190,6 @@ const CHILD: &str = "EPOXIDE_TEST_FAKE_DRIVER";
 
 #[test]
 fn the_driver_is_found_at_run_time_and_gets_its_arguments_as_they_are() {
-    use super::ffi;
     unsafe extern "C" {
         fn cuTexRefSetMipmapLevelClamp(texture: usize, least: f32, most: f32) -> CuResult;
     }
@@ -282,9 +283,6 @@ fn green_stream(device: &Device, multiprocessors: u32) -> RawStream {
 /// multiprocessors ends.
 #[test]
 fn a_green_context_is_enough_for_an_operation_with_more_blocks() {
-    use std::time::Duration;
-
-    use crate::driver::Stream;
     use crate::low_latency::{Buffer, CombineRequest, DispatchRequest, Options, Shape};
     use crate::{DType, StreamOrder, Tensor, TypedTensor};
 
@@ -311,4 +309,24 @@ fn a_green_context_is_enough_for_an_operation_with_more_blocks() {
         buffer.combine(received, CombineRequest::by_row(&rows), order)?.x.to_host::<half::bf16>(&stream)
     });
     assert!(sums.unwrap()[0].iter().all(|&sum| sum == half::bf16::ONE));
+}
+
+/// Where there is a GPU, or a virtual one in its place.
+#[test]
+fn captures_outlast_queries_and_drops_of_their_thread() {
+    if devices().is_err() {
+        return;
+    }
+    let device = CudaDevice::open(0).unwrap();
+    let (stream, other) = (Stream::new(&device).unwrap(), Stream::new(&device).unwrap());
+    let event = Event::new(&device).unwrap();
+    event.record(&other).unwrap();
+    let kinds = [MemoryKind::Device, MemoryKind::MappedHost, MemoryKind::SharedHost, MemoryKind::Unpooled];
+    let memory = kinds.map(|kind| Memory::alloc(&device, 4096, kind, "test").unwrap());
+    let captured = stream.capture(|| {
+        assert!(event.wait_timeout(Duration::MAX)? && other.wait_timeout(Duration::MAX)?);
+        drop((memory, event, other));
+        Ok(())
+    });
+    captured.unwrap();
 }

@@ -271,6 +271,7 @@ impl Driver for VirtualGpu {
         let mut state = self.shared.enter()?;
         let id = self.shared.queue_id(&state, stream)?;
         state.forbid_on_captured(id, "stream_synchronize")?;
+        state.forbid_while_capturing("stream_synchronize")?;
         let until = [(id, self.shared.queue(&mut state, stream)?.1.submitted)];
         drop(state);
         self.wait_until("stream_synchronize", |state| state.has_reached(&until))
@@ -356,7 +357,10 @@ impl Driver for VirtualGpu {
     }
 
     fn event_synchronize(&self, event: u64) -> Result<()> {
-        let mark = self.last_mark(&mut *self.shared.enter()?, event, "event_synchronize")?;
+        let mut state = self.shared.enter()?;
+        state.forbid_while_capturing("event_synchronize")?;
+        let mark = self.last_mark(&mut state, event, "event_synchronize")?;
+        drop(state);
         match mark {
             Some(mark) => self.wait_until("event_synchronize", |_| mark.passed_ns().is_some()),
             None => Ok(()),

@@ -35,8 +35,8 @@
 //! run.
 //!
 //! Capture is thread-local, as with `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`. The capturing thread may
-//! not allocate or load modules, and no thread may synchronise or query a stream under capture.
-//! Such a call invalidates the capture.
+//! not allocate, load modules or synchronise, and no thread may synchronise or query a stream under
+//! capture. Such a call invalidates the capture.
 //!
 //! A [`RawStream`] of this driver carries the id of one of the device's own streams
 //! ([`Stream::raw`]). So one part of a program can lend its stream to another ([`Stream::adopt`]).

@@ -595,6 +595,11 @@ fn a_capture_rejects_calls_that_it_cannot_record() {
         assert!(refused.contains("stream_synchronize"), "{refused}");
         let refused = text(capture(&|| assert!(rig.stream.is_done().is_err())));
         assert!(refused.contains("stream_query"), "{refused}");
+        let refused = text(capture(&|| assert!(side.synchronize().is_err())));
+        assert!(refused.contains("stream_synchronize"), "{refused}");
+        let refused = text(capture(&|| assert!(event.synchronize().is_err())));
+        assert!(refused.contains("event_synchronize"), "{refused}");
+        capture(&|| assert!(side.is_done().unwrap() && event.is_done().unwrap())).unwrap();
         let refused = text(capture(&|| {
             assert!(Memory::alloc(&rig.device, 4, MemoryKind::Device, "late").is_err());
             assert!(event.record(&rig.stream).is_err());

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::sequence::{Operation, Sequence};
-use crate::driver::{Device, Event, Stream, give_up};
+use crate::driver::{Device, Event, Stream, give_up_unless};
 use crate::error::{Error, Result};
 
 /// The stream of an operation, the work that it waits for, and the work that waits for it.
@@ -201,8 +201,8 @@ impl Enqueuer {
     }
 
     /// Takes no operation any more, and waits for the last one: kernels in flight hold addresses of
-    /// memory that is freed next. Where it takes longer than `limit`, the device is given up.
-    /// Errors have nowhere to go.
+    /// memory that is freed next. Where it takes longer than `limit`, or cannot be waited for, the
+    /// device is given up.
     pub fn close(&self, limit: Duration) {
         self.sequence.close();
         let start = Instant::now();
@@ -210,8 +210,7 @@ impl Enqueuer {
         let last = self.sequence.wait(limit.saturating_sub(start.elapsed()));
         // The buffer's kernels end by their own deadlines, but not before earlier work on the
         // caller's stream.
-        if matches!(copies, Ok(false)) || matches!(last, Ok(false)) {
-            give_up(self.comm_stream.device(), "the last operation of a buffer", limit);
-        }
+        let ended = copies.and_then(|copies| Ok(copies && last?));
+        give_up_unless(ended, self.comm_stream.device(), "the last operation of a buffer", limit);
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::arena::Arena;
 use super::nanoseconds;
 use super::step::Overwrites;
-use crate::driver::{Device, DevicePtr, Fence, Memory, Stream, give_up};
+use crate::driver::{Device, DevicePtr, Fence, Memory, Stream, give_up_unless};
 use crate::ep::tensor::{Owner, Owns};
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -65,14 +65,9 @@ impl Owns for Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        // Running work may write to it.
         let ended = self.arena.wait_all(self.longest());
-        match ended {
-            Ok(true) => {}
-            // Running work may write to it.
-            Ok(false) => give_up(self.memory.device(), "work that may use a pool", self.longest()),
-            // The device runs nothing any more.
-            Err(error) => tracing::warn!("a pool is unmapped although its device failed: {error}"),
-        }
+        give_up_unless(ended, self.memory.device(), "work that may use a pool", self.longest());
     }
 }
 
