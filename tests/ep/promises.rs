@@ -172,6 +172,41 @@ fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
     });
 }
 
+/// Sums that are dropped while a step is recorded, which is given their memory.
+#[test]
+fn a_recording_waits_for_readers_of_memory_that_it_is_given() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
+        let inputs = Inputs::upload(&turn, rank)?;
+        let zeros = vec![vec![0; ROW as usize]; rank.buffer.capacity() as usize];
+        let zeros = rank.upload_rows(DType::Bf16, HIDDEN as u64, &zeros)?;
+        let mut place = rank.place()?;
+        let (output, back) = echo(rank, &mut place, &inputs)?;
+        let handle = output.handle.clone();
+        drop(output);
+
+        side.wait(&event(&rank.stream)?)?;
+        gate.hold(&side)?;
+        let kept = keep(&side, &back.combined_x, back.combined_x.rows())?;
+        let (stream, mut back, mut runs) = (rank.stream.clone(), Some(back), 0);
+        let recorded = rank.buffer.capture(&stream, |buffer, order| {
+            runs += 1;
+            if runs == 2 {
+                back = None;
+            }
+            // The second one is given the memory of the sums.
+            let request = CombineRequest::new(&zeros, &handle);
+            (0..runs).map(|_| buffer.combine(request, order)).collect::<Result<Vec<_>>>()
+        });
+        refused(recorded, &["capture", "work before it has not ended in"]);
+        gate.open();
+        side.synchronize()?;
+        check_rows(rank, "the other stream's copy", &kept, &turn.sums[rank.rank as usize])?;
+        rank.outcome()
+    });
+}
+
 #[test]
 fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
     let [first, second] = turns();

@@ -147,26 +147,18 @@ impl Arena {
         Ok(())
     }
 
-    /// The blocks taken for the next operation need no wait: [`Arena::wait_free`] has seen their
-    /// last users end.
-    pub fn forget_fences(&self) {
-        let state = &mut *lock(&self.state);
-        let fences = state.before_next.drain(..);
-        fences.for_each(|fence| fence.into_spare(&mut state.spare_events));
-    }
-
-    /// Waits until no stream uses any free block, so that work that is only recorded may use them.
-    pub fn wait_free(&self, timeout: Duration) -> Result<()> {
+    /// Waits for the last users of the blocks that were taken for the next operation, which is only
+    /// recorded: a stream under capture cannot wait for them.
+    pub fn wait_before(&self, timeout: Duration) -> Result<()> {
         // Results that are dropped meanwhile must not wait for this.
-        let mut free = std::mem::take(&mut lock(&self.state).free);
-        let waited = free.iter().try_for_each(|(_, fence)| match fence.wait_timeout(timeout)? {
-            true => Ok(()),
+        let fences = std::mem::take(&mut lock(&self.state).before_next);
+        fences.into_iter().try_for_each(|fence| match fence.wait_timeout(timeout)? {
+            true => {
+                self.give_back(fence);
+                Ok(())
+            }
             false => Err(Error::timeout("capture", format!("work before it has not ended in {timeout:?}"))),
-        });
-        let state = &mut *lock(&self.state);
-        free.append(&mut state.free);
-        state.free = free;
-        waited
+        })
     }
 
     /// A fence behind all work enqueued on the device's streams so far.

@@ -331,7 +331,7 @@ impl<R> Core<R> {
             let core = buffer.core();
             if capturing {
                 core.recordings.keep(kept);
-                core.arena.forget_fences();
+                core.arena.wait_before(core.patience())?;
             } else {
                 core.recordings.rehearse(kept);
                 core.arena.order_before(stream)?;

@@ -81,7 +81,6 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         let core = buffer.core();
         core.end_rehearsal();
         drop(rehearsed.unwrap_or_else(|panic| resume_unwind(panic))?);
-        core.arena.wait_free(core.patience())?;
         core.recordings.step = Some(Captured::default());
         let mut output = None;
         let graph = catch_unwind(AssertUnwindSafe(|| {
