@@ -323,7 +323,9 @@ impl Stream {
         Stream { device: device.clone(), handle, id, multiprocessors }
     }
 
-    /// The caller's stream. It is used, never synchronised or destroyed.
+    /// The caller's stream. It is used, never synchronised or destroyed. Synchronise it before other
+    /// code begins to capture it: results that are dropped during that capture are reused without a
+    /// wait for the stream's earlier work.
     ///
     /// # Safety
     /// `raw` is a stream of this device's primary context and outlives the result.

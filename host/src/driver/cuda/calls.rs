@@ -10,6 +10,7 @@ use super::context::Relaxed;
 use super::device::CudaDevice;
 use super::ffi::{self, CuContext, CuEvent, CuGraph, CuGraphExec, CuResult, CuStream};
 use super::late::{self, DevResource};
+use super::pool::is_captured;
 use super::{context, memory, module};
 use crate::driver::{
     CopyEnd, DeviceInfo, DevicePtr, Driver, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream,
@@ -69,8 +70,10 @@ impl Driver for CudaDevice {
 
     fn order_frees_behind(&self, stream: u64) -> Result<()> {
         let _bound = self.bind()?;
+        // Under a capture of this library, whose beginning has ordered earlier work, nothing is left
+        // to order.
         // SAFETY: the stream is live and the list of streams held, as the trait demands.
-        unsafe { self.pool.order_behind(raw(stream)) }
+        unsafe { self.pool.order_behind(raw(stream)) }.map(|_| ())
     }
 
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd> {
@@ -281,11 +284,7 @@ impl Driver for CudaDevice {
 
     fn stream_is_capturing(&self, stream: u64) -> Result<bool> {
         let _bound = self.bind()?;
-        let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the stream is live, as the trait demands, and the out pointer is valid.
-        unsafe { ffi::cuStreamIsCapturing(raw(stream), &mut status) }.check("cuStreamIsCapturing")?;
-        // Also where that capture can no longer be finished.
-        Ok(status != ffi::CU_STREAM_CAPTURE_STATUS_NONE)
+        is_captured(raw(stream))
     }
 
     fn capture_begin(&self, stream: u64) -> Result<()> {

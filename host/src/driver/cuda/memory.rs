@@ -53,6 +53,8 @@ pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Re
     let bytes = bytes.max(1);
     match kind {
         MemoryKind::Device => {
+            // SAFETY: no memory is given.
+            unsafe { free_pooled(bound, None) };
             let ptr = bound.device.pool.alloc(&bound.current, bytes, label)?;
             Ok(on_device(Origin::Pooled, ptr, bytes))
         }
@@ -71,7 +73,7 @@ pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Re
 pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
     match Origin::of(memory) {
         // SAFETY: passed on to the caller.
-        Some(Origin::Pooled) => unsafe { free_pooled(bound, memory) },
+        Some(Origin::Pooled) => unsafe { free_pooled(bound, Some(memory.ptr.0)) },
         // SAFETY: passed on to the caller.
         Some(Origin::SharedHost) => unsafe { free_shared_host(bound, memory) },
         // SAFETY: passed on to the caller.
@@ -84,14 +86,16 @@ pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
     }
 }
 
+/// Frees memory of the pool, and memory that it has kept.
+///
 /// # Safety
 /// The memory is from the device's pool, only streams of the device's list use it, and it is not
 /// freed twice.
-unsafe fn free_pooled(bound: &Bound<'_>, memory: &RawMemory) {
+unsafe fn free_pooled(bound: &Bound<'_>, memory: Option<CuDevicePtr>) {
     let list = bound.device.streams.hold();
     let streams = list.streams.iter().map(|listed| raw(listed.handle));
     // SAFETY: passed on to the caller.
-    unsafe { bound.device.pool.free(memory.ptr.0, streams) };
+    unsafe { bound.device.pool.free(memory, streams) };
 }
 
 fn alloc_plain(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {

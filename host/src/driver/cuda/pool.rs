@@ -6,12 +6,14 @@
 //! they still use, and nothing waits.
 
 use std::ffi::{c_int, c_void};
+use std::sync::Mutex;
 
 use super::context::{Current, check_alloc};
 use super::ffi::{
     self, CuDevicePtr, CuEvent, CuMemLocation, CuMemPoolProps, CuMemoryPool, CuResult, CuStream,
 };
 use crate::error::Result;
+use crate::lock::lock;
 
 /// A device's pool. Every method wants the device's context bound.
 #[derive(Debug)]
@@ -22,6 +24,8 @@ pub struct MemoryPool {
     /// Frees memory. It waits for all streams that may use the memory.
     release: CuStream,
     event: CuEvent,
+    /// Freed memory that the driver does not have yet.
+    freed: Mutex<Vec<CuDevicePtr>>,
 }
 
 // SAFETY: handles of the driver, which accepts them from any thread.
@@ -46,6 +50,7 @@ impl MemoryPool {
             allocate: std::ptr::null_mut(),
             release: std::ptr::null_mut(),
             event: std::ptr::null_mut(),
+            freed: Mutex::default(),
         };
         // SAFETY: all pointers are valid. If a later call fails, the drop of `this` destroys the
         // pool and the streams made before.
@@ -93,24 +98,35 @@ impl MemoryPool {
         Ok(ptr)
     }
 
-    /// Gives memory back behind all that `streams` have been given so far. Memory whose free cannot
-    /// be ordered behind one of them is leaked, because that stream may still use it.
+    /// Frees memory, and memory that was kept before, behind all that `streams` have been given so
+    /// far. The memory is kept for the next call where a stream may still use it: under a capture by
+    /// other code, for work from before.
     ///
     /// # Safety
     /// The memory is of this pool and is not freed twice; no other stream uses it. The streams are
     /// live, and their list is held.
-    pub unsafe fn free(&self, ptr: CuDevicePtr, mut streams: impl Iterator<Item = CuStream>) {
-        // SAFETY: passed on to the caller.
-        if let Err(error) = streams.try_for_each(|stream| unsafe { self.order_behind(stream) }) {
-            tracing::error!("device memory at {ptr:#x} is leaked: a stream may still use it: {error}");
+    pub unsafe fn free(&self, memory: Option<CuDevicePtr>, mut streams: impl Iterator<Item = CuStream>) {
+        let mut freed = lock(&self.freed);
+        freed.extend(memory);
+        if freed.is_empty() {
             return;
         }
-        // SAFETY: passed on to the caller.
-        unsafe { ffi::cuMemFreeAsync(ptr, self.release) }.log("cuMemFreeAsync");
+        // SAFETY: the caller holds the list of the streams, which are live.
+        let order = |stream| unsafe { self.order_behind(stream) };
+        match streams.try_fold(true, |all, stream| order(stream).map(|is_ordered| all && is_ordered)) {
+            Ok(true) => {
+                for at in freed.drain(..) {
+                    // SAFETY: memory of this pool, taken off the only list of what is to be freed.
+                    unsafe { ffi::cuMemFreeAsync(at, self.release) }.log("cuMemFreeAsync");
+                }
+            }
+            Ok(false) => {}
+            Err(error) => tracing::warn!("device memory is kept: a stream may still use it: {error}"),
+        }
     }
 
-    /// Orders later frees behind the work of `stream` so far. A stream under capture is left out:
-    /// recorded work does not run.
+    /// Orders later frees behind the work of `stream` so far. False for a stream under capture,
+    /// which no other one can wait for.
     ///
     /// # Errors
     /// Errors of the driver. Later frees may then come before the stream's work.
@@ -118,20 +134,26 @@ impl MemoryPool {
     /// # Safety
     /// The stream is live, and the device's list of streams is held: none begins to be captured
     /// meanwhile, and the event is this call's.
-    pub unsafe fn order_behind(&self, stream: CuStream) -> Result<()> {
-        let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
-        // SAFETY: the caller promises a live stream; the out pointer is valid.
-        unsafe { ffi::cuStreamIsCapturing(stream, &mut status) }.check("cuStreamIsCapturing")?;
-        if status != ffi::CU_STREAM_CAPTURE_STATUS_NONE {
-            return Ok(());
+    pub unsafe fn order_behind(&self, stream: CuStream) -> Result<bool> {
+        if is_captured(stream)? {
+            return Ok(false);
         }
         // SAFETY: event and streams are live. A wait is for the event's last record at the time of
         // the call, so that one event serves all streams.
         unsafe {
             ffi::cuEventRecord(self.event, stream).check("cuEventRecord")?;
-            ffi::cuStreamWaitEvent(self.release, self.event, 0).check("cuStreamWaitEvent")
+            ffi::cuStreamWaitEvent(self.release, self.event, 0).check("cuStreamWaitEvent")?;
         }
+        Ok(true)
     }
+}
+
+/// Whether a live stream is under capture, also one that can no longer be finished.
+pub(super) fn is_captured(stream: CuStream) -> Result<bool> {
+    let mut status = ffi::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the callers' streams are live; the out pointer is valid.
+    unsafe { ffi::cuStreamIsCapturing(stream, &mut status) }.check("cuStreamIsCapturing")?;
+    Ok(status != ffi::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
 impl Drop for MemoryPool {

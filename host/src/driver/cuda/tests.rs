@@ -330,3 +330,28 @@ fn captures_outlast_queries_and_drops_of_their_thread() {
     });
     captured.unwrap();
 }
+
+/// Work that the stream had before may still use the memory. As above.
+#[test]
+fn captures_by_other_code_keep_memory_that_is_dropped() {
+    if devices().is_err() {
+        return;
+    }
+    let device = CudaDevice::open(0).unwrap();
+    let stream = Stream::new(&device).unwrap();
+    let alloc = || Memory::alloc(&device, 1 << 20, MemoryKind::Device, "test").unwrap();
+    let dropped = alloc();
+    let address = dropped.ptr();
+    let mut graph = std::ptr::null_mut();
+    // Relaxed, so that this thread may allocate meanwhile.
+    let mode = ffi::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the stream is live.
+    unsafe { ffi::cuStreamBeginCapture_v2(stream.raw().0, mode) }.check("cuStreamBeginCapture").unwrap();
+    drop(dropped);
+    let taken: Vec<_> = (0..4).map(|_| alloc()).collect();
+    // SAFETY: as above, and the out pointer is valid.
+    unsafe { ffi::cuStreamEndCapture(stream.raw().0, &mut graph) }.check("cuStreamEndCapture").unwrap();
+    // SAFETY: the graph is the one just recorded.
+    unsafe { ffi::cuGraphDestroy(graph) }.check("cuGraphDestroy").unwrap();
+    assert!(taken.iter().all(|memory| memory.ptr() != address));
+}
