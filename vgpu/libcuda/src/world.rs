@@ -32,7 +32,7 @@ thread_local! {
     /// The contexts of this thread, current one last.
     pub(crate) static CONTEXTS: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
     /// The capture mode of this thread.
-    pub(crate) static THREAD_MODE: Cell<i32> = const { Cell::new(0) };
+    pub(crate) static THREAD_MODE: Cell<i32> = const { Cell::new(GLOBAL) };
     /// Made with a stream of this thread.
     static ENDS: Ends = Ends(std::thread::current().id());
 }
@@ -50,6 +50,10 @@ impl Drop for Ends {
     }
 }
 
+/// `CU_STREAM_CAPTURE_MODE_GLOBAL`.
+pub(crate) const GLOBAL: i32 = 0;
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`.
+pub(crate) const THREAD_LOCAL: i32 = 1;
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
 pub(crate) const RELAXED: i32 = 2;
 
@@ -469,10 +473,13 @@ pub(crate) struct Recorded {
     pub(crate) contexts: Vec<Handle>,
 }
 
-/// Whether a capture forbids calls of its thread that it cannot record.
+/// The threads that a capture forbids calls that it cannot record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum CaptureMode {
-    Strict,
+    /// All threads whose own mode is global too, and its own.
+    Global,
+    /// Its own.
+    ThreadLocal,
     Relaxed,
 }
 
@@ -737,16 +744,20 @@ impl Tables {
         Err(STREAM_CAPTURE_UNSUPPORTED)
     }
 
-    /// An error, and the end of the capture's validity, if the calling thread captures.
+    /// An error, and the end of the capture's validity, if a capture forbids the calling thread calls
+    /// that it cannot record.
     pub(crate) fn forbid_while_capturing(&mut self) -> Res {
-        if THREAD_MODE.get() == RELAXED {
+        let own = THREAD_MODE.get();
+        if own == RELAXED {
             return Ok(());
         }
         let thread = std::thread::current().id();
-        let strict = |(capture, mode): &&mut (Capture<Work>, CaptureMode)| {
-            capture.thread == thread && *mode == CaptureMode::Strict
+        let forbids = |(capture, mode): &&mut (Capture<Work>, CaptureMode)| match mode {
+            CaptureMode::Global => own == GLOBAL || capture.thread == thread,
+            CaptureMode::ThreadLocal => capture.thread == thread,
+            CaptureMode::Relaxed => false,
         };
-        match self.captures.values_mut().find(strict) {
+        match self.captures.values_mut().find(forbids) {
             Some((capture, _)) => {
                 capture.invalid.get_or_insert_with(String::new);
                 Err(STREAM_CAPTURE_UNSUPPORTED)

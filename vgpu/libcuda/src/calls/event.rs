@@ -103,7 +103,9 @@ api! {
     fn cuEventQuery(event: Handle) {
         let world = world()?;
         let mut tables = world.lock();
-        let passed = last_mark(&mut tables, event)?.is_none_or(|mark| mark.passed_ns().is_some());
+        let mark = last_mark(&mut tables, event)?;
+        tables.forbid_while_capturing()?;
+        let passed = mark.is_none_or(|mark| mark.passed_ns().is_some());
         if !passed {
             return Err(NOT_READY);
         }
@@ -115,7 +117,9 @@ api! {
     fn cuEventSynchronize(event: Handle) {
         let world = world()?;
         let mut tables = world.lock();
-        let Some(mark) = last_mark(&mut tables, event)? else { return Ok(()) };
+        let mark = last_mark(&mut tables, event)?;
+        tables.forbid_while_capturing()?;
+        let Some(mark) = mark else { return Ok(()) };
         let context = tables.event(event)?.context;
         let (tables, ()) = world.wait(tables, |tables| {
             tables.observe(context)?;

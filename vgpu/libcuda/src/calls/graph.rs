@@ -8,7 +8,7 @@ use epoxide_vgpu::stream::{Capture, Mark, Op, Queue};
 
 use super::api;
 use crate::abi::*;
-use crate::world::{CaptureMode, RELAXED, Recorded, THREAD_MODE, Tables, world};
+use crate::world::{CaptureMode, GLOBAL, RELAXED, Recorded, THREAD_LOCAL, THREAD_MODE, Tables, world};
 
 fn begin(stream: Handle, mode: c_int) -> Res {
     let mut tables = world()?.lock();
@@ -17,7 +17,8 @@ fn begin(stream: Handle, mode: c_int) -> Res {
     }
     let stream = tables.resolve(stream)?;
     let mode = match mode {
-        0 | 1 => CaptureMode::Strict,
+        GLOBAL => CaptureMode::Global,
+        THREAD_LOCAL => CaptureMode::ThreadLocal,
         RELAXED => CaptureMode::Relaxed,
         _ => return Err(INVALID_VALUE),
     };

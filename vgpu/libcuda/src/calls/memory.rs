@@ -409,6 +409,9 @@ fn allocate_async(to: Out<CUdeviceptr>, bytes: usize, pool: Option<Handle>, stre
     to.required()?;
     let mut tables = world()?.lock();
     let stream = tables.resolve(stream)?;
+    if tables.recording(stream)?.is_none() {
+        tables.forbid_while_capturing()?;
+    }
     let (context, device) = (tables.stream(stream)?.context, tables.stream(stream)?.device);
     let device = match pool {
         Some(pool) => tables.pools.get(&pool).ok_or(INVALID_VALUE)?.0,
@@ -516,6 +519,7 @@ api! {
         if tables.recording(stream)?.is_some() {
             return Ok(());
         }
+        tables.forbid_while_capturing()?;
         let allocation = Arc::new(Mutex::new(tables.remove_allocation(addr)));
         submit(world, tables, stream, Work::Free(allocation)).map(drop)
     }

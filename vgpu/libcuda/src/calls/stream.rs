@@ -78,6 +78,7 @@ api! {
         let mut tables = world.lock();
         let stream = tables.resolve(stream)?;
         tables.forbid_on_captured(stream)?;
+        tables.forbid_while_capturing()?;
         world.synchronise(tables, &[stream]).map(drop)
     }
 
@@ -87,6 +88,7 @@ api! {
         let mut tables = world.lock();
         let stream = tables.resolve(stream)?;
         tables.forbid_on_captured(stream)?;
+        tables.forbid_while_capturing()?;
         let context = tables.stream(stream)?.context;
         tables.observe(context)?;
         if !tables.stream(stream)?.queue.is_idle() {

@@ -115,7 +115,6 @@ fn a_captured_graph_forks_and_joins_and_runs_again() {
     wait(streams[0], join);
     module.add(streams[0], [1, 2], addr, 100);
     let mut free = 0u64;
-    assert_eq!(cu!(cuStreamQuery(stream(1) => Handle)), 0);
     let (mut graph, mut exec) = (0, 0);
     ok!(cuStreamEndCapture(streams[0] => Handle, &mut graph => *mut Handle));
     ok!(cuGraphInstantiateWithFlags(&mut exec => *mut Handle, graph => Handle, 0 => u64));
@@ -183,6 +182,58 @@ fn the_default_stream_waits_for_blocking_streams_that_were_destroyed() {
     }
 }
 
+/// As measured on an H200 with driver 580.159.04.
+#[test]
+fn captures_forbid_calls_by_mode_and_thread() {
+    // A global capture forbids threads of other tests calls, too.
+    if !alone("streams::captures_forbid_calls_by_mode_and_thread") {
+        return;
+    }
+    let context = Context::on(0);
+    let (other, outside) = (stream(1), event());
+    record(outside, other);
+    let calls: [&(dyn Fn(u64) -> i32 + Sync); 6] = [
+        &|_| cu!(cuEventQuery(outside => Handle)),
+        &|_| cu!(cuEventSynchronize(outside => Handle)),
+        &|_| cu!(cuStreamQuery(other => Handle)),
+        &|_| cu!(cuStreamSynchronize(other => Handle)),
+        &|addr| cu!(cuMemFreeAsync(addr => u64, other => Handle)),
+        &|_| cu!(cuMemAllocAsync(&mut 0 => *mut u64, 4 => usize, other => Handle)),
+    ];
+    // The mode of the capture, whether another thread calls, the mode of the thread that calls.
+    let cases = [
+        (0, false, 0, true),
+        (1, false, 0, true),
+        (1, false, 2, false),
+        (2, false, 0, false),
+        (0, true, 0, true),
+        (0, true, 2, false),
+        (1, true, 0, false),
+    ];
+    for (index, call) in calls.iter().enumerate() {
+        for (mode, from_another, own_mode, is_forbidden) in cases {
+            let (captured, addr, mut graph) = (stream(1), alloc(1), 0);
+            ok!(cuStreamSynchronize(other => Handle));
+            ok!(cuStreamBeginCapture_v2(captured => Handle, mode => i32));
+            let call = || {
+                context.make_current();
+                let mut exchanged = own_mode;
+                ok!(cuThreadExchangeStreamCaptureMode(&mut exchanged => *mut i32));
+                let code = call(addr);
+                ok!(cuThreadExchangeStreamCaptureMode(&mut exchanged => *mut i32));
+                code
+            };
+            let code = match from_another {
+                true => std::thread::scope(|scope| scope.spawn(call).join().unwrap()),
+                false => call(),
+            };
+            let ended = cu!(cuStreamEndCapture(captured => Handle, &mut graph => *mut Handle));
+            let expected = if is_forbidden { (900, 901) } else { (0, 0) };
+            assert_eq!((code, ended), expected, "call {index}, {mode} {from_another} {own_mode}");
+        }
+    }
+}
+
 #[test]
 fn a_graph_runs_on_the_devices_that_it_was_captured_on() {
     let [first, second] = [Context::on(0), Context::on(1)];
@@ -221,7 +272,7 @@ fn a_capture_ends_with_its_stream_and_with_the_context() {
     let [began, joined] = [stream(1), stream(1)];
     let begin = |own: Handle| {
         let fork = event();
-        ok!(cuStreamBeginCapture_v2(own => Handle, 0 => i32));
+        ok!(cuStreamBeginCapture_v2(own => Handle, 1 => i32));
         record(fork, own);
         wait(joined, fork);
     };
@@ -243,7 +294,7 @@ fn a_capture_ends_with_its_stream_and_with_the_context() {
     let mut graph = 0;
     assert_eq!(cu!(cuStreamEndCapture(began => Handle, &mut graph => *mut Handle)), 901);
 
-    ok!(cuStreamBeginCapture_v2(began => Handle, 0 => i32));
+    ok!(cuStreamBeginCapture_v2(began => Handle, 1 => i32));
     drop(context);
     let _other = Context::on(0);
     assert_eq!(download(upload(&[1]), 1), [1]);
