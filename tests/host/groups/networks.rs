@@ -66,6 +66,18 @@ fn hosts_without_ipv4() {
 }
 
 #[test]
+fn hosts_that_disable_ipv6() {
+    let four = "ip link set lo up; echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6";
+    if !inside("groups::networks::hosts_that_disable_ipv6", four) {
+        return;
+    }
+    let host = TcpStore::host(0, PATIENCE, Duration::ZERO).unwrap();
+    host.set("k", b"v").unwrap();
+    let store = TcpStore::connect("127.0.0.1", host.port(), PATIENCE).unwrap();
+    assert_eq!(store.get("k", PATIENCE).unwrap(), b"v");
+}
+
+#[test]
 fn hosts_without_a_way_out() {
     // An address, and no route beyond its network.
     let alone = "ip link set lo up; ip link add far0 type veth peer name far1; ip link set far1 up

@@ -1,13 +1,13 @@
 //! The client, and the host that is a client of its own server.
 
 use std::io::{self, ErrorKind};
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::admission::Terms;
 use super::connection::{Address, Connection};
-use super::listen::{listen_all, listen_for};
+use super::listen::{has, listen_all, listen_for};
 use super::protocol::{
     INIT_KEY, KEY_PREFIX, MAX_KEY_BYTES, MAX_KEYS, MAX_MESSAGE_BYTES, MAX_VALUE_BYTES, Message, Query,
 };
@@ -144,12 +144,13 @@ impl TcpStore {
         let server = TcpStoreServer::start(listeners, options.terms(), &options.limits)?;
         let address = server.address();
         let host = match address.ip() {
-            ip if !ip.is_unspecified() => ip.to_string(),
-            ip if ip.is_ipv4() => "127.0.0.1".to_owned(),
-            _ => "::1".to_owned(),
+            ip if !ip.is_unspecified() => ip,
+            // A host that disables IPv6 has IPv6 sockets, which take IPv4 clients, and no address.
+            ip if ip.is_ipv6() && has(Ipv6Addr::LOCALHOST.into()) => Ipv6Addr::LOCALHOST.into(),
+            _ => Ipv4Addr::LOCALHOST.into(),
         };
         let server = Host { server: Some(server), linger: options.linger };
-        TcpStore::new(options.address(&host, address.port()), options.timeout, Some(server))
+        TcpStore::new(options.address(&host.to_string(), address.port()), options.timeout, Some(server))
     }
 
     fn new(address: Address, timeout: Duration, server: Option<Host>) -> Result<TcpStore> {

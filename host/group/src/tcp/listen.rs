@@ -71,7 +71,7 @@ fn listen_loopback(port: u16) -> Result<Vec<TcpListener>> {
 
 /// True where this host has the address. An address that cannot be had for another reason counts as
 /// there.
-fn has(ip: IpAddr) -> bool {
+pub(super) fn has(ip: IpAddr) -> bool {
     !TcpListener::bind((ip, 0)).is_err_and(|error| is_missing(&error))
 }
 
