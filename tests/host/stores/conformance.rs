@@ -202,6 +202,29 @@ fn queues() {
 }
 
 #[test]
+fn an_entry_of_a_queue_is_no_value() {
+    each(1, |kind, stores| {
+        let store = &stores[0];
+        store.set("empty", b"").unwrap();
+        store.queue_push("queue", b"entry").unwrap();
+        store.wait(&["empty", "queue"], Duration::ZERO).unwrap();
+        for timeout in [Duration::ZERO, SHORT] {
+            let error = store.get("queue", timeout).unwrap_err().to_string();
+            assert!(error.contains("queue"), "{kind}: {error}");
+            let error = store.multi_get(&["empty", "queue"], timeout).unwrap_err().to_string();
+            assert!(error.contains("queue"), "{kind}: {error}");
+        }
+        store.set("queue", b"").unwrap();
+        assert_eq!(store.get("queue", PATIENCE).unwrap(), b"", "{kind}");
+        assert_eq!(store.multi_get(&["queue", "empty"], PATIENCE).unwrap(), [b"", b""], "{kind}");
+        assert_eq!(store.queue_len("queue").unwrap(), 1, "{kind}");
+        store.queue_pop("queue", Duration::ZERO).unwrap();
+        store.delete("queue").unwrap();
+        store.delete("empty").unwrap();
+    });
+}
+
+#[test]
 fn prefixes_keep_apart() {
     let below: Arc<dyn Store> = Arc::new(HashStore::new());
     let (one, two) = (PrefixStore::new("1", below.clone()), PrefixStore::new("2", below.clone()));

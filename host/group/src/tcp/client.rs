@@ -14,11 +14,15 @@ use super::protocol::{
 use super::server::TcpStoreServer;
 use crate::error::{Error, Result};
 use crate::lock::lock;
+use crate::secret;
 use crate::store::{Store, get_timed_out, store_error, wait_timed_out};
 use crate::{ConnectionLimits, JobSecret};
 
 /// How often the host looks whether all have joined.
 const JOIN_POLL: Duration = Duration::from_millis(10);
+/// How often a client asks again for a key of which it lacks the value, or the queue's entry.
+const QUEUE_POLL: Duration = Duration::from_millis(1);
+
 /// A [`Store`] on a server over TCP: [`TcpStoreServer`], or PyTorch's `TCPStore`.
 ///
 /// Threads may share it; those that wait do not hold the others up, as each takes a connection of
@@ -314,17 +318,24 @@ impl TcpStore {
         })
     }
 
-    /// Asks for a value and whether it is there.
+    /// The value of `key` if it has one.
     fn look(&self, operation: &'static str, key: &str) -> Result<Option<Vec<u8>>> {
-        self.call(operation, key, self.timeout, |connection, deadline| {
+        let (ready, value) = self.call(operation, key, self.timeout, |connection, deadline| {
             // In one packet, which the server handles in one go: no other client can delete the key
             // in between.
             let message = Message::query(Query::Check).keys(&[key]).then(Query::Get).key(key);
             connection.send(&message, deadline)?;
-            let ready = connection.check(deadline)?;
-            let value = connection.string(deadline)?;
-            Ok(ready.then_some(value))
-        })
+            Ok((connection.check(deadline)?, connection.string(deadline)?))
+        })?;
+        if !ready || !value.is_empty() {
+            return Ok(ready.then_some(value));
+        }
+        // The value is empty, or the key has a queue alone. Replacing a random value by itself
+        // changes nothing. The answer is what the key holds, or that random value if it holds
+        // nothing.
+        let absent = secret::random::<16>()?;
+        let value = self.compare_set(key, &absent, &absent)?;
+        Ok((value != absent).then_some(value))
     }
 }
 
@@ -337,14 +348,18 @@ impl Store for TcpStore {
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
         check_key("get", key)?;
         let start = Instant::now();
+        let mut pause = Duration::ZERO;
         loop {
             if let Some(value) = self.look("get", key)? {
                 return Ok(value);
             }
+            // A key that has a queue and no value is "there" at once; do not ask without a pause.
+            std::thread::sleep(pause.min(timeout.saturating_sub(start.elapsed())));
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() || !self.wait_for("get", &[key], left)? {
                 return Err(get_timed_out(key, timeout));
             }
+            pause = QUEUE_POLL;
         }
     }
 
@@ -405,11 +420,18 @@ impl Store for TcpStore {
     }
 
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let start = Instant::now();
         self.wait(keys, timeout)?;
-        self.call("multi_get", keys.first().unwrap_or(&""), self.timeout, |connection, deadline| {
+        let first = keys.first().unwrap_or(&"");
+        let mut values: Vec<_> = self.call("multi_get", first, self.timeout, |connection, deadline| {
             connection.send(&Message::query(Query::MultiGet).keys(keys), deadline)?;
             keys.iter().map(|_| connection.string(deadline)).collect()
-        })
+        })?;
+        // An empty answer may mean that the key was deleted since, or has a queue alone.
+        for (key, value) in keys.iter().zip(&mut values).filter(|(_, value)| value.is_empty()) {
+            *value = self.get(key, timeout.saturating_sub(start.elapsed()))?;
+        }
+        Ok(values)
     }
 
     fn multi_set(&self, entries: &[(&str, &[u8])]) -> Result<()> {
@@ -463,7 +485,7 @@ impl Store for TcpStore {
             }
             // A key that holds a value but has no queue is "there" at once; do not ask without a
             // pause.
-            std::thread::sleep(Duration::from_millis(1).min(timeout.saturating_sub(start.elapsed())));
+            std::thread::sleep(QUEUE_POLL.min(timeout.saturating_sub(start.elapsed())));
         }
     }
 
