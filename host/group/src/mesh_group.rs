@@ -2,7 +2,7 @@
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use super::call::{Call, CallResult, Operation};
@@ -110,8 +110,10 @@ pub struct MeshGroup {
     /// Ranks of the first group, by rank of this one.
     pub(super) members: Vec<u32>,
     pub(super) store: Arc<dyn Store>,
-    /// Groups made from this one so far; the same on every rank.
+    /// Groups made from this one so far. An error may leave ranks with different numbers.
     pub(super) children: AtomicU64,
+    /// Calls of `shrink_group` so far; the same on every survivor.
+    pub(super) shrunk: AtomicU64,
     /// All members are known to be on one host.
     shares_host: bool,
 }
@@ -190,7 +192,8 @@ impl MeshGroup {
         let recorder = Recorder::new(name, rank, engine.size, options.recorded, options.recorder.clone());
         let shares_host = !engine.on_network();
         let core = Arc::new(Core::new(engine, recorder));
-        Ok(MeshGroup { core, options, members, store, children: AtomicU64::new(0), shares_host })
+        let (children, shrunk) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(MeshGroup { core, options, members, store, children, shrunk, shares_host })
     }
 
     /// The last operations, oldest first.
@@ -207,12 +210,6 @@ impl MeshGroup {
     /// The store it was made over.
     pub fn store(&self) -> &Arc<dyn Store> {
         &self.store
-    }
-
-    /// The name of the next group made from this one.
-    pub(super) fn child_name(&self, kind: &str) -> String {
-        let number = self.children.fetch_add(1, Ordering::Relaxed);
-        format!("{}/{kind}{number}", self.core.name)
     }
 }
 

@@ -82,7 +82,7 @@ impl MeshGroup {
         let address = listener.as_ref().map(|listener| listener.address.clone());
         let ours = Proposal { plan, color, key, address };
         let bytes = serde_json::to_vec(&ours).map_err(|error| Error::internal("serialise", error))?;
-        let name = self.child_name("sub");
+        let name = format!("{}/sub{}", self.core.name, self.children.fetch_add(1, Ordering::Relaxed));
         let mut groups: BTreeMap<u64, Vec<(i64, u32, Address)>> = BTreeMap::new();
         for (peer, theirs) in (0u32..).zip(self.all_gather(&bytes)?) {
             let theirs: Proposal = serde_json::from_slice(&theirs)
@@ -143,7 +143,7 @@ impl MeshGroup {
             let rule = format!("must be ranks of the group of {}, without the caller", self.size());
             return Err(Error::argument("dead", rank, rule));
         }
-        let generation = self.children.fetch_add(1, Ordering::Relaxed);
+        let generation = self.shrunk.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}/shrunk{generation}", self.core.name);
         if !self.core.is_broken() {
             self.core.abort("it shrinks");

@@ -67,3 +67,19 @@ fn survivors_shrink_and_go_on() {
         group.destroy().unwrap();
     });
 }
+
+#[test]
+fn survivors_of_different_calls_shrink() {
+    threads(3, options(PATIENCE), |world| {
+        let rank = world.rank();
+        match rank {
+            // Fails while it makes a group from this one, and rank 1 in another call.
+            0 => drop(world.split_group(Some(0), 0).unwrap_err()),
+            1 => drop(world.barrier(PATIENCE).unwrap_err()),
+            _ => return,
+        }
+        let group = world.shrink_group(&[2]).unwrap();
+        assert_eq!(group.all_gather_slices(&[rank]).unwrap(), [[0], [1]]);
+        group.destroy().unwrap();
+    });
+}
