@@ -225,6 +225,25 @@ fn an_entry_of_a_queue_is_no_value() {
 }
 
 #[test]
+fn an_entry_that_ends_a_wait_is_left_for_those_that_take_it() {
+    each(3, |kind, stores| {
+        let [a, b, c] = stores.as_slice() else { unreachable!() };
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| a.wait(&["shared"], PATIENCE));
+            std::thread::sleep(SHORT);
+            let takes = scope.spawn(|| b.queue_pop("shared", PATIENCE));
+            std::thread::sleep(SHORT);
+            c.queue_push("shared", b"1").unwrap();
+            assert_eq!(takes.join().unwrap().unwrap().as_deref(), Some(&b"1"[..]), "{kind}");
+            // The wait may have begun after the first entry was taken.
+            c.queue_push("shared", b"2").unwrap();
+            waits.join().unwrap().unwrap();
+        });
+        assert_eq!(c.queue_pop("shared", PATIENCE).unwrap().as_deref(), Some(&b"2"[..]), "{kind}");
+    });
+}
+
+#[test]
 fn prefixes_keep_apart() {
     let below: Arc<dyn Store> = Arc::new(HashStore::new());
     let (one, two) = (PrefixStore::new("1", below.clone()), PrefixStore::new("2", below.clone()));

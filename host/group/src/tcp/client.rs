@@ -314,7 +314,12 @@ impl TcpStore {
     fn wait_for(&self, operation: &'static str, keys: &[&str], timeout: Duration) -> Result<bool> {
         let message = Message::query(Query::Wait).keys(keys);
         self.call(operation, keys.first().unwrap_or(&""), self.timeout, |connection, _| {
-            connection.wait(&message, timeout, self.timeout)
+            let ready = connection.wait(&message, timeout, self.timeout)?;
+            if ready {
+                // An entry of a queue wakes one client. The server wakes the next one for it.
+                connection.cancel_wait(epoxide_base::deadline(self.timeout))?;
+            }
+            Ok(ready)
         })
     }
 
@@ -469,9 +474,11 @@ impl Store for TcpStore {
                     return Ok(Some(value));
                 }
                 let left = timeout.saturating_sub(start.elapsed());
-                if left.is_zero() || !connection.wait(&wait, left, self.timeout)? {
+                if left.is_zero() {
                     return Ok(None);
                 }
+                // An entry may also be there after a wait in vain: the server woke another client.
+                connection.wait(&wait, left, self.timeout)?;
                 let deadline = epoxide_base::deadline(self.timeout);
                 let value = connection.pop(&pop, deadline)?;
                 // PyTorch's server keeps a client that has waited for a queue on its list, and

@@ -224,7 +224,8 @@ impl Clients {
             return Err(Violation("waits while it waits".to_owned()));
         }
         if let Some(connection) = self.connections.get_mut(&id) {
-            connection.woken_for = None;
+            let woken_for = connection.woken_for.take();
+            self.pass_on(woken_for);
             self.waits.add(id, keys);
         }
         Ok(())
