@@ -79,13 +79,13 @@ impl Mailbox {
     }
 
     /// Takes one packet of every rank but `rank`; that entry stays empty. `alive` is asked now and
-    /// then; its error ends the wait.
+    /// then; its error ends the wait once no more packets are there.
     pub(super) fn receive(
         mut self,
         rank: u32,
         size: u32,
         timeout: Duration,
-        alive: impl Fn() -> Result<()>,
+        mut alive: impl FnMut() -> Result<()>,
     ) -> Result<Received> {
         let start = Instant::now();
         let mut received: Vec<Option<Vec<OwnedFd>>> = (0..size).map(|_| None).collect();
@@ -96,9 +96,12 @@ impl Mailbox {
                 let missing = (0u32..).zip(&received).filter(|(_, fds)| fds.is_none()).map(|(peer, _)| peer);
                 return Ok(Received::Missing(missing.collect()));
             }
-            alive()?;
-            let ready =
-                self.strangers.wait_readable(&self.socket, left.min(HEALTH_CHECK)).map_err(os("poll"))?;
+            let alive = alive();
+            let pause = if alive.is_ok() { left.min(HEALTH_CHECK) } else { Duration::ZERO };
+            let ready = self.strangers.wait_readable(&self.socket, pause).map_err(os("poll"))?;
+            if !ready.listener && ready.strangers.is_empty() {
+                alive?;
+            }
             for id in ready.strangers {
                 self.hear(id, rank, &mut received)?;
             }
@@ -280,8 +283,13 @@ fn os(call: &'static str) -> impl Fn(Errno) -> Error {
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
+    use std::sync::Arc;
 
     use super::*;
+    use crate::call::Operation;
+    use crate::collectives::within;
+    use crate::mesh::Signature;
+    use crate::{HashStore, MeshGroup, MeshOptions, ProcessGroup as _};
 
     const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -373,6 +381,43 @@ mod tests {
         let start = Instant::now();
         let error = mailbox.receive(0, 2, PATIENCE, || Err(Error::os("test", "given up"))).unwrap_err();
         assert!(error.to_string().contains("given up") && start.elapsed() < PATIENCE);
+    }
+
+    #[test]
+    fn packets_that_are_here_are_taken_though_the_group_was_given_up() {
+        let mailbox = open(None);
+        send(mailbox.address(), None, 1, 0, &[std::io::stdin().as_fd()], Duration::ZERO).unwrap();
+        let received = mailbox.receive(0, 2, PATIENCE, || Err(Error::os("test", "given up"))).unwrap();
+        assert!(matches!(&received, Received::All(all) if all[1].len() == 1), "{received:?}");
+    }
+
+    #[test]
+    fn the_end_of_the_group_ends_an_exchange() {
+        let options = MeshOptions { timeout: PATIENCE, ..MeshOptions::default() };
+        for by_rank_0 in [true, false] {
+            let store = Arc::new(HashStore::new());
+            let join = |rank| MeshGroup::new(store.clone(), rank, 2, "g", options.clone()).unwrap();
+            let groups = [0, 1].map(join);
+            let error = std::thread::scope(|scope| {
+                let waits = scope.spawn(|| groups[1].exchange_fds(&[]).unwrap_err().to_string());
+                // Rank 0 sends no packet, and this thread or rank 0 ends the group instead.
+                let _ = groups[0].core.run(|engine, recorder| {
+                    let signature = Signature::new(Operation::ExchangeFds);
+                    within(engine, recorder, signature, 0, None, PATIENCE, |run| {
+                        let mailbox = open(None);
+                        run.all_gather(mailbox.address().to_owned())?;
+                        run.barrier()?;
+                        if by_rank_0 {
+                            return Err(run.engine.error(vec![0], "the end"));
+                        }
+                        groups[1].abort("the end");
+                        Ok(())
+                    })
+                });
+                waits.join().unwrap()
+            });
+            assert!(error.contains("the end"), "by rank 0: {by_rank_0}: {error}");
+        }
     }
 
     #[test]

@@ -276,7 +276,11 @@ impl ProcessGroup for MeshGroup {
                 // error names it.
                 run.barrier()?;
                 sent.map_err(|(peer, reason)| run.engine.error(vec![peer], reason))?;
-                match mailbox.receive(rank, size, left(), || Ok(()))? {
+                let alive = || {
+                    run.engine.progress(Duration::ZERO)?;
+                    run.engine.check_given_up()
+                };
+                match mailbox.receive(rank, size, left(), alive)? {
                     fds::Received::All(all) => Ok(all),
                     fds::Received::Missing(ranks) => {
                         let reason =
