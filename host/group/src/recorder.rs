@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::Write as _;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
 use super::call::Operation;
+use super::threads::panic_text;
 use crate::lock::lock;
 use crate::own_file;
 
@@ -159,8 +161,10 @@ impl Recorder {
             Ok(text) => text,
             Err(error) => return tracing::warn!("flight recorder: {error}"),
         };
-        if let Some(writer) = &self.writer {
-            writer(&text);
+        if let Some(writer) = &self.writer
+            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| writer(&text)))
+        {
+            tracing::warn!("flight recorder: its writer panicked: {}", panic_text(&*panic));
         }
         if let Some(mut path) = prefix {
             // A group's name may hold separators.

@@ -48,12 +48,18 @@ struct Job {
     promise: Promise,
 }
 
-/// Gives the turn to the next when an operation is over, panicking or not.
+/// Gives the turn to the next when an operation is over. A panic breaks the group, because the
+/// engine is left in the middle of the operation.
 struct Turn<'a>(&'a Core);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        lock(&self.0.turns).serving += 1;
+        let mut turns = lock(&self.0.turns);
+        turns.serving += 1;
+        if self.0.engine.is_poisoned() {
+            turns.broken.get_or_insert_with(|| "an operation panicked".to_owned());
+        }
+        drop(turns);
         self.0.turned.notify_all();
     }
 }
@@ -66,7 +72,6 @@ impl Drop for FailQueued<'_> {
         let jobs = {
             let mut turns = lock(&self.0.turns);
             turns.closing = true;
-            turns.serving += turns.jobs.len() as u64;
             std::mem::take(&mut turns.jobs)
         };
         drop(jobs);
@@ -88,12 +93,12 @@ impl Core {
         }
     }
 
-    /// Waits for the turn of `ticket`.
+    /// Waits for the turn of `ticket`; an error once no operation runs any more.
     fn turn(&self, ticket: u64) -> Result<Turn<'_>> {
         let turns = lock(&self.turns);
         let turns = self
             .turned
-            .wait_while(turns, |turns| turns.serving != ticket)
+            .wait_while(turns, |turns| turns.serving != ticket && turns.broken.is_none())
             .unwrap_or_else(PoisonError::into_inner);
         let broken = turns.broken.clone();
         drop(turns);
@@ -314,6 +319,43 @@ impl Core {
             turns.broken = Some(reason.to_owned());
             drop(turns);
             engine.leave();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::{HashStore, MeshGroup, MeshOptions};
+
+    const PATIENCE: Duration = Duration::from_secs(120);
+
+    #[test]
+    fn a_panic_of_the_worker_ends_what_waits_behind_it() {
+        let store = Arc::new(HashStore::new());
+        let group = MeshGroup::new(store, 0, 1, "g", MeshOptions::default()).unwrap();
+        let core = group.core.clone();
+        let engine = lock(&core.engine);
+        // The worker panics once it has the engine, because this rank's part is missing.
+        let mut works = vec![core.start(Call::AllToAll { parts: Vec::new() }, PATIENCE)];
+        let (ended, outcomes) = mpsc::channel();
+        for _ in 0..2 {
+            let (caller, ended) = (core.clone(), ended.clone());
+            let before = lock(&core.turns).next;
+            std::thread::spawn(move || ended.send(caller.call(Call::Barrier, PATIENCE)));
+            while lock(&core.turns).next == before {
+                std::thread::yield_now();
+            }
+            works.push(core.start(Call::Barrier, PATIENCE));
+        }
+        drop(engine);
+        for work in works {
+            assert!(work.wait_timeout(PATIENCE) && work.error().is_some());
+        }
+        for _ in 0..2 {
+            assert!(outcomes.recv_timeout(PATIENCE).unwrap().is_err());
         }
     }
 }

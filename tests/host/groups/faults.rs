@@ -8,7 +8,7 @@ use epoxide::Error;
 use epoxide::group::{
     Collectives, Connect, HashStore, MeshGroup, MeshOptions, ProcessGroup, ReduceOp, Sockets, Store,
 };
-use epoxide::internal::group::poison;
+use epoxide::internal::group::{Call, poison};
 use epoxide_testing::tier;
 
 use super::harness::{LATE, PATIENCE, options, threads};
@@ -232,6 +232,28 @@ fn the_flight_recorder_shows_the_end() {
     assert_eq!((last["operation"].as_str(), last["state"].as_str()), (Some("all_reduce"), Some("failed")));
     assert_eq!((last["bytes"].as_u64(), last["reduction"].as_str()), (Some(24), Some("f64 max")));
     assert!(dump["reason"].as_str().unwrap().contains("rank 1"));
+}
+
+#[test]
+fn a_recorder_that_panics_does_not_keep_the_reason_from_the_others() {
+    let recorder: Arc<dyn Fn(&str) + Send + Sync> = Arc::new(|_| panic!("the disk is full"));
+    for background in [false, true] {
+        let options = MeshOptions { recorder: Some(recorder.clone()), ..options(PATIENCE) };
+        let errors = threads(2, options, |group| {
+            group.barrier(PATIENCE).unwrap();
+            if group.rank() == 1 {
+                return group.recv::<u8>(Some(0), 1).unwrap_err();
+            }
+            let outcome = match background {
+                false => group.barrier(SHORT),
+                true => group.start(Call::Barrier, SHORT).wait().map(drop),
+            };
+            outcome.unwrap_err()
+        });
+        for error in errors {
+            assert!(error.to_string().contains("timed out after"), "background {background}: {error}");
+        }
+    }
 }
 
 #[test]
