@@ -64,8 +64,9 @@ impl fmt::Display for ElementType {
 
 /// How a reduction combines two elements.
 ///
-/// Integers wrap around. The order of the operands is fixed by the ranks and the size, so that
-/// every rank gets the same bits, in every run.
+/// Integers wrap around. The order of the operands is fixed by the ranks and the size, and of two
+/// operands neither is preferred, so that every rank gets the same bits, in every run. All NaNs of
+/// results are the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -73,9 +74,9 @@ pub enum ReduceOp {
     Sum = 1,
     /// The product.
     Product = 2,
-    /// The least; of floats, a NaN only where all are.
+    /// The least; of floats, a NaN only where all are, and -0 where there is one among zeros.
     Min = 3,
-    /// The greatest; of floats, a NaN only where all are.
+    /// The greatest; of floats, a NaN only where all are, and +0 where there is one among zeros.
     Max = 4,
     /// Bitwise and; integers only.
     Band = 5,
@@ -133,6 +134,7 @@ mod sealed {
         /// Its code on the wire.
         const DTYPE: super::ElementType;
 
+        /// `a op b`, which has the same bits as `b op a`.
         fn combine(op: super::ReduceOp, a: Self, b: Self) -> Self;
         fn divide(self, by: u32) -> Self;
     }
@@ -174,14 +176,19 @@ macro_rules! floats {
 
             #[inline(always)]
             fn combine(op: ReduceOp, a: Self, b: Self) -> Self {
-                match op {
+                let result = match op {
                     ReduceOp::Sum | ReduceOp::Average => a + b,
                     ReduceOp::Product => a * b,
+                    // Zeros are equal, and `min` and `max` may return either sign.
+                    ReduceOp::Min if a == b => <$type>::from_bits(a.to_bits() | b.to_bits()),
+                    ReduceOp::Max if a == b => <$type>::from_bits(a.to_bits() & b.to_bits()),
                     ReduceOp::Min => a.min(b),
                     ReduceOp::Max => a.max(b),
                     // Refused by `ReduceOp::check` before any rank gets here.
                     ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => a,
-                }
+                };
+                // The processor returns one of two NaNs, by the order of the operands.
+                if result.is_nan() { <$type>::NAN } else { result }
             }
             fn divide(self, by: u32) -> Self {
                 self / by as $type
@@ -206,9 +213,8 @@ impl Arithmetic for bf16 {
     }
 }
 
-/// `into = lower op higher`, element by element, where `into` is the lower operand if
-/// `lower_first`.
-pub(crate) fn reduce(dtype: ElementType, op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
+/// `into = into op other`, element by element.
+pub(crate) fn reduce(dtype: ElementType, op: ReduceOp, into: &mut [u8], other: &[u8]) {
     fn each<T: Reducible>(into: &mut [u8], other: &[u8], combine: impl Fn(T, T) -> T) {
         let size = size_of::<T>();
         for (a, b) in into.chunks_exact_mut(size).zip(other.chunks_exact(size)) {
@@ -216,27 +222,26 @@ pub(crate) fn reduce(dtype: ElementType, op: ReduceOp, into: &mut [u8], other: &
             a.copy_from_slice(bytemuck::bytes_of(&result));
         }
     }
-    fn typed<T: Reducible>(op: ReduceOp, into: &mut [u8], other: &[u8], lower_first: bool) {
+    fn typed<T: Reducible>(op: ReduceOp, into: &mut [u8], other: &[u8]) {
         // A loop per common operation, so that each is vectorised.
         match op {
             ReduceOp::Sum | ReduceOp::Average => {
                 each::<T>(into, other, |a, b| T::combine(ReduceOp::Sum, a, b))
             }
             ReduceOp::Max => each::<T>(into, other, |a, b| T::combine(ReduceOp::Max, a, b)),
-            op if lower_first => each::<T>(into, other, |a, b| T::combine(op, a, b)),
-            op => each::<T>(into, other, |a, b| T::combine(op, b, a)),
+            op => each::<T>(into, other, |a, b| T::combine(op, a, b)),
         }
     }
     match dtype {
-        ElementType::I8 => typed::<i8>(op, into, other, lower_first),
-        ElementType::U8 => typed::<u8>(op, into, other, lower_first),
-        ElementType::I32 => typed::<i32>(op, into, other, lower_first),
-        ElementType::U32 => typed::<u32>(op, into, other, lower_first),
-        ElementType::I64 => typed::<i64>(op, into, other, lower_first),
-        ElementType::U64 => typed::<u64>(op, into, other, lower_first),
-        ElementType::F32 => typed::<f32>(op, into, other, lower_first),
-        ElementType::F64 => typed::<f64>(op, into, other, lower_first),
-        ElementType::Bf16 => typed::<bf16>(op, into, other, lower_first),
+        ElementType::I8 => typed::<i8>(op, into, other),
+        ElementType::U8 => typed::<u8>(op, into, other),
+        ElementType::I32 => typed::<i32>(op, into, other),
+        ElementType::U32 => typed::<u32>(op, into, other),
+        ElementType::I64 => typed::<i64>(op, into, other),
+        ElementType::U64 => typed::<u64>(op, into, other),
+        ElementType::F32 => typed::<f32>(op, into, other),
+        ElementType::F64 => typed::<f64>(op, into, other),
+        ElementType::Bf16 => typed::<bf16>(op, into, other),
     }
 }
 

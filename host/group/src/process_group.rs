@@ -164,7 +164,7 @@ fn call_by_gathering<G: ProcessGroup + ?Sized>(
             if theirs.len() != data.len() || sum.len() != data.len() {
                 return Err(short(peer, data.len(), theirs.len()));
             }
-            element::reduce(dtype, op, &mut sum, &theirs, true);
+            element::reduce(dtype, op, &mut sum, &theirs);
         }
         element::finish(dtype, op, &mut sum, size);
         Ok(sum)

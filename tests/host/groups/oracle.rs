@@ -235,6 +235,31 @@ fn float_sums_are_the_same_bits_everywhere() {
 }
 
 #[test]
+fn zeros_of_both_signs_and_nans_give_the_same_bits_everywhere() {
+    let nans = [f32::from_bits(0x7fc0_0001), f32::from_bits(0xffc0_0002)];
+    let pairs = [[0.0f32, -0.0], [-0.0, 0.0], nans, [f32::INFINITY, f32::NEG_INFINITY], [nans[1], 1.0]];
+    for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max, ReduceOp::Average] {
+        let bits = threads(2, options(PATIENCE), |group| {
+            // As many of each as a vectorised loop takes at once, and some more.
+            let data = pairs.map(|pair| [pair[group.rank() as usize]; 67]).concat();
+            let (mut single, mut double) = (data.clone(), Vec::new());
+            double.extend(data.iter().map(|value| f64::from(*value)));
+            let mut half: Vec<bf16> = data.iter().map(|value| bf16::from_f32(*value)).collect();
+            group.all_reduce(&mut single, op).unwrap();
+            group.all_reduce(&mut double, op).unwrap();
+            group.all_reduce(&mut half, op).unwrap();
+            let single = single.into_iter().map(|value| u64::from(value.to_bits()));
+            let double = double.into_iter().map(f64::to_bits);
+            single
+                .chain(double)
+                .chain(half.into_iter().map(|value| value.to_bits().into()))
+                .collect::<Vec<_>>()
+        });
+        assert_eq!(bits[0], bits[1], "{op}");
+    }
+}
+
+#[test]
 fn objects_and_descriptors() {
     threads(4, options(PATIENCE), |group| {
         let rank = group.rank();

@@ -1,7 +1,7 @@
 //! Reductions: doubling and trees for what is small, rings for what is large.
 //!
-//! Every rank combines the same operands in the same order, so that results are the same bits
-//! everywhere, in every run.
+//! Every rank combines the same operands in the same order but for that of a pair, which makes no
+//! difference. Results are therefore the same bits everywhere, in every run.
 
 use std::ops::Range;
 
@@ -19,10 +19,9 @@ impl Run<'_> {
         into: &mut [u8],
         other: &[u8],
         peer: u32,
-        lower_first: bool,
     ) -> Result<()> {
         self.check_length(peer, other, into)?;
-        element::reduce(dtype, op, into, other, lower_first);
+        element::reduce(dtype, op, into, other);
         Ok(())
     }
 
@@ -61,13 +60,13 @@ impl Run<'_> {
         if self.rank < extra {
             let partner = self.rank + core;
             let theirs = self.receive(partner)?;
-            self.combine(kind, data, &theirs, partner, true)?;
+            self.combine(kind, data, &theirs, partner)?;
         }
         let mut distance = 1;
         while distance < core {
             let partner = self.rank ^ distance;
             let theirs = self.swap(partner, data, partner)?;
-            self.combine(kind, data, &theirs, partner, self.rank < partner)?;
+            self.combine(kind, data, &theirs, partner)?;
             distance *= 2;
         }
         if self.rank < extra {
@@ -91,7 +90,7 @@ impl Run<'_> {
             let out = pieces[((self.rank + size - step) % size) as usize].clone();
             let into = pieces[((self.rank + 2 * size - step - 1) % size) as usize].clone();
             let theirs = self.swap(next, &data[out], last)?;
-            self.combine(kind, &mut data[into], &theirs, last, false)?;
+            self.combine(kind, &mut data[into], &theirs, last)?;
         }
         Ok(())
     }
@@ -138,7 +137,7 @@ impl Run<'_> {
                 if relative + distance < self.size {
                     let child = (relative + distance + root) % self.size;
                     let theirs = self.receive(child)?;
-                    self.combine((dtype, op), &mut data, &theirs, child, true)?;
+                    self.combine((dtype, op), &mut data, &theirs, child)?;
                 }
                 distance *= 2;
             }
