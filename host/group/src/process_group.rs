@@ -111,8 +111,9 @@ pub trait ProcessGroup: Send + Sync + Debug {
     }
 
     /// The ranks that have died or left, or have not joined. Not collective: only this rank looks,
-    /// for `wait`, once the calls ahead of this one have ended. Meant for the time behind an error
-    /// such as [`Error::PeerTimeout`], which names one rank. The result is an argument of
+    /// for `wait`, once the calls ahead of this one have ended, or until this rank gives the group
+    /// up. Meant for the time behind an error such as [`Error::PeerTimeout`], which names one rank.
+    /// The result is an argument of
     /// [`MeshGroup::shrink_group`](super::MeshGroup::shrink_group).
     ///
     /// A rank that hangs, or that was stopped, is there. So is a rank whose host lost its network

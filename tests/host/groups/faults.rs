@@ -81,6 +81,19 @@ fn ranks_that_left_or_never_joined_are_missing() {
 }
 
 #[test]
+fn an_abort_ends_a_wait_for_missing_ranks() {
+    let group = MeshGroup::new(Arc::new(HashStore::new()), 0, 2, "g", options(PATIENCE)).unwrap();
+    let start = std::time::Instant::now();
+    std::thread::scope(|scope| {
+        let missing = scope.spawn(|| group.missing_ranks(PATIENCE).unwrap());
+        std::thread::sleep(Duration::from_millis(100));
+        group.abort("enough");
+        missing.join().unwrap();
+    });
+    assert!(start.elapsed() < PATIENCE);
+}
+
+#[test]
 fn mismatches_name_both_sides() {
     type Call = fn(&MeshGroup, bool) -> Result<(), Error>;
     let cases: [(&str, Call); 6] = [

@@ -244,8 +244,9 @@ impl Engine {
 }
 
 impl Engine {
-    /// The ranks that are not there: looks for up to `wait`, and connects to those that this rank
-    /// has no connection with. A connection shows whether a process lives, regardless of its work.
+    /// The ranks that are not there: looks for up to `wait`, or until the group is given up, and
+    /// connects to those that this rank has no connection with. A connection shows whether a
+    /// process lives, regardless of its work.
     pub(crate) fn missing(&mut self, wait: Duration) -> Result<Vec<u32>> {
         let start = Instant::now();
         loop {
@@ -262,7 +263,7 @@ impl Engine {
             }
             let left = wait.saturating_sub(start.elapsed());
             self.progress(left.min(LOOK_AGAIN))?;
-            if left.is_zero() {
+            if left.is_zero() || self.wake.reason().is_some() {
                 break;
             }
         }
