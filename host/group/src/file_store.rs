@@ -276,6 +276,8 @@ impl Store for FileStore {
     fn delete(&self, key: &str) -> Result<bool> {
         let path = self.path("delete", key)?;
         self.ensure_usable("delete", key)?;
+        // A change of the value that is under way would bring it back.
+        let _lock = self.lock("delete", key)?;
         match fs::remove_file(path) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),

@@ -244,6 +244,23 @@ fn an_entry_that_ends_a_wait_is_left_for_those_that_take_it() {
 }
 
 #[test]
+fn a_counter_that_was_deleted_starts_again() {
+    each(2, |kind, stores| {
+        let [a, b] = stores.as_slice() else { unreachable!() };
+        let (begun, deleted) = std::thread::scope(|scope| {
+            let adds = scope.spawn(|| (0..300).filter(|_| a.add("c", 1).unwrap() == 1).count());
+            let mut deleted = 0;
+            while !adds.is_finished() {
+                deleted += usize::from(b.delete("c").unwrap());
+            }
+            (adds.join().unwrap(), deleted)
+        });
+        assert!(begun >= deleted, "{kind}: begun {begun} times, deleted {deleted} times");
+        a.delete("c").unwrap();
+    });
+}
+
+#[test]
 fn prefixes_keep_apart() {
     let below: Arc<dyn Store> = Arc::new(HashStore::new());
     let (one, two) = (PrefixStore::new("1", below.clone()), PrefixStore::new("2", below.clone()));
