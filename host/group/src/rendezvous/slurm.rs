@@ -16,9 +16,10 @@ pub(super) fn first_host(list: &str) -> Option<String> {
         Some(ranges) => {
             let (ranges, rest) = ranges.split_once(']')?;
             let number = ranges.split(['-', ',']).next()?;
-            let suffix = rest.split(',').next()?;
             // Several ranges in one name: racks and nodes.
-            format!("{name}{number}{}", first_host(suffix).unwrap_or_default())
+            let suffix =
+                if rest.is_empty() || rest.starts_with(',') { String::new() } else { first_host(rest)? };
+            format!("{name}{number}{suffix}")
         }
     };
     Some(host).filter(|host| !host.is_empty())
@@ -42,12 +43,14 @@ mod tests {
             ("node[07-11,13],login1", "node07"),
             ("n[3,5].cluster", "n3.cluster"),
             ("rack[1-2]node[4-9]", "rack1node4"),
+            ("r[1-2]n[01,03],login1", "r1n01"),
         ];
         for (list, first) in cases {
             assert_eq!(first_host(list).as_deref(), Some(first), "{list}");
         }
         assert_eq!(first_host(""), None);
         assert_eq!(first_host("node[3"), None);
+        assert_eq!(first_host("r[1]n[0"), None);
         assert!((15000..30000).contains(&port(u64::MAX, 7)));
     }
 }
