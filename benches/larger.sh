@@ -22,7 +22,8 @@ usage: benches/larger.sh --program FILE --out FOLDER [options]
   --list          print the names of the runs, in their order, and end
   --virtual       tiny sizes on virtual GPUs: shows that every command line is accepted
 
-Exit codes: 0 all runs that were made passed, 1 one failed, 2 bad usage. Clocks, power and MIG are left as they are.
+Exit codes: 0 all runs that were made passed, 1 one failed or the options leave none to make, 2 bad usage. Clocks, power
+and MIG are left as they are.
 EOF
 }
 
@@ -92,6 +93,15 @@ single_nodes=(--mode internode --nodes "$gpus" --ranks-per-node 1)
 ll=(--mode low-latency --nodes 1 --ranks-per-node "$gpus")
 ll_nodes=(--mode low-latency --nodes 2 --ranks-per-node "$half" --transport direct)
 
+# The option without which the run of this name is left out.
+needs() {
+    case $1 in
+        survivors | killed | residency) echo tests ;;
+        ab-*) echo before ;;
+        *) echo program ;;
+    esac
+}
+
 # Whether the run of this name is to be made. With --list it prints the name.
 started='' made=0 failed=0 left_out=()
 wanted() {
@@ -99,8 +109,10 @@ wanted() {
         echo "$1"
         return 1
     fi
+    local file
+    file=$(needs "$1")
     [[ ! $from || $1 == "$from" ]] && started=1
-    [[ $started && (! $only || ,$only, == *,$1,*) ]]
+    [[ $started && ${!file} && (! $only || ,$only, == *,$1,*) ]]
 }
 
 note() {
@@ -147,9 +159,6 @@ trips() {
 test_program() {
     local name=$1 most=$2
     shift 2
-    if [[ ! $tests && ! $list ]]; then
-        return 0
-    fi
     local place=cuda
     [[ ! $virtual ]] || place=virtual
     run "$name" "$most" env EPOXIDE_TEST_DEVICE=$place EPOXIDE_TEST_RANKS="$gpus" EPOXIDE_TIER="${tier-default}" \
@@ -184,19 +193,14 @@ all_runs() {
     # Beside a kernel that holds all multiprocessors but two.
     test_program residency 120 residency
 
-    if [[ $before || $list ]]; then
-        for way in large small; do
-            local -n sizes=$way
-            run ab-$way 120 "$program" bench ab "${device[@]}" "${one_node[@]}" "${sizes[@]}" --num-sms "${some_sms%%,*}" \
-                --iters "$iters" --repeat "$repeat" --a "$before" --json-a "$work/ab-$way-a.json" --json-b "$work/ab-$way-b.json"
-        done
-    fi
-
-    # Low latency of both programs, 128 tokens there and back.
-    if [[ $before || $list ]]; then
-        run ab-ll 120 "$program" bench ab "${device[@]}" "${ll[@]}" "${small[@]}" --iters "$iters" --repeat "$repeat" \
-            --a "$before" --json-a "$work/ab-ll-a.json" --json-b "$work/ab-ll-b.json"
-    fi
+    # Both programs in turn: high throughput, then low latency with 128 tokens there and back.
+    for way in large small; do
+        local -n sizes=$way
+        run ab-$way 120 "$program" bench ab "${device[@]}" "${one_node[@]}" "${sizes[@]}" --num-sms "${some_sms%%,*}" \
+            --iters "$iters" --repeat "$repeat" --a "$before" --json-a "$work/ab-$way-a.json" --json-b "$work/ab-$way-b.json"
+    done
+    run ab-ll 120 "$program" bench ab "${device[@]}" "${ll[@]}" "${small[@]}" --iters "$iters" --repeat "$repeat" \
+        --a "$before" --json-a "$work/ab-ll-a.json" --json-b "$work/ab-ll-b.json"
 
     # Nodes that map each other's memory.
     for type in bf16 fp8; do
@@ -266,9 +270,11 @@ if [[ $list ]]; then
     all_runs
     exit 0
 fi
-names=",$("$BASH" "$0" --list --gpus "$gpus" | tr '\n' ',')"
+names=",$("$BASH" "$0" --list --gpus "$gpus" ${virtual:+--virtual} | tr '\n' ',')"
 for name in $from ${only//,/ }; do
     [[ $names == *",$name,"* ]] || fail "$name: no run has this name on $gpus GPUs; --list prints them"
+    file=$(needs "$name")
+    [[ ${!file} ]] || fail "$name: needs --$file"
 done
 
 mkdir -p "$out" || fail "--out $out: cannot be made"
@@ -310,6 +316,9 @@ pack() {
     if ((${#left_out[@]})); then
         note "left out for want of time: ${left_out[*]}"
         note "go on with: --from ${left_out[0]}"
+    elif ((made == 0)); then
+        note 'no run was made'
+        failed=1
     fi
     tar -C "$work" -czf "$out/results.tar.gz" . || failed=$((failed + 1))
     for name in $(tr ',' '\n' <<<"$names"); do

@@ -53,14 +53,32 @@ fn a_limit_leaves_runs_out_and_says_where_to_go_on() {
 }
 
 #[test]
+fn options_that_leave_no_run_are_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().to_str().unwrap();
+    let program = env!("CARGO_BIN_EXE_epoxide");
+    // The only run comes before the first one.
+    let none = ["--virtual", "--program", program, "--out", out, "--from", "ll-bf16", "--only", "ll-fp8"];
+    let output = larger(&none);
+    let printed = text(&output.stdout);
+    assert!(output.status.code() == Some(1) && printed.contains("no run was made"), "{printed}");
+}
+
+#[test]
 fn arguments_that_are_wrong_are_named() {
     let program = env!("CARGO_BIN_EXE_epoxide");
-    let cases: [(&[&str], &str); 5] = [
+    let all = ["--program", program, "--out", "x", "--virtual"];
+    let with = |more: &[&'static str]| [&all[..], more].concat();
+    let killed = with(&["--from", "killed"]);
+    let compared = with(&["--only", "ll-fp8,ab-ll"]);
+    let cases: [(&[&str], &str); 7] = [
         (&["--out", "x"], "--program: missing"),
         (&["--program", program], "--out: missing"),
         (&["--program", program, "--out", "x", "--gpus", "3"], "--gpus 3: must be 2, 4 or 8"),
         (&["--program", program, "--out", "x", "--virtual", "--from", "ht"], "ht: no run has this name"),
         (&["--fast"], "--fast: no such option"),
+        (&killed, "killed: needs --tests"),
+        (&compared, "ab-ll: needs --before"),
     ];
     for (arguments, expected) in cases {
         let output = larger(arguments);
