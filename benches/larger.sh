@@ -3,7 +3,8 @@
 # number of GPUs, the most valuable run first. It needs bash, coreutils and tar.
 #
 # Each run has a time-out of its own, and none begins behind the limit of the whole, so that the script ends in time.
-# Results are packed even where a run fails or the script is ended by a signal.
+# Results are packed even where a run fails or a signal ends the script. A signal ends the run under way, and the exit
+# code is 128 and the signal's number.
 set -u -o pipefail
 
 usage() {
@@ -22,8 +23,8 @@ usage: benches/larger.sh --program FILE --out FOLDER [options]
   --list          print the names of the runs, in their order, and end
   --virtual       tiny sizes on virtual GPUs: shows that every command line is accepted
 
-Exit codes: 0 all runs that were made passed, 1 one failed or the options leave none to make, 2 bad usage. Clocks, power
-and MIG are left as they are.
+Exit codes: 0 all runs that were made passed, 1 one failed or the options leave none to make, 2 bad usage, 128 + N
+ended by signal N. Clocks, power and MIG are left as they are.
 EOF
 }
 
@@ -103,7 +104,7 @@ needs() {
 }
 
 # Whether the run of this name is to be made. With --list it prints the name.
-started='' made=0 failed=0 left_out=()
+started='' made=0 failed=0 left_out=() signal=0
 wanted() {
     if [[ $list ]]; then
         echo "$1"
@@ -119,20 +120,35 @@ note() {
     printf '%s\n' "$*" | tee -a "$work/summary.txt"
 }
 
+# A signal leaves out the run under way and those behind it.
+on_signal() {
+    signal=$1
+    # Without a run under way no job is listed.
+    # shellcheck disable=SC2046
+    kill $(jobs -pr) 2>/dev/null
+}
+
 # run NAME SECONDS COMMAND..: its output is kept, and the time it took printed.
 run() {
     local name=$1 most=$2 begun=$SECONDS code=0 left said
     shift 2
     wanted "$name" || return 0
     left=$((limit - SECONDS))
-    if ((left < 5)); then
+    if ((left < 5 || signal)); then
+        left_out+=("$name")
+        return 0
+    fi
+    printf '%q ' "$@" >"$work/$name.txt"
+    printf '\n' >>"$work/$name.txt"
+    # In the background: bash runs a trap only behind a command in the foreground.
+    timeout --kill-after 5 $((most < left ? most : left)) "$@" </dev/null >>"$work/$name.txt" 2>&1 &
+    wait $! || code=$?
+    if ((signal)); then
+        wait
         left_out+=("$name")
         return 0
     fi
     made=$((made + 1))
-    printf '%q ' "$@" >"$work/$name.txt"
-    printf '\n' >>"$work/$name.txt"
-    timeout --kill-after 5 $((most < left ? most : left)) "$@" </dev/null >>"$work/$name.txt" 2>&1 || code=$?
     case $code in
         0) said=ok ;;
         77) said=skipped ;;
@@ -311,10 +327,11 @@ figures() {
 
 # Packs what there is, and prints the tables last: the end of the output is what is read.
 pack() {
-    trap - EXIT INT TERM
-    local name
+    trap - EXIT HUP INT TERM
+    local name why='for want of time'
+    ((signal == 0)) || why="at signal $signal"
     if ((${#left_out[@]})); then
-        note "left out for want of time: ${left_out[*]}"
+        note "left out $why: ${left_out[*]}"
         note "go on with: --from ${left_out[0]}"
     elif ((made == 0)); then
         note 'no run was made'
@@ -330,10 +347,12 @@ pack() {
     printf '%d runs, %d failed, %d left out, %d s\n' $made $failed ${#left_out[@]} $SECONDS | tee -a "$work/summary.txt"
     cp "$work/summary.txt" "$out/summary.txt" || failed=$((failed + 1))
     rm -rf "$work"
-    exit $((failed > 0))
+    exit $((signal ? 128 + signal : failed > 0))
 }
 trap pack EXIT
-trap 'exit 1' INT TERM
+trap 'on_signal 1' HUP
+trap 'on_signal 2' INT
+trap 'on_signal 15' TERM
 
 note "$(date -u +%F) $gpus GPUs, $("$program" --version)"
 if [[ ! $virtual ]]; then

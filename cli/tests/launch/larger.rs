@@ -1,16 +1,25 @@
 //! `benches/larger.sh`, which measures on machines that have no cargo: each of its command lines is
 //! one that this command accepts.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use epoxide_testing::tier;
+use rustix::process::{Pid, Signal, kill_process};
 
+use super::PATIENCE;
 use super::launcher::text;
 
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new("bash");
+    command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/larger.sh")).args(arguments);
+    command
+}
+
 fn larger(arguments: &[&str]) -> Output {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/larger.sh");
-    Command::new("bash").arg(script).args(arguments).output().unwrap()
+    command(arguments).output().unwrap()
 }
 
 #[test]
@@ -50,6 +59,36 @@ fn a_limit_leaves_runs_out_and_says_where_to_go_on() {
     let printed = text(&output.stdout);
     assert!(output.status.success() && printed.contains("0 runs, 0 failed"), "{printed}");
     assert!(printed.contains("go on with: --from ll-fp8"), "{printed}");
+}
+
+#[test]
+fn a_signal_ends_the_run_under_way_and_leaves_out_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let started = path("started");
+    let stub =
+        format!("#!/bin/sh\n[ $1 = --version ] && exit\n: >'{}'\nexec sleep 1000\n", started.display());
+    std::fs::write(path("stub"), stub).unwrap();
+    std::fs::set_permissions(path("stub"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let (program, out) = (path("stub"), path("out"));
+    let [program, out] = [&program, &out].map(|path| path.to_str().unwrap());
+    let mut command = command(&["--virtual", "--program", program, "--out", out, "--from", "trips-fp8"]);
+    let running = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    while !started.exists() {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    kill_process(Pid::from_raw(running.id() as i32).unwrap(), Signal::TERM).unwrap();
+    let output = running.wait_with_output().unwrap();
+    let printed = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(128 + 15), "{printed}{}", text(&output.stderr));
+    for part in
+        ["left out at signal 15: trips-fp8 ll-trips-fp8", "go on with: --from trips-fp8", "\n0 runs, "]
+    {
+        assert!(printed.contains(part), "{part}: {printed}");
+    }
+    assert!(Path::new(out).join("results.tar.gz").exists());
 }
 
 #[test]
