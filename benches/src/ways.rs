@@ -18,6 +18,7 @@ impl Way {
 
 /// The three things that every way does.
 pub const STEPS: [&str; 3] = ["dispatch", "combine", "pair"];
+const PAIR: usize = 2;
 
 impl Point {
     /// Times of a way for each of [`STEPS`], timed alike for all ways; `None` if not measured.
@@ -33,10 +34,23 @@ impl Point {
         }
     }
 
-    /// The ways by their medians for one of [`STEPS`], fastest first.
+    /// Whether the host's launches limit the pairs of a way: a pair then takes longer than a
+    /// dispatch and a combine, each by itself.
+    pub fn launches_limit(&self, way: Way) -> bool {
+        match self.way(way) {
+            [Some(dispatch), Some(combine), Some(pair)] => {
+                !self.is_virtual && pair.p50_us > dispatch.p50_us + combine.p50_us
+            }
+            _ => false,
+        }
+    }
+
+    /// The ways by their medians for one of [`STEPS`], fastest first, without pairs that the host's
+    /// launches limit.
     pub fn ranking(&self, step: usize) -> Vec<(Way, f64)> {
+        let counts = |way: &Way| step != PAIR || !self.launches_limit(*way);
         let took = |way: Way| Some((way, self.way(way)[step]?.p50_us));
-        let mut ways: Vec<(Way, f64)> = Way::ALL.into_iter().filter_map(took).collect();
+        let mut ways: Vec<(Way, f64)> = Way::ALL.into_iter().filter(counts).filter_map(took).collect();
         ways.sort_by(|a, b| a.1.total_cmp(&b.1));
         ways
     }
@@ -71,12 +85,16 @@ pub fn summary(points: &[Point]) -> Option<String> {
         for (step, name) in STEPS.iter().enumerate() {
             let _ = write!(out, "\n  {nodes:>5} {num_ranks:>5} {tokens:>7} {num_sms:>4} {name:<8}");
             for way in Way::ALL {
-                let took = point.way(way)[step].map_or("-".into(), |times| format!("{:.1}", times.p50_us));
+                let mark = if step == PAIR && point.launches_limit(way) { "*" } else { "" };
+                let took = point.way(way)[step].map_or("-".into(), |of| format!("{:.1}{mark}", of.p50_us));
                 let _ = write!(out, " {took:>15}");
             }
             let ratio = point.ratio(step).map_or("-".into(), |ratio| format!("{ratio:.2}"));
             let _ = write!(out, " | {ratio:>14} | {}", fastest(&point.ranking(step)));
         }
+    }
+    if measured.iter().any(|point| Way::ALL.into_iter().any(|way| point.launches_limit(way))) {
+        out += "\n  *: longer than a dispatch and a combine: the host's launches limit it, and it is not compared";
     }
     if first.is_virtual {
         out += "\n  what stands in for NCCL beside a virtual GPU works on the host, ahead of the stream: its times are of nothing";
@@ -136,13 +154,13 @@ mod tests {
         let small = point(
             1,
             [12.0, 14.0, 20.0],
-            &[(low, [16.0, 10.0, 15.0]), (one, [30.0, 5.0, 60.0]), (all, [24.0, 25.0, 45.0])],
+            &[(low, [16.0, 10.0, 15.0]), (one, [60.0, 5.0, 60.0]), (all, [24.0, 25.0, 45.0])],
         );
         // Low latency has no sizes like that.
         let large = point(
             8192,
             [800.0, 900.0, 1700.0],
-            &[(one, [1000.0, 990.0, 2000.0]), (all, [1200.0, 810.0, 1700.0])],
+            &[(one, [1000.0, 990.0, 1990.0]), (all, [1200.0, 810.0, 1700.0])],
         );
         let without = h200().remove(0);
         assert!(summary(std::slice::from_ref(&without)).is_none());
@@ -175,9 +193,44 @@ mod tests {
             [Way::HighThroughput, low, all, one]
         );
 
+        assert!(!table.contains('*'), "{table}");
+
         // Another run's iterations follow.
         let mut both = small.clone();
         both.add_runs(small);
         assert!(Way::ALL.iter().all(|way| both.way(*way).iter().all(|of| of.unwrap().samples_us.len() == 4)));
+    }
+
+    #[test]
+    fn pairs_that_the_hosts_launches_limit_are_marked_and_not_compared() {
+        let (one, all) = (Way::NcclAllToAll, Way::NcclAllGather);
+        let limited = (one, [12.0, 12.0, 36.0]);
+        let alone = point(1, [12.0, 14.0, 20.0], &[limited]);
+        assert_eq!((alone.ratio(0), alone.ratio(PAIR)), (Some(1.0), None));
+        let beside = point(1, [12.0, 14.0, 20.0], &[limited, (all, [15.0, 16.0, 25.0])]);
+        assert_eq!(beside.ratio(PAIR), Some(0.8));
+        // One of epoxide's own.
+        let own = point(1, [12.0, 14.0, 27.0], &[(one, [12.0, 12.0, 24.0])]);
+        assert_eq!(own.ratio(PAIR), None);
+        let table = summary(&[alone, beside, own]).unwrap();
+        let pairs: Vec<&str> = table.lines().filter(|line| line.contains(" pair ")).collect();
+        let expected = [
+            ("36.0*", "| - |", "epoxide high throughput"),
+            ("36.0*", "| 0.80 |", "epoxide high throughput: NCCL all-gather"),
+            ("27.0*", "| - |", "NCCL all-to-all"),
+        ];
+        assert_eq!(pairs.len(), expected.len(), "{table}");
+        for (line, (time, ratio, fastest)) in pairs.into_iter().zip(expected) {
+            let words = line.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert_eq!(line.matches('*').count(), 1, "{line}");
+            assert!(words.contains(&format!(" {time} ")) && words.contains(ratio), "{line}");
+            assert!(words.rsplit('|').next().unwrap().trim().starts_with(fastest), "{line}");
+        }
+        assert!(table.contains("*: longer than a dispatch and a combine"), "{table}");
+
+        // Times of the virtual GPU are of nothing.
+        let mut of_virtual = point(1, [12.0, 14.0, 20.0], &[limited]);
+        of_virtual.is_virtual = true;
+        assert!(!of_virtual.launches_limit(one));
     }
 }
