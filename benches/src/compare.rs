@@ -150,7 +150,7 @@ fn may_share_routing(a: &Point, b: &Point) -> bool {
 /// Whether two points of the same sizes are runs of the same measurement.
 fn are_runs_of_one(a: &Point, b: &Point) -> bool {
     let settings = |point: &Point| (point.iters, point.shapes, point.settings, point.is_virtual);
-    settings(a) == settings(b) && may_share_routing(a, b)
+    settings(a) == settings(b) && a.nccl == b.nccl && may_share_routing(a, b)
 }
 
 /// For each point of A the index of the point of B that it is compared with. The same measurement

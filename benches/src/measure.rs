@@ -10,8 +10,8 @@ use epoxide::internal::driver::shipped_ptx;
 
 use crate::measured::RankResult;
 use crate::results::seconds_since_1970;
-use crate::versions::Versions;
-use crate::{Plan, high_throughput, low_latency};
+use crate::versions::{NcclVersion, Versions};
+use crate::{Baseline, Plan, high_throughput, low_latency};
 
 /// Receives the progress of a measurement, from every rank of this process that measures.
 pub trait Watch: Sync {
@@ -49,6 +49,7 @@ pub fn rank(
     let info = device.info();
     let mut result = RankResult {
         kernels: Versions::of_ptx(&shipped_ptx(plan.ptx.as_deref())?, info.is_virtual),
+        nccl: plan.baseline.map(|Baseline::Nccl| NcclVersion::found()).transpose()?,
         started: seconds_since_1970(),
         device: info.name.clone(),
         is_virtual: info.is_virtual,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::counts::RankCounts;
 use crate::results::{PhaseName, Way};
-use crate::versions::Versions;
+use crate::versions::{NcclVersion, Versions};
 
 /// One traced call.
 #[derive(Debug, Clone)]
@@ -160,6 +160,8 @@ pub struct WaySamples {
 pub struct RankResult {
     /// The measured program and kernels.
     pub kernels: Versions,
+    /// The NCCL of the baselines.
+    pub nccl: Option<NcclVersion>,
     /// When the run began, in seconds since 1970.
     pub started: f64,
     /// The device's name.

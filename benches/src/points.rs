@@ -91,6 +91,7 @@ pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
                 driver_version: if first.is_virtual { 0 } else { first.driver_version },
                 date: today(),
                 kernels: Some(first.kernels.clone()),
+                nccl: first.nccl.clone(),
                 key: asked.key(first.times[index].num_sms),
                 shapes: plan.shapes,
                 settings: Some(plan.settings()),

@@ -8,7 +8,7 @@ use epoxide_gpu::layout::{SlotShape, combine_slot_bytes};
 use serde::{Deserialize, Serialize};
 
 use crate::counts::TokenCounts;
-use crate::versions::Versions;
+use crate::versions::{NcclVersion, Versions};
 use crate::{Error, Result, Shapes, version_1};
 
 /// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one
@@ -54,6 +54,9 @@ pub struct Point {
     /// The measured program and kernels; missing in files of version 1.
     #[serde(default)]
     pub kernels: Option<Versions>,
+    /// The NCCL of the baselines; missing without one, and in older files.
+    #[serde(default)]
+    pub nccl: Option<NcclVersion>,
     /// Sizes and settings.
     #[serde(flatten)]
     pub key: Key,

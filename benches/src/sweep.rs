@@ -11,8 +11,8 @@ use epoxide::internal::driver::shipped_ptx;
 use epoxide::internal::{JSON, read_text_file};
 
 use crate::results::{PhaseName, Point, Results};
-use crate::versions::Versions;
-use crate::{Error, Plan, Result, Watch};
+use crate::versions::{NcclVersion, Versions};
+use crate::{Baseline, Error, Plan, Result, Watch};
 
 /// Most values of an axis, and most combinations of all: more than can be measured in a day.
 const MOST_VALUES: u32 = 4096;
@@ -149,11 +149,15 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Sw
         let all = group.num_sms.iter_mut().filter(|sms| **sms == Plan::ALL_SMS);
         all.for_each(|sms| *sms = info.sm_count);
     }
-    // Another program, device or driver measured another thing.
+    // Another program, device, driver or NCCL measured another thing.
     let kernels = Some(Versions::of_ptx(&shipped_ptx(plan.ptx.as_deref())?, info.is_virtual));
     let driver_version = if info.is_virtual { 0 } else { info.driver_version };
     let here = (&kernels, &info.name, driver_version);
-    known.retain(|point| (&point.kernels, &point.device, point.driver_version) == here);
+    let nccl = plan.baseline.map(|Baseline::Nccl| NcclVersion::found()).transpose()?;
+    known.retain(|point| {
+        (&point.kernels, &point.device, point.driver_version) == here
+            && (nccl.is_none() || point.nccl == nccl)
+    });
     // Before anything is measured: a file that cannot be written is an error now.
     append(out, &[])?;
     let total = groups.iter().map(|group| group.num_sms.len()).sum::<usize>();

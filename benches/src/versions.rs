@@ -1,9 +1,11 @@
-//! Versions of what is measured: the program, its kernels and the driver; and digests of routings
-//! and kernels: two results with equal digests measured the same.
+//! Versions of what is measured: the program, its kernels, the driver and NCCL; and digests of
+//! routings and kernels: two results with equal digests measured the same.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::LazyLock;
 
+use epoxide_nccl::{Library, NCCL_LIBRARY};
 use serde::{Deserialize, Serialize};
 
 /// The measured program and kernels.
@@ -38,6 +40,36 @@ impl Versions {
             false => " (not those of this program)",
         };
         format!("PTX {}{other}, commit {}{driver}", self.ptx, self.commit)
+    }
+}
+
+/// The NCCL of a baseline.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NcclVersion {
+    /// Version of libnccl, such as `2.28.3`.
+    pub version: String,
+    /// NCCL's variables of the environment that are set, `NCCL_*`, without the name of the file.
+    pub variables: BTreeMap<String, String>,
+}
+
+impl NcclVersion {
+    /// The one that this process finds.
+    ///
+    /// # Errors
+    /// [`epoxide::Error::Unavailable`] without a libnccl.
+    pub(crate) fn found() -> epoxide::Result<NcclVersion> {
+        let version = Library::find()?.version_text();
+        let variables = std::env::vars_os()
+            .map(|(name, value)| [name, value].map(|text| text.to_string_lossy().into_owned()))
+            .filter(|[name, _]| name.starts_with("NCCL_") && name != NCCL_LIBRARY)
+            .map(|[name, value]| (name, value));
+        Ok(NcclVersion { version, variables: variables.collect() })
+    }
+
+    /// The version and the variables, for people.
+    pub fn text(&self) -> String {
+        let variables = self.variables.iter().map(|(name, value)| format!(", {name}={value}"));
+        format!("NCCL {}{}", self.version, variables.collect::<String>())
     }
 }
 

@@ -101,11 +101,14 @@ fn results_with_a_baseline_are_printed_stored_drawn_and_compared() {
         assert!(line.rsplit('|').next().unwrap().contains(fastest.text()), "{line}");
     }
 
+    assert!(text.contains("  beside NCCL 2.28.3"), "{text}");
+
     let json = std::fs::read_to_string(file("a.json")).unwrap();
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     let point = &json["points"][0];
     assert_eq!(point["routing_digest"].as_str().unwrap().len(), 16);
     assert_eq!(point["pair"]["chain"], 4);
+    assert_eq!(point["nccl"]["version"], "2.28.3");
     let slowest = |value: &serde_json::Value| {
         for name in ["p50_us", "p90_us", "p99_us", "min_us", "mean_us"] {
             assert!(value[name].is_f64(), "{name}: {value}");
@@ -172,6 +175,37 @@ fn a_sweep_of_sizes_says_which_way_is_fastest_at_each() {
     let sizes: Vec<&str> = table.lines().skip(2).filter_map(|line| line.split_whitespace().nth(2)).collect();
     let expected: Vec<&str> = tokens.iter().flat_map(|tokens| [*tokens; 3]).collect();
     assert_eq!(sizes[..expected.len()], expected, "{table}");
+}
+
+#[test]
+fn points_beside_another_nccl_are_measured_again() {
+    if !alone_with("points_beside_another_nccl_are_measured_again", Some(&[])) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("a.jsonl");
+    let args = beside("");
+    let measured = || {
+        let axes = "tokens=1".parse().unwrap();
+        let points = sweep::run(&args, &args.plans().unwrap(), &axes, &out).unwrap();
+        assert!(points.len() == 1 && points[0].nccl.as_ref().unwrap().version == "2.28.3");
+        std::fs::read_to_string(&out).unwrap()
+    };
+    let first = measured();
+    assert_eq!(measured(), first);
+    let others = [
+        first.replace("2.28.3", "2.27.3"),
+        first.replace("\"variables\":{", "\"variables\":{\"NCCL_OTHER\":\"1\","),
+        first.replace("\"nccl\":", "\"no_nccl\":"),
+    ];
+    for other in others {
+        // One variable more has no comma behind it where none was set.
+        let other = other.replace("\"1\",}", "\"1\"}");
+        assert_ne!(other, first);
+        std::fs::write(&out, &other).unwrap();
+        let lines = measured();
+        assert!(lines.starts_with(&other) && lines.lines().count() == 2, "{lines}");
+    }
 }
 
 /// A libnccl whose function `name` gives a wrong byte ends the measurement, which names the

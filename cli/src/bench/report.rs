@@ -170,6 +170,9 @@ fn setting(out: &mut String, point: &Point) -> Result {
         false => writeln!(out, "  device: {device}, driver for CUDA {major}.{minor}")?,
     }
     writeln!(out, "  kernels: {}", point.kernels_text())?;
+    if let Some(nccl) = &point.nccl {
+        writeln!(out, "  beside {}", nccl.text())?;
+    }
     let [pool, memory] = [point.pool_bytes, point.device_bytes].map(|bytes| bytes as f64 / 1e6);
     writeln!(out, "  set-up {setup_ms:.0} ms; pool {pool:.1} MB, device memory {memory:.1} MB a rank")?;
     if let Some(network) = key.network(false, false) {
