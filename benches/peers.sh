@@ -40,8 +40,8 @@ usage: benches/peers.sh [options] [PEER..]
 
   PEER            nccl, nccl-ep, flashinfer, deepep or pplx [all of them]
   --program FILE  the command epoxide, built with --features cuda; for nccl [target/measure/epoxide]
-  --work FOLDER   receives sources, builds, logs and table.tsv; what is built there is used again
-                  [target/peers]
+  --work FOLDER   receives sources, builds, logs and table.tsv; builds of the same versions are used
+                  again [target/peers]
   --gpus N        GPUs [those that nvidia-smi lists]
   --tokens LIST   tokens a rank in low latency [1,2,4,8,16,32,64,128,256,512,1024]
   --ht-tokens N   tokens a rank in high throughput [4096]
@@ -50,7 +50,8 @@ usage: benches/peers.sh [options] [PEER..]
   --list          print the names of the peers and their versions, and end
 
 PEERS_NCCL, PEERS_NCCL_EP, PEERS_FLASHINFER, PEERS_DEEPEP, PEERS_NVSHMEM, PEERS_PPLX, PEERS_TORCH_12
-and PEERS_TORCH_13 name other versions. MPI_HOME and CUDA_HOME are those of the machine.
+and PEERS_TORCH_13 name other versions: releases, tags or commits, no branches. MPI_HOME and
+CUDA_HOME are those of the machine.
 
 Exit codes: 0 every peer that was chosen gave figures, 1 one gave none, 2 bad usage, or the machine
 lacks something, which is named.
@@ -203,6 +204,15 @@ measure() {
     return "$code"
 }
 
+# built PEER VERSION..: the folder of what is built of these versions. Others have a folder of their
+# own, so a row never has the version of another build.
+built() {
+    local folder=$1 version
+    shift
+    for version; do folder+=-${version//\//_}; done
+    printf '%s' "$work/$folder"
+}
+
 # The checkout of a public repository at a version.
 checkout() {
     local folder=$1 address=$2 version=$3
@@ -266,8 +276,8 @@ EOF
 }
 
 peer_nccl_ep() {
-    local folder=$work/nccl-ep count layout bench mpi=(mpirun -np "$gpus") file
-    local source=$folder/source
+    local folder=$work/nccl-ep count layout bench mpi=(mpirun -np "$gpus") file source
+    source=$(built nccl-ep "$nccl_ep_version")/source
     checkout "$source" https://github.com/NVIDIA/nccl-extensions "$nccl_ep_version" || return 1
     bench=$source/build/test/nccl_ep/ep_bench
     if [[ ! -x $bench ]]; then
@@ -427,11 +437,12 @@ EOF
 }
 
 peer_flashinfer() {
-    local folder=$work/flashinfer torch=$torch_13
+    local folder=$work/flashinfer torch=$torch_13 venv
     nvcc_from 13.0 || torch=$torch_12
-    local python=$folder/venv/bin/python
+    venv=$(built flashinfer "$flashinfer_version" "torch$torch")/venv
+    local python=$venv/bin/python
     if ! "$python" -c 'import flashinfer' >/dev/null 2>&1; then
-        environment "$folder/venv" "torch==$torch" "flashinfer-python==$flashinfer_version" || return 1
+        environment "$venv" "torch==$torch" "flashinfer-python==$flashinfer_version" || return 1
     fi
     if [[ $dry_run ]]; then
         printf '+ write the driver of its interface to %q\n' "$folder/driver.py"
@@ -450,11 +461,12 @@ peer_flashinfer() {
 }
 
 peer_deepep() {
-    local folder=$work/deepep count file
-    local source=$folder/source python=$folder/venv/bin/python
+    local folder=$work/deepep count file built
+    built=$(built deepep "$deepep_version" "torch$torch_12" "nvshmem$nvshmem_version")
+    local source=$built/source python=$built/venv/bin/python
     checkout "$source" https://github.com/deepseek-ai/DeepEP "$deepep_version" || return 1
     if ! "$python" -c 'import torch, deep_ep' >/dev/null 2>&1; then
-        environment "$folder/venv" "torch==$torch_12" "nvidia-nvshmem-cu12==$nvshmem_version" \
+        environment "$built/venv" "torch==$torch_12" "nvidia-nvshmem-cu12==$nvshmem_version" \
             numpy setuptools wheel ninja || return 1
         step . env TORCH_CUDA_ARCH_LIST=9.0 "$python" -m pip install --no-build-isolation "$source" || return 1
     fi
@@ -493,12 +505,13 @@ peer_deepep() {
 }
 
 peer_pplx() {
-    local folder=$work/pplx count file torch=$torch_13
-    local source=$folder/source python=$folder/venv/bin/python
+    local folder=$work/pplx count file torch=$torch_13 built
     nvcc_from 13.0 || torch=$torch_12
+    built=$(built pplx "$pplx_version" "torch$torch")
+    local source=$built/source python=$built/venv/bin/python
     checkout "$source" https://github.com/perplexityai/pplx-garden "$pplx_version" || return 1
     if ! "$python" -c 'import pplx_garden' >/dev/null 2>&1; then
-        environment "$folder/venv" "torch==$torch" numpy build || return 1
+        environment "$built/venv" "torch==$torch" numpy build || return 1
         # Its build asks PyTorch where CMake finds it.
         local where='import torch; print(torch.utils.cmake_prefix_path)'
         step "$source" bash -c \

@@ -149,24 +149,29 @@ fn output_of_benchmarks_becomes_a_table() {
         program(&at(&format!("bin/{tool}")), "exit 0\n");
     }
     // Existing parts are not fetched or built again.
-    std::fs::create_dir_all(at("work/deepep/source")).unwrap();
-    program(&at("work/deepep/venv/bin/python"), DEEPEP);
-    program(&at("work/flashinfer/venv/bin/python"), FLASHINFER);
-    program(&at("work/nccl-ep/source/build/test/nccl_ep/ep_bench"), EP_BENCH);
+    let deepep = "work/deepep-v1.2.1-torch2.8.0-nvshmem3.3.9";
+    std::fs::create_dir_all(at(deepep).join("source")).unwrap();
+    program(&at(deepep).join("venv/bin/python"), DEEPEP);
+    program(&at("work/flashinfer-0.7.2-torch2.8.0/venv/bin/python"), FLASHINFER);
+    let nccl_ep = "work/nccl-ep-44d2de0d70498a4e5df7cc9132c310c54392309d/source/build/test/nccl_ep";
+    program(&at(nccl_ep).join("ep_bench"), EP_BENCH);
 
     let path = format!("{}:{}", at("bin").display(), std::env::var("PATH").unwrap());
     let work = at("work");
-    let run = |arguments: &str, release: &str| {
+    let run_with = |arguments: &str, release: &str, variables: &[(&str, &str)]| {
         let mut command = Command::new("bash");
         command.arg(script()).args(arguments.split_whitespace()).arg("--work").arg(&work);
-        command.env("PATH", &path).env("RELEASE", release).env_remove("CUDA_HOME").output().unwrap()
+        command.env("PATH", &path).env("RELEASE", release).env_remove("CUDA_HOME");
+        command.envs(variables.iter().copied()).output().unwrap()
     };
+    let run = |arguments: &str, release: &str| run_with(arguments, release, &[]);
     let output = run("deepep flashinfer --tokens 1,8", "12.8");
     let printed = text(&output.stdout);
     assert!(output.status.success(), "{printed}{}", text(&output.stderr));
     for row in [
         "| peer | version | tokens | dispatch_us | combine_us | pair_us | p99 | command | date |",
-        "| deepep-ll-fp8 | v1.2.1 | 8 | 29.5 | 41.1 | 73.2 | - | deepep/venv/bin/python tests/test_low_latency.py ",
+        "| deepep-ll-fp8 | v1.2.1 | 8 | 29.5 | 41.1 | 73.2 | - | deepep-v1.2.1-torch2.8.0-nvshmem3.3.9/venv/bin/python \
+         tests/test_low_latency.py ",
         "| deepep-ht-fp8 | v1.2.1 | 4096 | 496.00 | 946.00 | - | - | ",
         "| deepep-ht-bf16 | v1.2.1 | 4096 | 930.00 | 946.00 | - | - | ",
         "| flashinfer | 0.7.2 | 8 | 11.8 | 13.1 | 15.2 | 12.0/13.4 | ",
@@ -181,14 +186,30 @@ fn output_of_benchmarks_becomes_a_table() {
     let printed = text(&output.stdout);
     assert!(output.status.success(), "{printed}{}", text(&output.stderr));
     for row in [
-        "| 128 | 64.80 | 82.50 | 156.00 | - | mpirun -np 2 nccl-ep/source/build/test/nccl_ep/ep_bench ",
+        &format!("| 128 | 64.80 | 82.50 | 156.00 | - | mpirun -np 2 {nccl_ep}/ep_bench ")
+            .replace("work/", ""),
         "| 4096 | 970.00 | 880.00 | 1850.00 | - | mpirun ",
     ] {
         assert!(printed.contains(row), "{row}: {printed}");
     }
 
+    // Builds of other versions are not used. Nothing here can make one.
+    for (peer, variable, release) in [
+        ("deepep", "PEERS_DEEPEP", "12.8"),
+        ("deepep", "PEERS_NVSHMEM", "12.8"),
+        ("deepep", "PEERS_TORCH_12", "12.8"),
+        ("flashinfer", "PEERS_FLASHINFER", "12.8"),
+        ("flashinfer", "PEERS_TORCH_12", "12.8"),
+        ("nccl-ep", "PEERS_NCCL_EP", "13.0"),
+    ] {
+        let output = run_with(&format!("{peer} --tokens 8"), release, &[(variable, "other/version")]);
+        let printed = text(&output.stdout);
+        assert_eq!(output.status.code(), Some(1), "{variable}: {printed}");
+        assert!(!printed.contains(&format!("| {peer}")), "{variable}: {printed}");
+    }
+
     // A peer without figures is named, and the others' are kept.
-    program(&at("work/deepep/venv/bin/python"), "case $* in *tests*) exit 3 ;; esac\n");
+    program(&at(deepep).join("venv/bin/python"), "case $* in *tests*) exit 3 ;; esac\n");
     let output = run("deepep flashinfer --tokens 8", "12.8");
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
