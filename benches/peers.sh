@@ -53,8 +53,8 @@ PEERS_NCCL, PEERS_NCCL_EP, PEERS_FLASHINFER, PEERS_DEEPEP, PEERS_NVSHMEM, PEERS_
 and PEERS_TORCH_13 name other versions: releases, tags or commits, no branches. MPI_HOME and
 CUDA_HOME are those of the machine.
 
-Exit codes: 0 every peer that was chosen gave figures, 1 one gave none, 2 bad usage, or the machine
-lacks something, which is named.
+Exit codes: 0 every peer that was chosen gave all figures, 1 one lacks some, 2 bad usage, or the
+machine lacks something, which is named.
 EOF
 }
 
@@ -231,13 +231,16 @@ environment() {
 }
 
 # rows_of PEER VERSION COMMAND: a row of the table for each line `TOKENS DISPATCH COMBINE PAIR P99`
-# of the input. The command stands there without the folder of the work.
+# of the input. The command stands there without the folder of the work. Input without a line is a
+# failure.
 rows_of() {
-    local times
+    local times code=1
     while read -r -a times; do
         printf '%s\t' "$1" "$2" "${times[@]}" "${3//"$work/"/}" >>"$work/table.tsv"
         printf '%s\n' "$today" >>"$work/table.tsv"
+        code=0
     done
+    return "$code"
 }
 
 peer_nccl() {
@@ -257,9 +260,9 @@ peer_nccl() {
     [[ $dry_run ]] || rm -f "$folder/nccl.jsonl"
     measure "$folder/bench.txt" . env NCCL_LIBRARY="$library" "${command[@]}" || return 1
     [[ ! $dry_run ]] || return 0
-    local way
+    local way code=0
     for way in nccl_all_to_all nccl_all_gather; do
-        python3 - "$folder/nccl.jsonl" "$way" <<'EOF' | rows_of "${way//_/-}" "$version" "$(in_words "${command[@]}")"
+        python3 - "$folder/nccl.jsonl" "$way" <<'EOF' |
 import json
 import sys
 
@@ -272,11 +275,13 @@ for line in open(sys.argv[1]):
             p99 = f'{there["p99_us"]:.1f}/{back["p99_us"]:.1f}'
             print(point["tokens"], f'{there["p50_us"]:.1f} {back["p50_us"]:.1f} {pair:.1f}', p99)
 EOF
+            rows_of "${way//_/-}" "$version" "$(in_words "${command[@]}")" || code=1
     done
+    return "$code"
 }
 
 peer_nccl_ep() {
-    local folder=$work/nccl-ep count layout bench mpi=(mpirun -np "$gpus") file source
+    local folder=$work/nccl-ep count layout bench mpi=(mpirun -np "$gpus") file source code=0
     source=$(built nccl-ep "$nccl_ep_version")/source
     checkout "$source" https://github.com/NVIDIA/nccl-extensions "$nccl_ep_version" || return 1
     bench=$source/build/test/nccl_ep/ep_bench
@@ -305,16 +310,17 @@ peer_nccl_ep() {
             local command=("${mpi[@]}" "$bench" --algorithm ll --layout "$layout" --tokens "$count"
                 --disable-token-dropping "${sizes[@]}")
             file=$folder/ll-$layout-$count.txt
-            measure "$file" . env LD_LIBRARY_PATH="$libraries" "${command[@]}" || continue
+            measure "$file" . env LD_LIBRARY_PATH="$libraries" "${command[@]}" || { code=1 && continue; }
             [[ $dry_run ]] || awk -v tokens="$count" -v word=avg "$read_times" "$file" |
-                rows_of "nccl-ep-ll-$layout" "$nccl_ep_version" "$(in_words "${command[@]}")"
+                rows_of "nccl-ep-ll-$layout" "$nccl_ep_version" "$(in_words "${command[@]}")" || code=1
         done
     done
     local command=("${mpi[@]}" "$bench" --algorithm ht --tokens "$ht_tokens" --zcopy --max-num-sms 16 "${sizes[@]}")
     file=$folder/ht-$ht_tokens.txt
-    measure "$file" . env LD_LIBRARY_PATH="$libraries" "${command[@]}" || return 0
+    measure "$file" . env LD_LIBRARY_PATH="$libraries" "${command[@]}" || return 1
     [[ $dry_run ]] || awk -v tokens="$ht_tokens" -v word=total "$read_times" "$file" |
-        rows_of nccl-ep-ht "$nccl_ep_version" "$(in_words "${command[@]}")"
+        rows_of nccl-ep-ht "$nccl_ep_version" "$(in_words "${command[@]}")" || code=1
+    return "$code"
 }
 
 # The driver of FlashInfer's interface. Each rank is a process; rank 0 prints a line for each size.
@@ -456,12 +462,12 @@ peer_flashinfer() {
     [[ ! $dry_run ]] || return 0
     # Sizes that were measured before a failure count.
     sed -n 's/^figures //p' "$folder/driver.txt" |
-        rows_of flashinfer "$flashinfer_version" "$(in_words "${command[@]}")"
+        rows_of flashinfer "$flashinfer_version" "$(in_words "${command[@]}")" || code=1
     return "$code"
 }
 
 peer_deepep() {
-    local folder=$work/deepep count file built
+    local folder=$work/deepep count file built code=0
     built=$(built deepep "$deepep_version" "torch$torch_12" "nvshmem$nvshmem_version")
     local source=$built/source python=$built/venv/bin/python
     checkout "$source" https://github.com/deepseek-ai/DeepEP "$deepep_version" || return 1
@@ -485,9 +491,9 @@ peer_deepep() {
         ((count * gpus % 4 == 0)) || continue
         local command=("$python" tests/test_low_latency.py --num-tokens "$count" "${sizes[@]}")
         file=$folder/ll-$count.txt
-        measure "$file" "$source" env "${network[@]}" "${command[@]}" || continue
+        measure "$file" "$source" env "${network[@]}" "${command[@]}" || { code=1 && continue; }
         [[ $dry_run ]] || awk -v tokens="$count" "$read_low_latency" "$file" |
-            rows_of deepep-ll-fp8 "$deepep_version" "$(in_words "${command[@]}")"
+            rows_of deepep-ll-fp8 "$deepep_version" "$(in_words "${command[@]}")" || code=1
     done
     local read_tuned='
         function us() { return match($0, /t: [0-9.]+ us/) ? substr($0, RSTART + 3, RLENGTH - 6) : "" }
@@ -496,16 +502,17 @@ peer_deepep() {
         END { if (d && c) print tokens, d, c, "-", "-" }'
     local command=("$python" tests/test_intranode.py --num-tokens "$ht_tokens" "${sizes[@]}") type
     file=$folder/ht-$ht_tokens.txt
-    measure "$file" "$source" "${command[@]}" || return 0
+    measure "$file" "$source" "${command[@]}" || return 1
     [[ ! $dry_run ]] || return 0
     for type in FP8 BF16; do
         awk -v tokens="$ht_tokens" -v type="$type" "$read_tuned" "$file" |
-            rows_of "deepep-ht-${type,,}" "$deepep_version" "$(in_words "${command[@]}")"
+            rows_of "deepep-ht-${type,,}" "$deepep_version" "$(in_words "${command[@]}")" || code=1
     done
+    return "$code"
 }
 
 peer_pplx() {
-    local folder=$work/pplx count file torch=$torch_13 built
+    local folder=$work/pplx count file torch=$torch_13 built code=0
     nvcc_from 13.0 || torch=$torch_12
     built=$(built pplx "$pplx_version" "torch$torch")
     local source=$built/source python=$built/venv/bin/python
@@ -524,7 +531,7 @@ peer_pplx() {
             --init-method tcp://127.0.0.1:29500 --node-rank 0 --nvlink "$gpus" --max-num-tokens "$count"
             --max-private-tokens $((2 * count)) --hidden-dim "$hidden" --num-experts "$experts"
             --num-experts-per-token "$topk" --num-warmup 100 --num-repeats 1000 --output "$file")
-        measure "$folder/$count.txt" "$source" "${command[@]}" || continue
+        measure "$folder/$count.txt" "$source" "${command[@]}" || { code=1 && continue; }
         [[ $dry_run ]] || python3 - "$file" "$count" <<'EOF' |
 import json
 import sys
@@ -534,8 +541,9 @@ there, back = times["dispatch"]["both"], times["combine"]["both"]
 p99 = f'{there["p99"]:.1f}/{back["p99"]:.1f}'
 print(sys.argv[2], f'{there["p50"]:.1f} {back["p50"]:.1f} - {p99}')
 EOF
-            rows_of pplx "$pplx_version" "$(in_words "${command[@]}")"
+            rows_of pplx "$pplx_version" "$(in_words "${command[@]}")" || code=1
     done
+    return "$code"
 }
 
 run_peer() {

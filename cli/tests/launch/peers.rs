@@ -193,6 +193,21 @@ fn output_of_benchmarks_becomes_a_table() {
         assert!(printed.contains(row), "{row}: {printed}");
     }
 
+    // A size that fails, or prints no figures, is a failure of its peer. Other sizes are kept.
+    let python = at(deepep).join("venv/bin/python");
+    program(&python, &format!("case \"$*\" in *'--num-tokens 2 '*) exit ;; esac\n{DEEPEP}"));
+    let bench = at(nccl_ep).join("ep_bench");
+    program(&bench, &format!("case \"$*\" in *'--tokens 2 '*) exit 4 ;; esac\n{EP_BENCH}"));
+    for (peer, release, row) in
+        [("deepep", "12.8", "| deepep-ll-fp8 | v1.2.1 | 8 |"), ("nccl-ep", "13.0", "| 8 | 64.80 | ")]
+    {
+        let output = run(&format!("{peer} --tokens 2,8"), release);
+        let (printed, said) = (text(&output.stdout), text(&output.stderr));
+        assert_eq!(output.status.code(), Some(1), "{printed}{said}");
+        assert!(printed.contains(row) && !printed.contains(" | 2 | "), "{printed}");
+        assert!(said.contains(&format!("peers.sh: {peer}: no figures, or not all")), "{said}");
+    }
+
     // Builds of other versions are not used. Nothing here can make one.
     for (peer, variable, release) in [
         ("deepep", "PEERS_DEEPEP", "12.8"),
@@ -209,7 +224,7 @@ fn output_of_benchmarks_becomes_a_table() {
     }
 
     // A peer without figures is named, and the others' are kept.
-    program(&at(deepep).join("venv/bin/python"), "case $* in *tests*) exit 3 ;; esac\n");
+    program(&python, "case $* in *tests*) exit 3 ;; esac\n");
     let output = run("deepep flashinfer --tokens 8", "12.8");
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
