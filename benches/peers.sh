@@ -33,6 +33,8 @@ torch_13=${PEERS_TORCH_13:-2.11.0}
 
 all=(nccl nccl-ep flashinfer deepep pplx)
 hidden=7168 topk=8 experts=256 num_sms=24
+# The most that NCCL EP takes in high throughput.
+nccl_ep_sms=16
 
 usage() {
     cat <<'EOF'
@@ -230,9 +232,9 @@ environment() {
     (($# == 0)) || step . "$folder/bin/python" -m pip install "$@"
 }
 
-# rows_of PEER VERSION COMMAND: a row of the table for each line `TOKENS DISPATCH COMBINE PAIR P99`
-# of the input. The command stands there without the folder of the work. Input without a line is a
-# failure.
+# rows_of PEER VERSION COMMAND: a row of the table for each line
+# `TOKENS SMS DISPATCH COMBINE PAIR P99` of the input; `-` is for what is not known. The command
+# stands there without the folder of the work. Input without a line is a failure.
 rows_of() {
     local times code=1
     while read -r -a times; do
@@ -273,7 +275,7 @@ for line in open(sys.argv[1]):
             there, back = way["dispatch"]["slowest"], way["combine"]["slowest"]
             pair = way["pair"]["period"]["p50_us"]
             p99 = f'{there["p99_us"]:.1f}/{back["p99_us"]:.1f}'
-            print(point["tokens"], f'{there["p50_us"]:.1f} {back["p50_us"]:.1f} {pair:.1f}', p99)
+            print(point["tokens"], "-", f'{there["p50_us"]:.1f} {back["p50_us"]:.1f} {pair:.1f}', p99)
 EOF
             rows_of "${way//_/-}" "$version" "$(in_words "${command[@]}")" || code=1
     done
@@ -304,21 +306,22 @@ peer_nccl_ep() {
         /^Dispatch: / && !d { d = us(word) }
         /^Combine: / && !c { c = us(word) }
         /^Total \(D\+C\): / && !p { p = us("avg") }
-        END { if (d && c) print tokens, d, c, p ? p : "-", "-" }'
+        END { if (d && c) print tokens, sms, d, c, p ? p : "-", "-" }'
     for count in "${ll_tokens[@]}"; do
         for layout in expert-major rank-major; do
             local command=("${mpi[@]}" "$bench" --algorithm ll --layout "$layout" --tokens "$count"
                 --disable-token-dropping "${sizes[@]}")
             file=$folder/ll-$layout-$count.txt
             measure "$file" . env LD_LIBRARY_PATH="$libraries" "${command[@]}" || { code=1 && continue; }
-            [[ $dry_run ]] || awk -v tokens="$count" -v word=avg "$read_times" "$file" |
+            [[ $dry_run ]] || awk -v tokens="$count" -v sms=- -v word=avg "$read_times" "$file" |
                 rows_of "nccl-ep-ll-$layout" "$nccl_ep_version" "$(in_words "${command[@]}")" || code=1
         done
     done
-    local command=("${mpi[@]}" "$bench" --algorithm ht --tokens "$ht_tokens" --zcopy --max-num-sms 16 "${sizes[@]}")
+    local command=("${mpi[@]}" "$bench" --algorithm ht --tokens "$ht_tokens" --zcopy
+        --max-num-sms "$nccl_ep_sms" "${sizes[@]}")
     file=$folder/ht-$ht_tokens.txt
     measure "$file" . env LD_LIBRARY_PATH="$libraries" "${command[@]}" || return 1
-    [[ $dry_run ]] || awk -v tokens="$ht_tokens" -v word=total "$read_times" "$file" |
+    [[ $dry_run ]] || awk -v tokens="$ht_tokens" -v sms="$nccl_ep_sms" -v word=total "$read_times" "$file" |
         rows_of nccl-ep-ht "$nccl_ep_version" "$(in_words "${command[@]}")" || code=1
     return "$code"
 }
@@ -461,7 +464,7 @@ peer_flashinfer() {
     measure "$folder/driver.txt" . "${command[@]}" || code=1
     [[ ! $dry_run ]] || return 0
     # Sizes that were measured before a failure count.
-    sed -n 's/^figures //p' "$folder/driver.txt" |
+    sed -n 's/^figures \([0-9]*\)/\1 -/p' "$folder/driver.txt" |
         rows_of flashinfer "$flashinfer_version" "$(in_words "${command[@]}")" || code=1
     return "$code"
 }
@@ -485,7 +488,7 @@ peer_deepep() {
         function most(a, b) { return a > b ? a : b }
         /Dispatch \+ combine bandwidth/ { p = most(p, us($0)) }
         /Dispatch bandwidth/ { split($0, part, "|"); d = most(d, us(part[1])); c = most(c, us(part[2])) }
-        END { if (d && c) printf "%d %.1f %.1f %.1f -\n", tokens, d, c, p }'
+        END { if (d && c) printf "%d - %.1f %.1f %.1f -\n", tokens, d, c, p }'
     for count in "${ll_tokens[@]}"; do
         # Its copies want a multiple of four tokens from all ranks.
         ((count * gpus % 4 == 0)) || continue
@@ -499,7 +502,8 @@ peer_deepep() {
         function us() { return match($0, /t: [0-9.]+ us/) ? substr($0, RSTART + 3, RLENGTH - 6) : "" }
         index($0, "Best dispatch (" type ")") { d = us() }
         /Best combine/ { c = us() }
-        END { if (d && c) print tokens, d, c, "-", "-" }'
+        /Best/ && match($0, /SMs [0-9]+/) { sms = substr($0, RSTART + 4, RLENGTH - 4) }
+        END { if (d && c) print tokens, sms ? sms : "-", d, c, "-", "-" }'
     local command=("$python" tests/test_intranode.py --num-tokens "$ht_tokens" "${sizes[@]}") type
     file=$folder/ht-$ht_tokens.txt
     measure "$file" "$source" "${command[@]}" || return 1
@@ -539,7 +543,7 @@ import sys
 times = json.load(open(sys.argv[1]))
 there, back = times["dispatch"]["both"], times["combine"]["both"]
 p99 = f'{there["p99"]:.1f}/{back["p99"]:.1f}'
-print(sys.argv[2], f'{there["p50"]:.1f} {back["p50"]:.1f} - {p99}')
+print(sys.argv[2], "-", f'{there["p50"]:.1f} {back["p50"]:.1f} - {p99}')
 EOF
             rows_of pplx "$pplx_version" "$(in_words "${command[@]}")" || code=1
     done
@@ -586,7 +590,7 @@ fi
 if [[ ! $dry_run ]]; then
     today=$(date -u +%F)
     mkdir -p "$work" || fail "--work $work: cannot be made"
-    printf 'peer\tversion\ttokens\tdispatch_us\tcombine_us\tpair_us\tp99\tcommand\tdate\n' >"$work/table.tsv"
+    printf 'peer\tversion\ttokens\tsms\tdispatch_us\tcombine_us\tpair_us\tp99\tcommand\tdate\n' >"$work/table.tsv"
 fi
 failed=()
 for peer in "${chosen[@]}"; do
@@ -603,7 +607,7 @@ for peer in "${chosen[@]}"; do
     fi
 done
 [[ ! $dry_run ]] || exit 0
-sed -e 's/\t/ | /g' -e 's/^/| /' -e 's/$/ |/' -e '1a |---|---|---|---|---|---|---|---|---|' "$work/table.tsv"
+sed -e 's/\t/ | /g' -e 's/^/| /' -e 's/$/ |/' -e '1a |---|---|---|---|---|---|---|---|---|---|' "$work/table.tsv"
 for peer in "${failed[@]}"; do
     printf 'peers.sh: %s: no figures, or not all; see %s\n' "$peer" "$work/$peer" >&2
 done

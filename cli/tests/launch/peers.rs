@@ -169,13 +169,13 @@ fn output_of_benchmarks_becomes_a_table() {
     let printed = text(&output.stdout);
     assert!(output.status.success(), "{printed}{}", text(&output.stderr));
     for row in [
-        "| peer | version | tokens | dispatch_us | combine_us | pair_us | p99 | command | date |",
-        "| deepep-ll-fp8 | v1.2.1 | 8 | 29.5 | 41.1 | 73.2 | - | deepep-v1.2.1-torch2.8.0-nvshmem3.3.9/venv/bin/python \
+        "| peer | version | tokens | sms | dispatch_us | combine_us | pair_us | p99 | command | date |",
+        "| deepep-ll-fp8 | v1.2.1 | 8 | - | 29.5 | 41.1 | 73.2 | - | deepep-v1.2.1-torch2.8.0-nvshmem3.3.9/venv/bin/python \
          tests/test_low_latency.py ",
-        "| deepep-ht-fp8 | v1.2.1 | 4096 | 496.00 | 946.00 | - | - | ",
-        "| deepep-ht-bf16 | v1.2.1 | 4096 | 930.00 | 946.00 | - | - | ",
-        "| flashinfer | 0.7.2 | 8 | 11.8 | 13.1 | 15.2 | 12.0/13.4 | ",
-        "| flashinfer | 0.7.2 | 4096 | 220.0 | 240.0 | 450.0 | 225.0/250.0 | ",
+        "| deepep-ht-fp8 | v1.2.1 | 4096 | 24 | 496.00 | 946.00 | - | - | ",
+        "| deepep-ht-bf16 | v1.2.1 | 4096 | 24 | 930.00 | 946.00 | - | - | ",
+        "| flashinfer | 0.7.2 | 8 | - | 11.8 | 13.1 | 15.2 | 12.0/13.4 | ",
+        "| flashinfer | 0.7.2 | 4096 | - | 220.0 | 240.0 | 450.0 | 225.0/250.0 | ",
     ] {
         assert!(printed.contains(row), "{row}: {printed}");
     }
@@ -186,9 +186,9 @@ fn output_of_benchmarks_becomes_a_table() {
     let printed = text(&output.stdout);
     assert!(output.status.success(), "{printed}{}", text(&output.stderr));
     for row in [
-        &format!("| 128 | 64.80 | 82.50 | 156.00 | - | mpirun -np 2 {nccl_ep}/ep_bench ")
+        &format!("| 128 | - | 64.80 | 82.50 | 156.00 | - | mpirun -np 2 {nccl_ep}/ep_bench ")
             .replace("work/", ""),
-        "| 4096 | 970.00 | 880.00 | 1850.00 | - | mpirun ",
+        "| 4096 | 16 | 970.00 | 880.00 | 1850.00 | - | mpirun ",
     ] {
         assert!(printed.contains(row), "{row}: {printed}");
     }
@@ -199,7 +199,7 @@ fn output_of_benchmarks_becomes_a_table() {
     let bench = at(nccl_ep).join("ep_bench");
     program(&bench, &format!("case \"$*\" in *'--tokens 2 '*) exit 4 ;; esac\n{EP_BENCH}"));
     for (peer, release, row) in
-        [("deepep", "12.8", "| deepep-ll-fp8 | v1.2.1 | 8 |"), ("nccl-ep", "13.0", "| 8 | 64.80 | ")]
+        [("deepep", "12.8", "| deepep-ll-fp8 | v1.2.1 | 8 |"), ("nccl-ep", "13.0", "| 8 | - | 64.80 | ")]
     {
         let output = run(&format!("{peer} --tokens 2,8"), release);
         let (printed, said) = (text(&output.stdout), text(&output.stderr));
