@@ -6,7 +6,7 @@
 //!
 //! A step is the source of a project as shipped or with repairs. Each runs with a number of seeds. A
 //! step whose name ends with `-in-step` assumes that lanes in step are ordered, `ConvergedWarps`.
-//! The list has the reports of each step.
+//! The list has the reports of each step. A step of the list that does not run is a difference.
 //!
 //! At the end it lists the kernels that ran without check mode and had all results of the oracle.
 
@@ -217,15 +217,20 @@ fn main() -> Result<(), Box<dyn Error>> {
     let [name, list, steps @ ..] = arguments.as_slice() else {
         return Err("usage: peers PROJECT LIST STEP=FILE.ptx ..".into());
     };
-    let project = project(name)?;
+    run_steps(&project(name)?, list, steps)
+}
+
+/// Runs the steps and prints what they report; an error where that is not what the list has.
+fn run_steps(project: &Project, list: &str, steps: &[String]) -> Result<(), Box<dyn Error>> {
     let text = std::fs::read_to_string(list).map_err(|error| format!("{list}: {error}"))?;
     let expected = read_list(&text);
-    let (mut differs, mut right) = (false, BTreeSet::new());
+    let (mut differs, mut right) = (expected.is_empty(), BTreeSet::new());
+    let mut left: BTreeSet<&str> = expected.keys().map(String::as_str).collect();
     for step in steps {
         let (name, path) = step.split_once('=').ok_or("a step is NAME=FILE.ptx")?;
         let ptx = std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}"))?;
         let module = Module::parse(&ptx).map_err(|error| format!("{path}: {error}"))?;
-        let Outcome { seeds, failed, failed_weak, first_weak, found } = run_step(&project, name, &module)?;
+        let Outcome { seeds, failed, failed_weak, first_weak, found } = run_step(project, name, &module)?;
         let first_weak = first_weak.map(|failure| format!(", {failure}")).unwrap_or_default();
         println!("[{name}] {failed} of {seeds} seeds fail; under weak memory {failed_weak}{first_weak}");
         let wanted = expected.get(name).ok_or_else(|| format!("{list} has no step '{name}'"))?;
@@ -241,9 +246,40 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("    - x {report}   NOT SEEN");
             differs = true;
         }
-        right.extend(right_kernels(&project, name, &ptx)?);
+        right.extend(right_kernels(project, name, &ptx)?);
+        left.remove(name);
+    }
+    for name in left {
+        println!("[{name}] NOT RUN");
+        differs = true;
     }
     println!("{} kernels with all results of the oracle, without check mode:", right.len());
     right.iter().for_each(|kernel| println!("  {kernel}"));
     if differs { Err(format!("the reports are not those of {list}").into()) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_of_the_list_that_does_not_run_is_a_difference() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+        let project = Project { run: |_| Ok(Vec::new()), check: CheckConfig::default() };
+        std::fs::write(path("kernels.ptx"), ".version 8.0\n.target sm_90\n.address_size 64\n").unwrap();
+        let step = |name: &str| format!("{name}={}", path("kernels.ptx"));
+        for (list, steps, agrees) in [
+            ("[shipped]\n[repaired]\n", &["shipped", "repaired"][..], true),
+            ("[shipped]\n[repaired]\n", &["shipped"], false),
+            ("[shipped]\n", &[], false),
+            ("", &[], false),
+            ("[shipped]\nreport: a race\n", &["shipped"], false),
+        ] {
+            std::fs::write(path("list.txt"), list).unwrap();
+            let steps: Vec<String> = steps.iter().map(|name| step(name)).collect();
+            let ended = run_steps(&project, &path("list.txt"), &steps);
+            assert_eq!(ended.is_ok(), agrees, "{list:?}, {steps:?}: {ended:?}");
+        }
+    }
 }
