@@ -52,25 +52,32 @@ progress() {
 
 [ -x "$python" ] || python3 -m venv "$work/venv"
 
+# is_of FILE TEXT: whether the file has this text, the packages that it was made of.
+is_of() {
+    [ -f "$1" ] && [ "$(cat "$1")" = "$2" ]
+}
+
 # Downloads nvcc, which compiles all but kernels of Triton. Sets `cuda` to its folder.
 compiler() {
-    [ -x "$work/venv/bin/nvcc-found" ] || {
+    nvcc='nvidia-cuda-nvcc==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-nvvm==13.5.37
+        nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6'
+    is_of "$work/venv/nvcc" "$nvcc" || {
         progress "downloads the compiler, nvcc 13.5.37"
-        "$work/venv/bin/pip" install --quiet \
-            nvidia-cuda-nvcc==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-nvvm==13.5.37 \
-            nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6
-        ln -s "$("$python" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])')/bin/nvcc" \
-            "$work/venv/bin/nvcc-found"
+        # shellcheck disable=SC2086 # One word for each package.
+        "$work/venv/bin/pip" install --quiet $nvcc
+        echo "$nvcc" >"$work/venv/nvcc"
     }
-    cuda=$(dirname "$(dirname "$(readlink "$work/venv/bin/nvcc-found")")")
+    cuda=$("$python" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])')
 }
 
 # The folder of a wheel's files, WORK/NAME, of a package and version.
 wheel() {
-    [ -d "$work/$1" ] || {
+    is_of "$work/$1/package" "$2" || {
         progress "downloads $2"
-        "$work/venv/bin/pip" download --quiet --no-deps -d "$work/wheels" "$2"
-        "$python" -m zipfile -e "$work/wheels/$(echo "${2%%=*}" | tr - _)"-*.whl "$work/$1.part"
+        rm -rf "${work:?}/$1" "$work/$1.part" "$work/$1.wheel"
+        "$work/venv/bin/pip" download --quiet --no-deps -d "$work/$1.wheel" "$2"
+        "$python" -m zipfile -e "$work/$1.wheel"/*.whl "$work/$1.part"
+        echo "$2" >"$work/$1.part/package"
         mv "$work/$1.part" "$work/$1"
     }
 }
@@ -78,7 +85,8 @@ wheel() {
 # Compiles CUTLASS's kernels with tensor cores.
 cutlass() {
     compiler
-    [ -f "$work/cutlass.ptx" ] && [ "$work/cutlass.ptx" -nt "$here/cutlass_gemm.cu" ] || {
+    # Versions and flags are those of this file.
+    [ "$work/cutlass.ptx" -nt "$here/cutlass_gemm.cu" ] && [ "$work/cutlass.ptx" -nt "$here/check.sh" ] || {
         progress "compiles kernels of CUTLASS"
         "$cuda/bin/nvcc" -std=c++17 -arch=sm_80 -ptx -w --expt-relaxed-constexpr "-I$cuda/include/cccl" \
             "-I$work/flashinfer/flashinfer/data/cutlass/include" -o "$work/cutlass.ptx.part" \

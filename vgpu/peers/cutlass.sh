@@ -5,19 +5,32 @@
 #
 #   vgpu/peers/cutlass.sh WORK CHECKOUT
 #
-# WORK keeps what is downloaded and compiled. CHECKOUT is a work tree of CUTLASS (7107b05).
+# WORK keeps what is downloaded and compiled; it is made anew where this file, which has the
+# versions and the flags, or the source is newer. CHECKOUT is a work tree of CUTLASS (7107b05).
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 usage='usage: cutlass.sh WORK CHECKOUT'
 mkdir -p "${1:?$usage}"
 work=$(cd "$1" && pwd)
 checkout=$(cd "${2:?$usage}" && pwd)
+git -C "$checkout" diff --quiet 7107b05 -- include || {
+    echo "cutlass.sh: $checkout/include is not that of CUTLASS 7107b05" >&2
+    exit 2
+}
 
-[ -d "$work/venv" ] || {
+# newer FILE THAN..: whether FILE is there, and newer than each of the others.
+newer() {
+    file=$1
+    shift
+    for than; do [ "$file" -nt "$than" ] || return 1; done
+}
+
+newer "$work/venv/installed" "$here/cutlass.sh" || {
     python3 -m venv "$work/venv"
     "$work/venv/bin/pip" install --quiet \
         nvidia-cuda-nvcc==13.5.37 nvidia-cuda-crt==13.5.37 nvidia-nvvm==13.5.37 \
         nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6
+    touch "$work/venv/installed"
 }
 cuda=$("$work/venv/bin/python" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])')
 
@@ -30,16 +43,19 @@ for name in libcuda.so libcuda.so.1; do
 done
 export LD_LIBRARY_PATH="$work/lib"
 
-# compile SOURCE FLAG..
+# compile NAME SUFFIX FLAG..
 compile() {
-    source=$1
-    shift
-    "$cuda/bin/nvcc" -std=c++17 -w --expt-relaxed-constexpr "-I$cuda/include/cccl" "-I$checkout/include" \
-        -DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL=1 -DCLUSTER_M=2 -DCLUSTER_N=1 "$@" "$here/$source.cu"
+    made=$work/$1.$2 source=$here/$1.cu
+    shift 2
+    newer "$made" "$source" "$here/cutlass.sh" || {
+        "$cuda/bin/nvcc" -std=c++17 -w --expt-relaxed-constexpr "-I$cuda/include/cccl" "-I$checkout/include" \
+            -DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL=1 -DCLUSTER_M=2 -DCLUSTER_N=1 "$@" -o "$made.part" "$source"
+        mv "$made.part" "$made"
+    }
 }
 for program in cutlass cutlass_grouped; do
-    [ -f "$work/$program.ptx" ] || compile $program -arch=sm_90a -ptx -lineinfo -o "$work/$program.ptx"
-    [ -f "$work/$program.o" ] || compile $program -arch=compute_90a -c -o "$work/$program.o"
+    compile $program ptx -arch=sm_90a -ptx -lineinfo
+    compile $program o -arch=compute_90a -c
     g++ -o "$work/$program" "$work/$program.o" "-L$work/lib" -lcuda "$cuda/lib/libcudart_static.a" -ldl -lrt -lpthread
 done
 
