@@ -18,6 +18,20 @@ use crate::output;
 const COUNTS: [u64; 3] = [1, 1000, 1 << 18];
 /// Bytes of the all-reduce that is timed.
 const TIMED_BYTES: u64 = 64 << 20;
+/// The reason of aborts.
+const WANTED: &str = "the check wants it so";
+const UNNOTICED: &str = "NCCL reported nothing within the deadline, so the communicator was aborted";
+
+/// The error that a stage must meet.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Expected {
+    /// A deadline's, once it has passed.
+    Deadline,
+    /// That of an abort for the reason [`WANTED`].
+    Abort,
+    /// One that NCCL reports.
+    Nccl,
+}
 
 /// Runs the stages of the rank's act; `folder` gets the watchdog's dumps.
 pub fn run(rank: &Rank, folder: &Path) -> Result<()> {
@@ -69,18 +83,29 @@ impl Rank {
         }
     }
 
-    /// An error that must come, with how long it took; it has to have come within the deadline and
+    /// The error that must come, with how long it took; it has to have come within the deadline and
     /// the time to close.
-    fn expect_error<T>(
+    pub(super) fn expect_error<T>(
         &self,
         what: &str,
         start: Instant,
         outcome: Result<T, epoxide::Error>,
+        expected: Expected,
     ) -> Result<String> {
         let took = start.elapsed();
         let Err(error) = outcome else {
             return Err(CommandError::failed(format!("{what} has worked, without its peer")));
         };
+        let is_expected = match expected {
+            Expected::Deadline => matches!(error, epoxide::Error::Group { .. }) && took >= self.deadline,
+            Expected::Abort => error.to_string().contains(WANTED),
+            Expected::Nccl => matches!(error, epoxide::Error::Nccl { .. }),
+        };
+        if !is_expected {
+            return Err(CommandError::failed(format!(
+                "{what} failed after {took:.1?}, but not by what is meant, {expected:?}: {error}"
+            )));
+        }
         let most = self.deadline + Config::default().close_timeout;
         if took > most {
             return Err(CommandError::failed(format!(
@@ -198,7 +223,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         let id = epoxide_nccl::UniqueId::new(&rank.library)?;
         let start = Instant::now();
         let made = Communicator::new(&rank.library, &rank.device, &id, 0, all, config);
-        rank.expect_error("creation", start, made)
+        rank.expect_error("creation", start, made, Expected::Deadline)
     })?;
     rank.stage("abort of a creation whose peer never comes", all, || {
         if rank.rank != 0 {
@@ -208,12 +233,8 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         let made = Communicator::start(&rank.library, &rank.device, &id, 0, all, rank.config("lonely"))?;
         std::thread::sleep(Duration::from_millis(500));
         let start = Instant::now();
-        made.abort("the check wants it so")?;
-        let error = rank.expect_error("wait_ready", start, made.wait_ready())?;
-        if !error.contains("the check wants it so") {
-            return Err(CommandError::failed(format!("the reason is lost: {error}")));
-        }
-        Ok(error)
+        made.abort(WANTED)?;
+        rank.expect_error("wait_ready", start, made.wait_ready(), Expected::Abort)
     })?;
     rank.stage("operation whose peer never comes, with a watchdog", all, || {
         // The deadline is for the operation: joining takes what it takes, and so does the first
@@ -232,7 +253,8 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         let (stream, tensor) = rank.small()?;
         let start = Instant::now();
         let work = made.all_reduce(&tensor, ReduceOp::Sum, &stream);
-        let outcome = rank.expect_error("all_reduce", start, work.and_then(|work| work.wait()));
+        let ended = work.and_then(|work| work.wait());
+        let outcome = rank.expect_error("all_reduce", start, ended, Expected::Deadline);
         rank.store.set("watched/done", b"")?;
         let text = std::fs::read_to_string(folder.join("debug_info_0"))
             .map_err(|error| CommandError::failed(format!("the watchdog's dump: {error}")))?;
@@ -258,10 +280,10 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
                 scope.spawn(|| made.all_reduce(&tensor, ReduceOp::Sum, &stream).and_then(|work| work.wait()));
             std::thread::sleep(Duration::from_millis(500));
             let start = Instant::now();
-            made.abort("the check wants it so")?;
+            made.abort(WANTED)?;
             let ended =
                 working.join().map_err(|_| CommandError::failed("the thread that waited has panicked"))?;
-            rank.expect_error("all_reduce", start, ended)
+            rank.expect_error("all_reduce", start, ended, Expected::Abort)
         });
         rank.store.set("aborted/done", b"")?;
         tensor.to_host::<f32>(&stream)?;
@@ -294,15 +316,21 @@ fn killed(rank: &Rank) -> Result<()> {
     rank.stage("a peer is killed", survivors, || {
         let (stream, tensor) = rank.small()?;
         let start = Instant::now();
-        let started = communicator.all_reduce(&tensor, ReduceOp::Sum, &stream);
-        let outcome = started.and_then(|work| {
+        let detail = match communicator.all_reduce(&tensor, ReduceOp::Sum, &stream) {
             // The communicator's own deadline is longer: this is about what NCCL notices.
-            if work.wait_timeout(rank.deadline) { work.wait() } else { Err(given_up(&communicator)) }
-        });
-        let error = rank.expect_error("all_reduce", start, outcome)?;
+            Ok(work) if !work.wait_timeout(rank.deadline) => {
+                // As a watchdog would.
+                communicator.abort(UNNOTICED)?;
+                format!("{:.2} s: {}", start.elapsed().as_secs_f64(), unnoticed(rank.act)?)
+            }
+            started => {
+                let ended = started.and_then(|work| work.wait());
+                rank.expect_error("all_reduce", start, ended, Expected::Nccl)?
+            }
+        };
         // The kernel has left the stream, and the device works.
         tensor.to_host::<f32>(&stream)?;
-        Ok(error)
+        Ok(detail)
     })?;
     rank.stage("a new communicator of the survivors", survivors, || {
         let config = rank.config("survivors");
@@ -320,13 +348,11 @@ fn killed(rank: &Rank) -> Result<()> {
     })
 }
 
-/// NCCL has not noticed: aborts, as a watchdog would, and reports that.
-fn given_up(communicator: &Communicator) -> epoxide::Error {
-    let reason = "NCCL reported nothing within the deadline, so the communicator was aborted";
-    match communicator.abort(reason) {
-        Ok(()) => {
-            epoxide::Error::Unavailable { what: "an error of NCCL's threads".into(), reason: reason.into() }
-        }
-        Err(error) => error,
+/// The report where the deadline ended the wait for a killed peer: a failure over sockets, by which
+/// NCCL sees a peer's end.
+pub(super) fn unnoticed(act: Act) -> Result<&'static str> {
+    match act {
+        Act::KilledOverSockets => Err(CommandError::failed(UNNOTICED)),
+        _ => Ok(UNNOTICED),
     }
 }

@@ -4,8 +4,24 @@ use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::{HashStore, Store};
 use epoxide_testing::{alone, fake_nccl, tier};
 
+use super::stages::Expected;
 use super::*;
 use crate::testing::parse;
+
+/// A rank beside the fake libnccl.
+fn fake_rank(rank: u32, size: u32, store: &Arc<dyn Store>, deadline: Duration) -> Rank {
+    Rank {
+        rank,
+        size,
+        act: Act::Together,
+        store: store.clone(),
+        library: Library::open(fake_nccl::built(&[])).unwrap(),
+        device: VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() }),
+        deadline,
+        timeout: Duration::from_secs(120),
+        die: || {},
+    }
+}
 
 #[test]
 fn the_stages_pass_where_all_is_well() {
@@ -24,23 +40,12 @@ fn the_stages_pass_where_all_is_well() {
         return;
     }
     let dumps = PathBuf::from(std::env::var_os(DEBUG_INFO_FILE).unwrap());
-    let library = Library::open(fake_nccl::built(&[])).unwrap();
     let store: Arc<dyn Store> = Arc::new(HashStore::new());
     const SIZE: u32 = 3;
     std::thread::scope(|scope| {
         let start = |rank| {
-            let rank = Rank {
-                rank,
-                size: SIZE,
-                act: Act::Together,
-                store: store.clone(),
-                library: library.clone(),
-                device: VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() }),
-                // The first operation with that deadline has to end before it.
-                deadline: Duration::from_secs(4),
-                timeout: Duration::from_secs(120),
-                die: || {},
-            };
+            // The first operation with that deadline has to end before it.
+            let rank = fake_rank(rank, SIZE, &store, Duration::from_secs(4));
             let folder = dumps.parent().unwrap();
             scope.spawn(move || stages::run(&rank, folder))
         };
@@ -49,6 +54,53 @@ fn the_stages_pass_where_all_is_well() {
             ended.join().unwrap().unwrap();
         }
     });
+}
+
+#[test]
+fn a_killed_peer_must_be_noticed_over_sockets() {
+    assert!(stages::unnoticed(Act::Killed).is_ok());
+    assert!(stages::unnoticed(Act::KilledOverSockets).is_err());
+}
+
+#[test]
+fn a_stage_that_must_fail_takes_no_other_error() {
+    let store: Arc<dyn Store> = Arc::new(HashStore::new());
+    let rank = fake_rank(0, 2, &store, Duration::from_secs(60));
+    let group = |reason: &str| epoxide::Error::Group {
+        group: "all".into(),
+        rank: 0,
+        operation: "create",
+        sequence: 0,
+        peers: Vec::new(),
+        reason: reason.into(),
+    };
+    let nccl = epoxide::Error::Nccl {
+        call: "ncclCommInitRank",
+        code: 2,
+        name: "unhandled system error".into(),
+        detail: String::new(),
+    };
+    let late = Instant::now().checked_sub(rank.deadline).unwrap();
+    let expect = |start, error: &epoxide::Error, expected| {
+        rank.expect_error("a call", start, Err::<(), _>(error.clone()), expected)
+    };
+    assert!(expect(late, &group("too late"), Expected::Deadline).is_ok());
+    assert!(expect(late, &group("aborted: the check wants it so"), Expected::Abort).is_ok());
+    assert!(expect(Instant::now(), &nccl, Expected::Nccl).is_ok());
+    for (start, error, expected) in [
+        // Long before the deadline.
+        (Instant::now(), &group("too late"), Expected::Deadline),
+        (late, &nccl, Expected::Deadline),
+        (late, &group("another reason"), Expected::Abort),
+        (late, &group("too late"), Expected::Nccl),
+    ] {
+        let message = expect(start, error, expected).unwrap_err().message.unwrap();
+        assert!(
+            message.contains("not by what is meant") && message.contains(&error.to_string()),
+            "{message}"
+        );
+    }
+    assert!(rank.expect_error("a call", late, Ok(()), Expected::Deadline).is_err());
 }
 
 #[test]
