@@ -61,10 +61,10 @@ impl Type {
     fn bytes(self, text: &str) -> Result<Vec<u8>> {
         let integer = || -> Result<i128> {
             let (sign, digits) = text.strip_prefix('-').map_or((1, text), |digits| (-1, digits));
-            let value = match digits.strip_prefix("0x") {
-                Some(digits) => i128::from_str_radix(digits, 16),
-                None => digits.parse(),
-            };
+            let (radix, digits) = digits.strip_prefix("0x").map_or((10, digits), |digits| (16, digits));
+            // Digits have no sign of their own, which the conversion would take.
+            ensure!(!digits.starts_with(['-', '+']), "'{text}' is no integer");
+            let value = i128::from_str_radix(digits, radix);
             Ok(sign * value.with_context(|| format!("'{text}' is no integer"))?)
         };
         let float = || text.parse::<f64>().with_context(|| format!("'{text}' is no number"));
@@ -140,6 +140,9 @@ impl Type {
         }
     }
 }
+
+/// Most bytes of a buffer.
+const MOST_BYTES: usize = 1 << 36;
 
 /// The first contents of a buffer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -258,21 +261,24 @@ impl Buffer {
     /// Reads, counts or draws the contents.
     ///
     /// # Errors
-    /// The file cannot be read, or has fewer or more bytes than the buffer.
+    /// The file cannot be read, or has fewer or more bytes than the buffer; or this machine has no
+    /// room for the buffer.
     pub fn fill(&self) -> Result<Filled> {
         let size = self.ty.size();
         let count = self.count.unwrap_or(0);
-        let len = count.checked_mul(size).filter(|len| *len < 1 << 40);
-        let len = len.with_context(|| format!("a buffer of {count} numbers is too large"))?;
-        let each = |number: &dyn Fn(u64) -> Vec<u8>| (0..count as u64).flat_map(number).collect::<Vec<u8>>();
-        let bytes = match &self.contents {
+        let too_large = || format!("a buffer of {count} numbers is too large");
+        let len = count.checked_mul(size).filter(|len| *len <= MOST_BYTES).with_context(too_large)?;
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(len).with_context(too_large)?;
+        let mut each = |number: &dyn Fn(u64) -> Vec<u8>| bytes.extend((0..count as u64).flat_map(number));
+        match &self.contents {
             Contents::Unwritten => return Ok(Filled { len, bytes: None }),
-            Contents::Zero => vec![0; len],
+            Contents::Zero => bytes.resize(len, 0),
             Contents::Iota => each(&|i| self.ty.whole(i)),
             Contents::Random(seed) => each(&|i| self.ty.random(mix(seed.wrapping_mul(0x9e37_79b9) ^ mix(i)))),
             Contents::Fill(number) => each(&|_| number.clone()),
-            Contents::File(path) => self.read(path)?,
-        };
+            Contents::File(path) => bytes = self.read(path)?,
+        }
         Ok(Filled { len: bytes.len(), bytes: Some(bytes) })
     }
 
@@ -347,6 +353,12 @@ mod tests {
             ("int:5", "'int' is no type: there are u8, i8"),
             ("u8:256", "does not fit"),
             ("u32:x", "no integer"),
+            ("i32:--5", "no integer"),
+            ("i32:-+5", "no integer"),
+            ("i32:0x-5", "no integer"),
+            ("i32:-0x-5", "no integer"),
+            ("i32:--170141183460469231731687303715884105728", "no integer"),
+            ("i32:-170141183460469231731687303715884105728", "no integer"),
             ("f32:x", "no number"),
             ("buf:f32", "needs a count"),
             ("buf:f32:x", "no count"),
@@ -358,6 +370,19 @@ mod tests {
         ] {
             let found = format!("{:#}", text.parse::<Argument>().unwrap_err());
             assert!(found.contains(error), "{text}: {found}");
+        }
+    }
+
+    #[test]
+    fn buffers_that_no_machine_has_room_for_are_refused() {
+        for contents in ["", "=zero", "=iota", "=random", "=fill(1)", "=@file"] {
+            for shape in ["u8:1000000000000", "f64:18446744073709551615"] {
+                let Argument::Buffer(buffer) = format!("buf:{shape}{contents}").parse().unwrap() else {
+                    panic!("{shape}{contents}")
+                };
+                let error = buffer.fill().map(drop).unwrap_err().to_string();
+                assert!(error.contains("is too large"), "{shape}{contents}: {error}");
+            }
         }
     }
 }

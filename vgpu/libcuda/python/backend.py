@@ -2,7 +2,7 @@
 
 The library is called through ctypes, so one wheel is for all versions of Python 3. Nothing but
 Python and cargo is needed: `pip wheel .`, or `pip install .`. A library that is built already is
-taken with `pip wheel --config-settings library=FILE .`.
+taken with `pip wheel --config-settings library=FILE .`, where FILE is an absolute path.
 """
 
 import base64
@@ -34,11 +34,13 @@ def _library():
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    built = (config_settings or {}).get("library")
+    if built and not pathlib.Path(built).is_absolute():
+        raise RuntimeError(f"library={built}: must be an absolute path, since pip builds in another folder")
     version = _cargo("pkgid")[0].rsplit("@", 1)[1]
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     tag = f"py3-none-{platform}"
     info = f"{NAME}-{version}.dist-info"
-    built = (config_settings or {}).get("library")
     library = pathlib.Path(built) if built else _library()
     files = {
         f"{NAME}/__init__.py": (HERE / NAME / "__init__.py").read_bytes(),
