@@ -501,6 +501,12 @@ impl Options {
                 name => options.names.push(name.to_owned()),
             }
         }
+        let programs = PROGRAMS.concat();
+        let is_unknown = |name: &&String| !programs.iter().any(|program| program.contains(name.as_str()));
+        if let Some(name) = options.names.iter().find(is_unknown) {
+            let known = programs.join(", ");
+            return Err(format!("no program has '{name}' in its name: there are {known}").into());
+        }
         Ok(options)
     }
 
@@ -571,6 +577,11 @@ fn main() -> Result<()> {
     let times = |default: usize| options.runs.unwrap_or(default).max(1);
     let fast = if options.check { vec![] } else { measure(&options, Mode::Fast, times(40))? };
     let checked = if options.fast { vec![] } else { measure(&options, Mode::Check, times(5))? };
+    if fast.is_empty() && checked.is_empty() {
+        let why =
+            "--fast and --check exclude each other, and DeepEP's dispatch needs --deepep without --check";
+        return Err(format!("no program is measured: {why}").into());
+    }
     let side = |runs: &[Run]| {
         let [best, median] = rates(runs);
         format!("{:>11} {best:>9.2} {median:>7.2}", runs[0].warp_instructions)
