@@ -23,6 +23,7 @@ use epoxide_testing::roundtrip::{Case, Weights};
 use crate::baseline::Nccl;
 use crate::by_expert::ByExpert;
 use crate::counts::{RankCounts, TokenCounts};
+use crate::hold::{Hold, LIMIT};
 use crate::measure::made;
 use crate::measured::{RankResult, Times};
 use crate::puts::Poster;
@@ -45,6 +46,8 @@ pub(crate) fn measure(
     // First of all, so that a missing library is reported before anything is made.
     let nccl = plan.baseline.map(|Baseline::Nccl| Nccl::join(device, group)).transpose()?;
     let stream = Stream::new(device)?;
+    // All ranks meet behind it, before any kernel waits for another rank.
+    let hold = plan.baseline.map(|_| Hold::new(device, LIMIT)).transpose()?;
     let topology = plan.topology;
     let mut options = Options::new(plan.shape())
         .config(plan.config(plan.num_sms[0])?)
@@ -67,6 +70,7 @@ pub(crate) fn measure(
     let mode = HighThroughput::new(plan, Rank::with(group.clone(), stream, buffer))?;
     let stream = mode.rig.stream.clone();
     let mut script = Script::new(plan, group, &stream, watch, mode)?;
+    script.hold = hold;
     let whole = plan.effort == Effort::Whole;
     if whole {
         script.doing("every bit against the oracle");
@@ -253,7 +257,7 @@ impl Mode for HighThroughput {
     type Buffer = Buffer;
 
     const FRONT: Front<'static> = Front::EmptiedCaches;
-    const FRONT_OF_PAIRS: Front<'static> = Front::EmptiedCaches;
+    const FRONT_OF_PAIRS: Front<'static> = Front::Held;
 
     fn buffer(&mut self) -> &mut Buffer {
         &mut self.rig.buffer

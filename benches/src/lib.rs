@@ -13,6 +13,7 @@ pub mod counts;
 mod estimate;
 pub mod figures;
 mod high_throughput;
+mod hold;
 mod low_latency;
 pub mod measure;
 pub mod measured;

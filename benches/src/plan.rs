@@ -27,9 +27,8 @@ use crate::{Error, Result};
 /// Longest wait for a peer: the ranks of a virtual GPU share few processors.
 pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Pairs of high throughput in one timed chain. Few: NCCL is launched call by call. Each launch
-/// takes the host about as long as the smallest calls take a device. It has to be done while the L2
-/// cache is emptied in front of them.
+/// Pairs of high throughput in one timed chain. Few: NCCL is launched call by call, and a kernel
+/// holds the device until the host has enqueued the chain.
 pub(crate) const CHAIN: u32 = 4;
 /// Fewest multiprocessors of a cached dispatch across nodes.
 const FEWEST_SMS_ACROSS: u32 = 4;

@@ -9,6 +9,7 @@ use epoxide::group::ProcessGroup;
 use epoxide::internal::Instruments;
 use epoxide::{Error, Result};
 
+use crate::hold::Hold;
 use crate::measured::{PhaseTimes, Samples, Times, TracedCall, WireCount};
 use crate::results::PhaseName;
 use crate::{Effort, Plan, TIMEOUT, Watch};
@@ -72,6 +73,9 @@ pub(crate) enum Front<'f> {
     EmptiedCaches,
     /// The same behind a call.
     Behind(&'f dyn Fn() -> Result<()>),
+    /// The same as `EmptiedCaches`, behind a kernel that holds the device until the host has enqueued
+    /// the round. There is none without [`Script::hold`].
+    Held,
 }
 
 /// One rank's measurement.
@@ -83,6 +87,8 @@ pub(crate) struct Script<'a, M> {
     pub traced: Vec<TracedCall>,
     /// Memory that is written to empty the L2 cache.
     pub flush: Option<Memory>,
+    /// Holds rounds back, for [`Front::Held`].
+    pub hold: Option<Hold>,
     watch: &'a dyn Watch,
 }
 
@@ -98,7 +104,7 @@ impl<'a, M: Mode> Script<'a, M> {
         let alloc = || Memory::alloc(stream.device(), plan.flush_mib << 20, MemoryKind::Device, "L2 flush");
         let flush = empties.then(alloc).transpose()?;
         let (group, stream) = (group.clone(), stream.clone());
-        Ok(Script { plan, group, stream, mode, traced: Vec::new(), flush, watch })
+        Ok(Script { plan, group, stream, mode, traced: Vec::new(), flush, hold: None, watch })
     }
 
     /// Reports the current work.
@@ -121,7 +127,7 @@ impl<'a, M: Mode> Script<'a, M> {
     fn empty_cache(&self, front: Front<'_>, round: u32) -> Result<()> {
         match (front, &self.flush) {
             // SAFETY: the memory lives as long as the script, which waits for the stream.
-            (Front::EmptiedCaches | Front::Behind(_), Some(flush)) => unsafe {
+            (Front::EmptiedCaches | Front::Held | Front::Behind(_), Some(flush)) => unsafe {
                 self.stream.fill(flush.ptr(), round as u8, flush.bytes())
             },
             _ => Ok(()),
@@ -133,7 +139,7 @@ impl<'a, M: Mode> Script<'a, M> {
         match front {
             Front::Nothing => Ok(()),
             Front::Hosts => self.group.barrier(TIMEOUT),
-            Front::Devices | Front::EmptiedCaches | Front::Behind(_) => self.mode.barrier(),
+            Front::Devices | Front::EmptiedCaches | Front::Held | Front::Behind(_) => self.mode.barrier(),
         }
     }
 
@@ -157,6 +163,9 @@ impl<'a, M: Mode> Script<'a, M> {
             if let Front::Behind(call) = front {
                 call()?;
             }
+            if let (Front::Held, Some(hold)) = (front, &self.hold) {
+                hold.enqueue(&self.stream)?;
+            }
             self.empty_cache(front, round)?;
             self.align(front)?;
             let begins = round == 0 || !matches!(front, Front::Nothing);
@@ -169,6 +178,9 @@ impl<'a, M: Mode> Script<'a, M> {
                 call(self, at)?;
                 events[end].record(&self.stream)?;
                 ends.push(end);
+            }
+            if let Some(hold) = &self.hold {
+                hold.release();
             }
             if matches!(front, Front::Hosts) {
                 self.stream.synchronize()?;
@@ -319,5 +331,69 @@ impl<'a, M: Mode> Script<'a, M> {
             }
         }
         self.mode.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use epoxide::group::run_threads;
+    use epoxide::throughput::Buffer;
+
+    use super::*;
+    use crate::tests::{open, plan};
+
+    /// A mode without calls of its own.
+    struct Bare;
+
+    impl Mode for Bare {
+        type Buffer = Buffer;
+
+        const FRONT: Front<'static> = Front::Nothing;
+        const FRONT_OF_PAIRS: Front<'static> = Front::Held;
+
+        fn buffer(&mut self) -> &mut Buffer {
+            unreachable!("no phase is timed")
+        }
+
+        fn check(&self) -> Result<()> {
+            Ok(())
+        }
+
+        fn verify(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        fn call(&mut self, _: PhaseName) -> Result<()> {
+            Ok(())
+        }
+
+        fn traced(&mut self, _: &[PhaseName], _: u32) -> Result<()> {
+            Ok(())
+        }
+
+        fn pairs(&mut self, _: u32) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_held_round_begins_once_the_host_has_enqueued_it() {
+        let plan = plan("");
+        let ran = run_threads(1, TIMEOUT, |rank, group| {
+            let device = open(rank)?;
+            let stream = Arc::new(Stream::new(&device)?);
+            let mut script = Script::new(&plan, &group, &stream, &(), Bare)?;
+            script.hold = Some(Hold::new(&device, Duration::from_secs(3600))?);
+            script.chains(Front::Held, [1, 2], 4, |script| {
+                let event = Event::timed(&device)?;
+                event.record(&script.stream)?;
+                std::thread::sleep(Duration::from_millis(5));
+                assert!(!event.is_done()?);
+                Ok(())
+            })
+        });
+        assert_eq!(ran.map_err(|failure| failure.error).unwrap()[0].len(), 2);
     }
 }

@@ -112,7 +112,7 @@ impl Script<'_, HighThroughput> {
             .zip(back_to_back)
             .map(|((name, calls), back_to_back)| PhaseTimes { back_to_back, ..PhaseTimes::new(name, calls) });
         let pairs = |_: &mut Self| (0..CHAIN).try_for_each(|_| whole());
-        let pair = self.chains(Front::EmptiedCaches, self.plan.repetitions(), CHAIN, pairs)?;
+        let pair = self.chains(Front::Held, self.plan.repetitions(), CHAIN, pairs)?;
         exchange.check()?;
         // No rank frees memory that another rank may still access.
         self.settle(way)?;
