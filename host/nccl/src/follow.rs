@@ -39,9 +39,13 @@ impl Core {
     pub fn poll(self: &Arc<Core>, operation: &InFlight) -> Option<Result<()>> {
         match operation.progress() {
             Progress::Ended(result) => return Some(result),
+            // A kernel that leaves because of an abort ends its event as well. NCCL gets an abort
+            // behind the phase.
             Progress::Enqueued(event) => match event.is_done() {
-                Ok(false) => {}
-                Ok(true) => return Some(self.end_operation(operation, Ok(()))),
+                Ok(true) if !matches!(self.phase(), Phase::Aborted(_)) => {
+                    return Some(self.end_operation(operation, Ok(())));
+                }
+                Ok(_) => {}
                 Err(error) => return Some(self.end_operation(operation, Err(self.fail(error)))),
             },
             Progress::Enqueuing => {}

@@ -71,6 +71,8 @@ fn survivors_shrink_and_go_on() {
 #[test]
 fn survivors_of_different_calls_shrink() {
     threads(3, options(PATIENCE), |world| {
+        // A rank that left before it was seen has not joined yet, as far as the others know.
+        world.barrier(PATIENCE).unwrap();
         let rank = world.rank();
         match rank {
             // Fails while it makes a group from this one, and rank 1 in another call.

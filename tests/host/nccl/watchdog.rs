@@ -96,6 +96,27 @@ fn aborts_operations_that_hang_on_the_device_and_dumps() {
     });
 }
 
+/// NCCL's kernels leave at an abort, and the events behind them are done.
+#[test]
+fn an_operation_that_an_abort_ends_has_no_result() {
+    let fake = Fake::new();
+    let machine = ManualGpus::new(1);
+    let hooks = Hooks { executor: Executor::Manual(machine), ..Hooks::default() };
+    let device = VirtualGpu::new(VirtConfig { hooks, ..VirtConfig::default() });
+    let communicator = Communicator::new(&fake.library, &device, &fake.id(), 0, 1, patient()).unwrap();
+    let (stream, data) = tensor(&device, &[1.0]);
+    // The device does not reach the work in front of the operation's event before the abort.
+    // SAFETY: the tensor's four bytes, which stay until the stream is synchronised.
+    unsafe { stream.fill(data.ptr(), 0, 4) }.unwrap();
+    let work = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
+    communicator.abort("the job ends").unwrap();
+    stream.synchronize().unwrap();
+    let error = work.wait().unwrap_err();
+    assert!(reason(&error).contains("the job ends"), "{error}");
+    drop(communicator);
+    fake.assert_clean();
+}
+
 #[test]
 fn aborts_operations_that_hang_in_a_call_of_nccl() {
     with_folder("nccl::watchdog::aborts_operations_that_hang_in_a_call_of_nccl", |folder| {
