@@ -18,7 +18,7 @@ const DIRECTORY: &str = "EPOXIDE_VGPU_COVERAGE";
 /// Executed instructions of the kernels of all devices of this process.
 struct Record {
     directory: PathBuf,
-    /// Tells this process from all others, those with the same number included.
+    /// Distinguishes this process from all others, also from those with the same number.
     process: String,
     kernels: Mutex<HashMap<(String, u64), Vec<bool>>>,
 }
@@ -30,7 +30,7 @@ static RECORD: LazyLock<Option<Record>> = LazyLock::new(|| {
     Some(Record { directory: directory.into(), process, kernels: Mutex::default() })
 });
 
-/// Turns on coverage for a kernel, if the environment asks for it.
+/// Turns on coverage for a kernel, if the environment enables it.
 pub(crate) fn prepare(kernel: &Kernel) {
     if RECORD.is_some() {
         kernel.record_coverage();
@@ -72,7 +72,7 @@ fn merge(all: &mut [bool], new: &[bool]) -> bool {
     changed
 }
 
-/// Writes a file that others see as a whole or not at all.
+/// Writes a file atomically: readers find all of it or none.
 fn replace(directory: &Path, file: &str, text: &str) -> std::io::Result<()> {
     std::fs::create_dir_all(directory)?;
     let partial = directory.join(format!("{file}.partial"));

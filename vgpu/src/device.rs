@@ -61,7 +61,7 @@ impl Output {
     }
 
     pub(crate) fn print(&self, text: &[u8]) {
-        // The return value of the call says nothing of the writer, so there is nobody to tell.
+        // An error of the writer is dropped, because the call has no result for it.
         let _ = match &self.0 {
             Some(writer) => writer.lock().unwrap_or_else(PoisonError::into_inner).write_all(text),
             None => std::io::stdout().lock().write_all(text),

@@ -4,9 +4,9 @@
 //! [`Path`] as far as they are given, takes the first alternative from there on, and notes what the
 //! others were. The next run takes the next alternative of the last choice that has one.
 //!
-//! A step is an instruction that others may notice, with the thread's own computations behind it.
-//! Without a bound, schedules that differ in the order of independent steps alone are explored once
-//! (sleep sets). With a bound, all schedules with so few preemptions are.
+//! A step is an instruction whose effect other threads may observe, with the thread's own
+//! computations behind it. Without a bound, schedules that differ in the order of independent steps
+//! alone are explored once (sleep sets). With a bound, all schedules with so few preemptions are.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -102,7 +102,7 @@ struct Trail {
     step: Footprint,
     /// The program did not do the same after the same choices.
     differs: bool,
-    /// Loads see the last writes: nothing else can happen, and a store reaches others in the end.
+    /// Loads return the last writes: nothing else can happen, and stores become visible in the end.
     fresh: bool,
     /// Choices of a schedule that is replayed.
     given: Vec<u32>,
@@ -243,7 +243,7 @@ impl Path {
         self.trail().value(2) == 1
     }
 
-    /// Whether a load sees an older value.
+    /// Whether a load returns an older value.
     pub(crate) fn sees_older(&self) -> bool {
         let mut trail = self.trail();
         !trail.fresh && trail.value(2) == 1
@@ -261,7 +261,7 @@ impl Path {
         self.trail().stepped(everything);
     }
 
-    /// Whether loads see the last writes from here on.
+    /// Sets whether loads return the last writes from here on.
     pub(crate) fn set_fresh(&self, fresh: bool) {
         self.trail().fresh = fresh;
     }
@@ -280,8 +280,8 @@ pub enum Coverage {
     RunsSpent(Option<u32>),
     /// A run failed, and ended the exploration.
     Failed,
-    /// The program did not do the same after the same choices, so that nothing can be said. It
-    /// depends on addresses, on the host or on time.
+    /// The program did not do the same after the same choices, so the exploration has no result.
+    /// The program depends on addresses, on the host or on time.
     Unrepeatable,
 }
 
@@ -339,13 +339,13 @@ pub struct Explored<E> {
 }
 
 /// An exploration of all schedules of a small program, and in weak-memory mode of all values that
-/// its loads may see.
+/// its loads may return.
 ///
 /// The program is a function that runs a [`Machine`](crate::Machine), and it must do the same
 /// whenever its machine does. It is called once for each schedule. Its error ends the exploration.
 ///
 /// All blocks that fit are resident from the start, the lanes of a warp run in step as far as the
-/// program lets them, and a copy moves as a whole: other behaviour of these kinds is left to seeds.
+/// program allows, and a copy moves as a whole: other behaviour of these kinds is left to seeds.
 ///
 /// ```
 /// use epoxide_vgpu::{Explore, GridConfig, Machine, MachineError, Module};
@@ -383,7 +383,7 @@ pub struct Explore {
     runs: u64,
 }
 
-/// Runs of an exploration, unless it says otherwise.
+/// The default limit of runs of an exploration.
 const RUNS: u64 = 100_000;
 
 impl Default for Explore {

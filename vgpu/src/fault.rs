@@ -89,7 +89,7 @@ pub enum LaunchError {
     TooManyThreads {
         /// Kernel name.
         kernel: String,
-        /// Threads asked for.
+        /// Requested threads.
         threads: u64,
         /// Limit (`.maxntid`, or 1024).
         max: u32,
@@ -101,7 +101,7 @@ pub enum LaunchError {
         kernel: String,
         /// Shape demanded.
         required: [u32; 3],
-        /// Shape asked for.
+        /// Requested shape.
         block: [u32; 3],
     },
     /// A cluster of blocks that the grid, the kernel or the device does not allow.
@@ -123,7 +123,7 @@ pub enum LaunchError {
         kernel: String,
         /// Bytes of static shared variables.
         static_bytes: u32,
-        /// Dynamic bytes asked for.
+        /// Requested dynamic bytes.
         dynamic_bytes: u32,
         /// Device limit in bytes.
         max: u32,
@@ -439,11 +439,11 @@ pub struct Race {
     pub other: Party,
     /// The synchronisation that would have ordered the two.
     pub missing: String,
-    /// The synchronisation that was seen between the two, from the earlier access to the later.
+    /// The synchronisation that was observed between the two, from the earlier access to the later.
     /// Without one: the last reads of the later access's block.
     pub attempts: Vec<Attempt>,
-    /// The parts of the order that are missing, where the checker knows them: those of the flag that
-    /// comes closest to ordering the two.
+    /// The parts of the order that are missing, where the checker finds them: those of the flag
+    /// that comes closest to ordering the two.
     pub gaps: Vec<Gap>,
     /// [`Class::Corrupts`], [`Class::Model`] or [`Class::Proxy`].
     pub class: Class,

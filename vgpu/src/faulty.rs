@@ -2,8 +2,9 @@
 //!
 //! `EPOXIDE_VGPU_FAULTY` names a folder with the files `sound.ptx` and `faulty.ptx`, which have the
 //! same number of lines. A program that loads the text of the first gets the kernels of the second,
-//! so that its tests show whether they notice. The same holds for a part of the text: some of its
-//! kernels, with empty lines for the others. Other PTX is loaded as it is. For development only.
+//! which shows whether its tests detect the fault. The same holds for a part of the text: some of
+//! its kernels, with empty lines for the others. Other PTX is loaded as it is. For development
+//! only.
 
 use std::borrow::Cow;
 use std::path::PathBuf;

@@ -173,7 +173,7 @@ fn product(a: Parts, b: Parts) -> Parts {
     }
 }
 
-/// The sum. If it has too many bits, the last bit tells whether there are more, so that a later
+/// The sum. If it has too many bits, the last bit is set for any that are cut off, so that a later
 /// rounding is the only one.
 fn sum(a: Parts, b: Parts, mode: Round) -> Parts {
     use Parts::{Finite, Infinite, Nan};
@@ -302,7 +302,7 @@ pub(crate) fn from_int(v: i128, to: Format, mode: Round) -> u64 {
 /// Rounds to an integer and clamps it to `min..=max`.
 pub(crate) fn to_int(v: f64, mode: Round, min: i128, max: i128) -> i128 {
     let r = round_to_integer(v, mode);
-    // `as` saturates, and every range asked for lies inside of i128.
+    // `as` saturates, and every requested range lies inside of i128.
     (r as i128).clamp(min, max)
 }
 
@@ -520,7 +520,7 @@ pub(crate) fn narrow_ftz(v: f64, mode: Round) -> f32 {
 pub(crate) const SCALE: f32 = 18_446_744_073_709_551_616.0;
 
 /// `.ftz` for a result that rounds to the smallest normal number. `scaled` is the same result,
-/// [`SCALE`] times as large; it tells whether the result is as large when rounded with all its
+/// [`SCALE`] times as large; it shows whether the result is as large when rounded with all its
 /// digits.
 #[inline(always)]
 pub(crate) fn flush_tiny(v: f32, scaled: impl FnOnce() -> f32) -> f32 {

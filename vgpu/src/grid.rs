@@ -486,8 +486,8 @@ impl Grid {
     }
 
     /// Assumes that lanes which have not read the clock at `now_ns` wait without a deadline.
-    /// [`Grid::has_read_the_clock`] counts them again once they have read the clock. `now_ns` is
-    /// the value for which that function was asked: by a later one all lanes would be late.
+    /// [`Grid::has_read_the_clock`] counts them again once they have read the clock. `now_ns` must
+    /// be the argument of that call: all lanes would be late for a later value.
     pub fn expect_no_more_readings(&mut self, now_ns: u64) {
         for warp in self.blocks.iter_mut().flat_map(|block| &mut block.warps) {
             warp.clock_readers &= !warp.behind_the_clock(now_ns);
@@ -660,8 +660,8 @@ impl Grid {
                         self.progress_at = self.stats.warp_instructions;
                         return Ok(Progress::Spinning);
                     }
-                    // Several at a time: all of them have to find out that they wait before the
-                    // next ones come.
+                    // Several at a time, because all resident blocks must have begun to wait before
+                    // the next ones start.
                     let most = (u64::from(self.resident) - self.blocks.len() as u64)
                         / u64::from(self.clusters.size());
                     for _ in 0..=self.rng.below(most) {
@@ -711,10 +711,10 @@ impl Grid {
         }
     }
 
-    /// No warp of the grid can run: looks for clusters, mostly of one block, whose warps all wait at
-    /// barriers, on mbarriers and for the other warps of a warpgroup. Only the cluster itself could
-    /// complete these. If it is found twice in the same state, nothing ever will. True when one was
-    /// found for the first time.
+    /// No warp of the grid can run: searches for clusters, mostly of one block, whose warps all
+    /// wait at barriers, on mbarriers and for the other warps of a warpgroup. Only the cluster
+    /// itself could complete these waits. A cluster that is found twice in the same state never
+    /// will. True when a cluster was found for the first time.
     fn may_be_stalled(&mut self) -> Result<bool, Box<Fault>> {
         let mut first = false;
         let size = self.clusters.size() as usize;
@@ -747,8 +747,8 @@ impl Grid {
         pc.checked_sub(1).filter(|&before| matches!(op(before), Some(Op::Mbar { .. })))
     }
 
-    /// A hash of the registers and places of a block of which every warp waits at a barrier or for
-    /// a warpgroup, or has just looked at an mbarrier. `None` where a warp does not.
+    /// A hash of the registers and places of a block whose warps all wait at a barrier or for a
+    /// warpgroup, or have just tested an mbarrier. `None` for other blocks.
     fn waits_for_itself(&self, block: &Block) -> Option<u64> {
         if block.state.is_copying() || block.polled_memory + 1 == self.epoch {
             return None;
@@ -1054,7 +1054,7 @@ impl Grid {
         Ok(moved)
     }
 
-    /// Tells the checks of the progress of a block's copies.
+    /// Reports the progress of a block's copies to the checks.
     fn note_landed(&mut self, slot: u32) {
         let landed = std::mem::take(&mut self.blocks[slot as usize].state.landed);
         if !landed.is_empty() && !self.resting.warps.is_empty() {
@@ -1134,7 +1134,7 @@ impl Grid {
         self.fault_at(at, pc, None, FaultKind::Deadlock(self.stuck_report()))
     }
 
-    /// The reports behind which the grid went on without check mode ([`DeviceConfig::collect`]).
+    /// The reports after which the grid continued without check mode ([`DeviceConfig::collect`]).
     #[must_use]
     pub fn collected(&self) -> &[Report] {
         self.collected.all()

@@ -310,7 +310,8 @@ pub(crate) struct Access {
     pub(crate) signed: bool,
     /// The elements are the halves of one value of 128 bits, which is read and written whole.
     pub(crate) whole: bool,
-    /// The program promises that nobody writes the memory while the kernel runs (`ld.global.nc`).
+    /// The program guarantees that the memory is not written while the kernel runs
+    /// (`ld.global.nc`).
     pub(crate) read_only: bool,
     pub(crate) regs: [u32; 4],
 }
@@ -888,7 +889,7 @@ pub(crate) enum Op {
 }
 
 impl Op {
-    /// A step of an exploration: others may notice when it is executed.
+    /// Whether it is a step of an exploration: others may observe when it is executed.
     pub(crate) fn is_step(&self) -> bool {
         match self {
             // These order what their own thread does.
@@ -899,8 +900,7 @@ impl Op {
         }
     }
 
-    /// It is arithmetic, a branch, or a weak access: others learn nothing of what was stored
-    /// before.
+    /// Whether it is arithmetic, a branch, or a weak access: it publishes no earlier store.
     pub(crate) fn is_weak(&self) -> bool {
         match self {
             Op::Ld(access) | Op::St(access) => access.sem == Sem::Weak,
@@ -909,7 +909,8 @@ impl Op {
         }
     }
 
-    /// It accesses memory that others can see, or meets, waits for or orders other lanes.
+    /// Whether it accesses memory that others can access, or meets, waits for or orders other
+    /// lanes.
     pub(crate) fn concerns_others(&self) -> bool {
         match self {
             Op::Ld(access) | Op::St(access) => !matches!(access.space, Space::Local | Space::Param),

@@ -72,7 +72,7 @@ pub enum MachineError {
         /// The names of those that are there.
         known: String,
     },
-    /// The length of a variable is no multiple of the numbers that it was asked for in.
+    /// The length of a variable is no multiple of the size of the requested numbers.
     #[error("variable '{variable}' has {bytes} bytes, which are no whole numbers of {each} bytes")]
     VariableBytes {
         /// Name of the variable.
@@ -225,8 +225,8 @@ impl<T: Number> Array<T> {
         self.len == 0
     }
 
-    /// Copies it to the host. Numbers that nothing has written are poison; [`Array::written`] tells
-    /// which.
+    /// Copies it to the host. Numbers that nothing has written are poison; [`Array::written`]
+    /// returns which are written.
     ///
     /// # Errors
     /// In check mode, a race with a kernel that has not ended, or that a fault has stopped.
@@ -249,8 +249,8 @@ impl<T: Number> Array<T> {
         Ok(bytes.chunks_exact(size_of::<T>()).map(T::get).collect())
     }
 
-    /// Whether something has written all bytes of each number. Its contents say nothing of the
-    /// others. Known in check mode and under weak memory: in other modes all are true.
+    /// Whether something has written all bytes of each number. Unwritten numbers are poison.
+    /// Tracked in check mode and under weak memory: in other modes all are true.
     #[must_use]
     pub fn written(&self) -> Vec<bool> {
         let bytes = self.memory.written(self.addr(), (self.len * size_of::<T>()) as u64);
@@ -354,7 +354,7 @@ pub struct Machine {
     longest_turn: u64,
     /// The choices of an exploration.
     path: Option<Path>,
-    /// The faults that have ended runs, and without check mode those that kernels went on behind.
+    /// The faults that ended runs and, without check mode, those behind which kernels continued.
     faults: Vec<Report>,
 }
 
@@ -397,8 +397,8 @@ impl Machine {
         Machine::with_config(devices, seeded(seed), Some(check))
     }
 
-    /// A machine of devices with this configuration, in check mode if `check` says what to check.
-    /// Its clock is virtual, whatever the configuration's is.
+    /// A machine of devices with this configuration, in check mode if `check` is given. Its clock
+    /// is virtual, whatever the configuration's is.
     #[must_use]
     pub fn with_config(devices: usize, config: DeviceConfig, check: Option<CheckConfig>) -> Machine {
         let seed = config.schedule_seed.unwrap_or(0);
@@ -719,7 +719,7 @@ impl Machine {
         }
     }
 
-    /// Runs all kernels as the choices of `path` say.
+    /// Runs all kernels by the choices of `path`.
     fn run_explored(&mut self, path: &Path) -> Result<(), MachineError> {
         let (mut stuck_ns, mut jump_ns) = (0, FIRST_JUMP_NS);
         let mut current = None;
@@ -811,7 +811,7 @@ impl Machine {
 
 /// The outcome of a device's turn.
 enum Turn {
-    /// Something that others can see, or a warp computed.
+    /// Something visible to others has changed, or a warp computed.
     Changed,
     ChangedNothing,
     /// All warps have polled since the last change.

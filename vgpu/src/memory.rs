@@ -318,8 +318,8 @@ struct AddressSpace {
     checker: Option<Checker>,
     /// Contents of fresh memory.
     poison: u64,
-    /// `.global`/`.const` variables of each module, by module id; made at the first launch
-    /// or look at a variable.
+    /// `.global`/`.const` variables of each module, by module id; made at the first launch or
+    /// access to a variable.
     globals: Mutex<HashMap<u64, Arc<Region>>>,
 }
 
@@ -414,7 +414,7 @@ impl Memory {
         self.shared.poison
     }
 
-    /// Tells devices apart.
+    /// Identifies the device.
     pub(crate) fn id(&self) -> u64 {
         Arc::as_ptr(&self.shared) as u64
     }
@@ -641,7 +641,7 @@ impl Memory {
     }
 
     /// Enters a mapping into the table. `filled`: its contents count as written, if this is the
-    /// first mapping of its file that the checker sees.
+    /// checker's first mapping of the file.
     fn enter(
         &self,
         Fresh { mapping, fd, backing }: Fresh,
@@ -771,9 +771,9 @@ impl Memory {
     }
 
     /// The instruction that has last written the byte at `addr`, and the memory that its block has
-    /// read, with the last writes there: lines for the report of a wrong value. Where no kernel has
-    /// written the byte last, the writes of the nearest words. `None` without a checker, or without
-    /// any such write.
+    /// read, with the last writes there: lines for the report of a wrong value. If no kernel has
+    /// written the byte last, returns the writes of the nearest words. `None` without a checker, or
+    /// without any such write.
     #[must_use]
     pub fn origin(&self, addr: u64) -> Option<String> {
         let found = self.snapshot().find(addr, 1)?;
@@ -897,8 +897,8 @@ impl Region {
         &self.label
     }
 
-    /// Leaves the memory out of all checks: others access it in ways that no checker sees, such as
-    /// another process or plain host code.
+    /// Leaves the memory out of all checks: others access it in ways that the checker does not
+    /// track, such as another process or plain host code.
     pub fn hide(&self) {
         self.with_shadow(|shadow| shadow.hidden = true);
     }

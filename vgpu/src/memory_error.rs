@@ -12,7 +12,7 @@ pub enum MemoryError {
     /// The device's memory limit would be exceeded.
     #[error("out of device memory: {requested} bytes requested, {available} available")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Requested bytes.
         requested: u64,
         /// Bytes left under the limit.
         available: u64,
@@ -35,7 +35,7 @@ pub enum MemoryError {
         /// Alignment needed, in bytes.
         align: u64,
     },
-    /// The file descriptor is smaller than the mapping asked for.
+    /// The file descriptor is smaller than the requested mapping.
     #[error("the imported file holds {actual} bytes, {wanted} were announced")]
     ImportTooSmall {
         /// Bytes announced by the caller.

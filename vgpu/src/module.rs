@@ -28,7 +28,7 @@ pub struct Module {
     globals: Option<Arc<Globals>>,
 }
 
-/// A number that tells modules apart.
+/// A number that identifies a module.
 fn next_id() -> u64 {
     static NEXT_ID: AtomicU64 = AtomicU64::new(0);
     NEXT_ID.fetch_add(1, Ordering::Relaxed)

@@ -127,7 +127,7 @@ mod tests {
             wanted.copy_within(from..from + bytes, to);
             let mut one = start.clone();
             let p = one.as_mut_ptr();
-            // SAFETY: both ranges lie in the vector of 48 bytes, which nobody else accesses.
+            // SAFETY: both ranges lie in the vector of 48 bytes, which no other thread accesses.
             unsafe { copy(p.add(from), p.add(to), bytes) };
             assert_eq!(one, wanted, "{bytes} bytes from {from} to {to}");
 

@@ -53,7 +53,7 @@ pub fn for_each_seed(n: u64, run: impl FnMut(u64)) {
 
 fn run_seeds(n: u64, only: Option<u64>, mut run: impl FnMut(u64), report: impl Fn(String)) {
     for seed in only.map_or(0..n, |seed| seed..seed + 1) {
-        // The panic propagates, so no code sees half-done state.
+        // The panic propagates, so no code uses half-done state.
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(seed))) {
             report(format!("failed with seed {seed}; {VARIABLE}={seed} replays it"));
             resume_unwind(panic);

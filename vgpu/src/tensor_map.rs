@@ -73,7 +73,7 @@ pub struct PixelTensor<'a> {
 
 /// Types of elements of a tensor, by the numbers of the driver API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)] // The names say it.
+#[allow(missing_docs)] // The names are the documentation.
 pub enum ElementType {
     U8,
     U16,
@@ -377,10 +377,10 @@ pub(crate) fn is_of_pixels(words: &[u64]) -> bool {
 /// A field of a tensor map in memory, which `tensormap.replace` writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Field {
-    /// As [`address_word`] has it.
+    /// In the format of [`address_word`].
     Address,
     Rank,
-    /// As [`ElementType::byte`] has it.
+    /// In the format of [`ElementType::byte`].
     Element,
     /// 1 where loads round to tf32. It stays where another type replaces tf32, as on an H200.
     Rounds,
@@ -644,7 +644,7 @@ impl Tensor {
         self.rows().saturating_mul(self.pitch())
     }
 
-    /// Checks the coordinates of a box. An H200 answers others with an illegal instruction.
+    /// Checks the coordinates of a box. An H200 reports an illegal instruction for others.
     pub(crate) fn check_coordinates(
         &self,
         coordinates: &[i32; MOST_DIMENSIONS],

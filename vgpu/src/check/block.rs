@@ -56,7 +56,7 @@ impl Lane {
     fn acquire(&mut self, chain: u64, past: &CausalPast) {
         match self.acquired.iter_mut().find(|h| h.chain == chain) {
             Some(last) if last.past.same(past) => {
-                // A lane that polls looks at these pasts at each turn: one is faster than several.
+                // A polling lane compares these pasts at each poll: one is faster than several.
                 if !last.joined {
                     last.joined = true;
                     self.past.join(past);
@@ -134,7 +134,7 @@ pub(super) struct Poll {
     changes: u64,
 }
 
-/// Such reads that a warp remembers, by their instructions and first lanes.
+/// Recorded reads of a warp, by their instructions and first lanes.
 const POLLS: usize = 16;
 
 impl Poll {
@@ -484,13 +484,13 @@ impl BlockCheck {
         self.warps[warp as usize].polls[poll.index()].as_ref() == Some(poll)
     }
 
-    /// Whether the causal pasts and the tick of a warp are those at a read that it remembers.
+    /// Whether the causal pasts and the tick of a warp are those at a recorded read.
     pub(super) fn is_as_at(&self, warp: u32, poll: &Poll) -> bool {
         let Warp { tick, changes, .. } = self.warps[warp as usize];
         (tick, changes) == (poll.tick, poll.changes)
     }
 
-    /// Remembers that a read changes nothing.
+    /// Records a read that changes nothing.
     pub(super) fn remember(&mut self, warp: u32, poll: Poll) {
         self.warps[warp as usize].polls[poll.index()] = Some(poll);
     }
@@ -1026,7 +1026,7 @@ mod tests {
             release.past.all.includes(lane(0, 5), met) && !release.past.all.includes(lane(0, 5), met + 1)
         );
         assert!(release.past.all.includes(lane(0, 3), met + 1), "its own accesses behind the meeting");
-        // Half of the warp meets again: the others learn nothing.
+        // Half of the warp synchronises again: the other half acquires nothing.
         b.sync_warp(0, 0xffff);
         let again = b.tick(0) - 1;
         assert_eq!(known(&mut b, 0, 3, lane(0, 5)), again);

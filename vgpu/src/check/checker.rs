@@ -16,7 +16,7 @@ pub struct CheckConfig {
     /// Report races and reads of unwritten memory. If false, such accesses have the results that
     /// the memory model allows.
     pub races: bool,
-    /// Weak memory: a read that may see an older value sometimes does, drawn from this seed. So a
+    /// Weak memory: this seed draws the reads that return an older value where they may. So a
     /// missing fence shows as a wrong result as well.
     pub weak_memory: Option<u64>,
     /// Report block barriers for all threads that some warps wait at and others end without, which
@@ -203,8 +203,8 @@ impl Checker {
 }
 
 /// Synchronises the calling thread with other threads. Call it before and after a barrier or a
-/// message that no checker sees. The thread publishes its causal past and acquires those that
-/// others have published. Does nothing for a thread without work under a checker.
+/// message that the checker does not track. The thread publishes its causal past and acquires those
+/// that others have published. Does nothing for a thread without work under a checker.
 pub fn host_meets() {
     let Some(checker) = WATCHED_BY.with_borrow(Clone::clone) else { return };
     let mut world = checker.world();

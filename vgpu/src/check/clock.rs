@@ -10,9 +10,9 @@
 //!
 //! Clocks are compared and joined at every barrier and every acquire, and are mostly equal. So a
 //! clock is a tree whose parts are shared, by grid and by block. Equal parts are the same
-//! allocation, and a join looks only into parts that differ. The clocks of the lanes of a block keep
-//! what they know of their own block beside the tree, because barriers and mbarriers change that
-//! alone ([`VectorClock::keep_apart`]).
+//! allocation, and a join visits only parts that differ. The clocks of the lanes of a block keep
+//! the entries of their own block beside the tree, because barriers and mbarriers change only these
+//! ([`VectorClock::keep_apart`]).
 
 use std::cell::RefCell;
 use std::cmp::Ordering;
@@ -535,8 +535,7 @@ impl VectorClock {
     }
 
     /// Whether tick `tick` of `key` is included, by an entry of its own, of its warp or of its
-    /// block.
-    /// The end of its grid is the caller's to look for.
+    /// block. The caller must check for the end of its grid.
     pub(crate) fn includes(&self, key: Key, tick: u32) -> bool {
         if is_timeline(key) {
             return self.timeline(key) >= tick;
@@ -545,8 +544,8 @@ impl VectorClock {
         self.own(key).is_some_and(includes) || self.part(key).is_some_and(includes)
     }
 
-    /// How many lanes of the warp `key` are included up to tick `tick`. The end of their grid is
-    /// the caller's to look for.
+    /// How many lanes of the warp `key` are included up to tick `tick`. The caller must check for
+    /// the end of their grid.
     pub(crate) fn passed(&self, key: Key, tick: u32) -> Passed {
         let passed =
             |part: Option<&BlockPart>| part.map_or(Passed::None, |part| part.passed_by(key as Within, tick));
@@ -561,7 +560,7 @@ impl VectorClock {
         self.own.as_ref().is_some_and(|own| own.block >> 20 == Key::from(grid_of(key)))
     }
 
-    /// Learns `key` up to `tick`.
+    /// Includes `key` up to `tick`.
     pub(crate) fn raise(&mut self, key: Key, tick: u32) {
         if self.includes(key, tick) {
             return;

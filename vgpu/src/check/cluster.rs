@@ -43,7 +43,7 @@ impl<'a> Peers<'a> {
         self.other(address).unwrap_or(own)
     }
 
-    /// The same as [`Peers::of`], to look at.
+    /// The same as [`Peers::of`], to read.
     pub(super) fn at<'b>(&'b self, own: &'b BlockCheck, address: u64) -> &'b BlockCheck {
         if !self.is_remote(address) {
             return own;

@@ -148,7 +148,7 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
     {
         gaps.push(gap(Side::Writer, GapKind::NarrowFence, Some(scope), at_release()));
     }
-    // A copy is not behind its instruction: another part of the report says what it lacks.
+    // A copy is not behind its instruction: another part of the report names what is missing.
     if first && !other.how.late && covered == Some(false) && gaps.is_empty() {
         let kind = if theirs == by { GapKind::AheadOfAccess } else { GapKind::Uncovered };
         gaps.push(gap(Side::Writer, kind, None, at_release()));
@@ -185,8 +185,8 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
     gaps
 }
 
-/// How far a flag is from an order between the two accesses. Flags whose release covers another
-/// access than the earlier one are mostly meant for that.
+/// How far a flag is from an order between the two accesses. A flag whose release does not cover
+/// the earlier access is mostly meant for another access.
 fn distance(gaps: Option<&[Gap]>) -> usize {
     let weight = |gap: &Gap| match gap.kind {
         GapKind::AheadOfAccess | GapKind::Uncovered => 3,

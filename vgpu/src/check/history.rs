@@ -115,7 +115,7 @@ struct Sights {
     /// Numbers of the latest and of the oldest, or [`NONE`].
     latest: u8,
     oldest: u8,
-    /// Where a read is looked for first, by its instruction and lane.
+    /// The first entry to search for a read, by its instruction and lane.
     hints: [u8; HINTS],
 }
 

@@ -25,7 +25,7 @@ use crate::explore::Touch;
 use crate::fault::FaultKind;
 use crate::ir::{Fence, Order, Scope, Sem};
 
-/// Where an access goes: memory that is watched.
+/// The location of an access in memory that is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Place {
     Global {
@@ -160,7 +160,7 @@ pub(crate) struct Repeated {
 /// Watches the warp that runs. Without checks it is `()`, whose methods are empty and cost nothing.
 pub(crate) trait Hooks {
     const ON: bool;
-    /// Loads may see older values.
+    /// Loads may return older values.
     fn weak_memory(&self) -> bool {
         false
     }
@@ -176,7 +176,7 @@ pub(crate) trait Hooks {
     fn repeats(&mut self, _: &mut [Option<Repeated>], _pc: u32, _: Sem, _: Scope) -> bool {
         false
     }
-    /// The schedule and what loads see are choices of an exploration.
+    /// The schedule and the values of loads are choices of an exploration.
     fn is_explored(&self) -> bool {
         false
     }
@@ -184,8 +184,8 @@ pub(crate) trait Hooks {
     fn defers_load(&mut self) -> bool {
         false
     }
-    /// The older value that a load sees instead, if it does, with that of the 8 bytes behind it
-    /// where they are read at once.
+    /// The older value that a load returns instead, if any. Includes the 8 bytes behind it where
+    /// they are read at once.
     fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<[u64; 2]> {
         None
     }
@@ -352,15 +352,15 @@ impl CheckHooks<'_> {
             shadow.take(grids, at, bytes, &begin).all.into_iter().for_each(|(lane, v)| found.note(lane, v));
             shadow.read_only(grids, at, bytes, &begin);
         }
-        // In weak-memory mode it may see something else.
+        // In weak-memory mode the read may return an older value.
         if how.strong.is_some() && !weak_memory && found.may_observe {
             shadow.saw(grids, at, bytes, &who);
         }
         Some(found)
     }
 
-    /// A strong read of one element as its warp remembers it. None where it may draw, or is watched
-    /// for other purposes.
+    /// The record of a strong read of one element. None where the read may draw from the seed, or
+    /// is checked for other purposes.
     fn poll(&self, place: Place, part: Part, pc: u32, how: How) -> Option<Poll> {
         if how.strong.is_none() || part.row || self.weak_memory() || self.world.path.is_some() {
             return None;
@@ -374,7 +374,7 @@ impl CheckHooks<'_> {
         Some(self.block.poll(self.warp, pc, (place, part.lanes, part.size), stamps))
     }
 
-    /// The shadow of memory whose reads are remembered, and the offset in it.
+    /// The shadow of memory whose reads are recorded, and the offset in it.
     fn polled(&self, place: Place) -> Option<(&Shadow, u64)> {
         match place {
             Place::Global { shadow, offset } => Some((self.world.shadows.get(shadow as usize)?, offset)),
@@ -418,7 +418,7 @@ impl CheckHooks<'_> {
         (strong, if self.world.config.races { found.all } else { vec![] })
     }
 
-    /// Tells an exploration what the step at hand accesses.
+    /// Records in an exploration what the current step accesses.
     fn touch(&self, place: Place, bytes: u64, write: bool) {
         let Some(path) = &self.world.path else { return };
         // Shared memory is a block's own.

@@ -1,4 +1,4 @@
-//! Check mode: finds accesses that rely on an order which the memory model does not promise.
+//! Check mode: finds accesses that rely on an order which the memory model does not guarantee.
 //!
 //! Happens-before is tracked with vector clocks, after the PTX memory model (PTX ISA, "Memory
 //! Consistency Model"). Edges come only from morally strong release and acquire patterns, fences,
@@ -32,7 +32,7 @@
 //! | `checker.rs` | the public interface |
 //! | `stores.rs` | counts of stored bytes and of loads, for tests |
 //! | `hash.rs` | maps with small keys |
-//! | `history.rs` | recent synchronisation, for the part of a report on what was seen |
+//! | `history.rs` | recent synchronisation, for the synchronisation that a report lists |
 //! | `gaps.rs` | the fences, scopes and barriers that a race lacks |
 //! | `report.rs` | reports as text |
 //! | `causes.rs` | reports grouped by their causes |

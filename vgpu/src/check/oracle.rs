@@ -281,7 +281,7 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
     });
 }
 
-/// Where a row of lanes is found settled, no lane may see an older value in its element.
+/// If a row of lanes is found settled, no lane may read an older value of its element.
 #[test]
 fn settled_rows_have_no_older_values() {
     let grids = Grids::default();

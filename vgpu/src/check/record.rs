@@ -22,7 +22,7 @@ pub(crate) struct Record {
     pub(crate) row: Row,
 }
 
-/// Tells which lane accessed which byte, where the lanes of a warp access consecutive elements.
+/// Maps bytes to lanes where the lanes of a warp access consecutive elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Row(u8);
 
@@ -175,7 +175,7 @@ pub(super) enum Order {
 pub(crate) struct Accessor<'a> {
     pub(crate) record: Record,
     /// The lane's own key. Its causal past need not include its own accesses. Bulk copies have no
-    /// such key. That of the warp, where several lanes access.
+    /// such key. Where several lanes access, it is the key of the warp.
     pub(crate) own: Key,
     pub(crate) view: PastView<'a>,
     /// For a bulk copy: the generic accesses that it may rely on.

@@ -37,7 +37,7 @@ pub(crate) struct Releases {
 /// The release patterns of a location.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Patterns {
-    /// Those that a read of its last write observes.
+    /// Releases that a read of its last write observes.
     pub(crate) last: Vec<Release>,
     /// Releases that a read of the write before observes. A reader of an older value acquires what
     /// was released with that value.

@@ -240,7 +240,7 @@ fn writer(grids: &Grids, &Strong { by, pc, sem, scope, rmw, .. }: &Strong, me: K
     party(grids, manner, by, pc, me)
 }
 
-/// `gaps`: those of this step, where they were looked for.
+/// `gaps`: the gaps of this step, where they were computed.
 fn read_attempt(grids: &Grids, step: &Step, me: Key, gaps: Option<&[Gap]>) -> Attempt {
     let Step { read: Sight { by, pc, sem, scope, .. }, write } = *step;
     let acquires = sem.acquires();
@@ -387,7 +387,7 @@ const MOST_EARLIER: usize = 64;
 
 /// The part of a report about an order between two accesses.
 struct Order {
-    /// The synchronisation that was seen, with the step at which it failed.
+    /// The observed synchronisation, with the step at which it failed.
     attempts: Vec<Attempt>,
     gaps: Vec<Gap>,
     /// The assumption under which the race would be none.
@@ -559,7 +559,7 @@ fn line_of(world: &World, actor: Key, pc: u32) -> String {
     format!("kernel '{}' at {source}", facts.kernel.name)
 }
 
-/// Tells instructions of kernels apart.
+/// Identifies an instruction of a kernel.
 fn instruction(world: &World, actor: Key, pc: u32) -> Option<(*const Kernel, u32)> {
     Some((Arc::as_ptr(&world.grids.facts(actor)?.kernel), pc))
 }
@@ -568,9 +568,9 @@ fn instruction(world: &World, actor: Key, pc: u32) -> Option<(*const Kernel, u32
 const MOST_SOURCES: usize = 8;
 
 /// The last write of a byte by a kernel, and the global memory that its block has read, with the
-/// last writes there. The reads of the writer's warp come first, the latest first of all. Where no
-/// kernel has written the byte last, the same of the kernels' writes of the nearest words: an add
-/// that is missing leaves none. `None` without any.
+/// last writes there. The reads of the writer's warp come first, the latest first of all. If no
+/// kernel has written the byte last, returns the same for the writes of the nearest words, because
+/// a missing add leaves no write. `None` without any.
 pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> {
     let memory = world.shadows.get(shadow as usize)?;
     let (mut text, write) = match memory.last_write(offset) {

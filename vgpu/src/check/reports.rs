@@ -130,7 +130,7 @@ impl ReportPlace {
 }
 
 /// A report that was collected: the first occurrence at a pair of lines, and how many there were.
-/// [`ReportPlace::is_same_line`] says which lines are the same.
+/// [`ReportPlace::is_same_line`] defines which lines are the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// The first occurrence.

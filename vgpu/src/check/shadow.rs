@@ -18,7 +18,7 @@ use super::word::{Fine, Histories, History, Id, Noted, Stamp, UNTOUCHED};
 const PAGE: u64 = 4096;
 const WORDS: usize = PAGE as usize / 4;
 
-/// How far a report looks for written words around an unwritten one, in bytes.
+/// How far a report searches for written words around an unwritten one, in bytes.
 const NEAR: u64 = 1 << 16;
 
 /// Stands for the number of a history where a word is split.
@@ -30,7 +30,7 @@ struct Page {
     words: Box<[Id]>,
     /// The histories of the bytes of split words. Allocated with the first split word.
     bytes: Option<Box<[Id]>>,
-    /// The words before their last writes, where histories say so ([`History::before`]).
+    /// The words before their last writes, where [`History::before`] is set.
     before: Option<Box<[u32]>>,
 }
 
@@ -271,7 +271,7 @@ impl Noting {
     }
 }
 
-/// For writes that nothing shall see the values before of.
+/// For writes whose old values no load may return.
 pub(super) const NOT_KEPT: Option<fn(u64) -> u32> = None;
 
 /// Names the byte at an offset of a piece of memory, such as `ready[3]`.
@@ -307,8 +307,8 @@ impl Default for Shadow {
 }
 
 impl Shadow {
-    /// The shadow of untouched memory. `filled`: memory that was filled before the checker saw it,
-    /// where bytes without a seen write count as written.
+    /// The shadow of untouched memory. `filled`: memory that was filled before the checker tracked
+    /// it, where bytes without a recorded write count as written.
     pub(crate) fn new(hidden: bool, filled: bool) -> Self {
         let (histories, later) = (Histories::new(filled), Later::default());
         Self { pages: vec![], histories, later, hidden, names: None, origin: None }
@@ -511,7 +511,7 @@ impl Shadow {
 
     /// Notes a write of `bytes` bytes at `at`. Returns the lanes whose bytes held a strong write,
     /// or 1 for an actor that is no lane, and the violations. Weak writes of equal values do no
-    /// harm, so `unchanged` tells whether a word of memory already holds the written value.
+    /// harm, so `unchanged` returns whether a word of memory already holds the written value.
     /// `before` gives the old value of the written bytes of a word, if they are to be kept.
     pub(crate) fn write(
         &mut self,
@@ -578,9 +578,9 @@ impl Shadow {
     }
 
     /// The value before the last write of a range, as little-endian words, if a reader may still
-    /// see it. A reader may if the write is not in its past, and it does not come after a strong
-    /// read of the write. None unless that holds for every byte, and a single write wrote all
-    /// bytes.
+    /// read it. That is so if the write is not in the reader's past, and the reader does not come
+    /// after a strong read of the write. None unless that holds for every byte, and a single write
+    /// wrote all bytes.
     pub(crate) fn stale(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Option<[u32; 4]> {
         if self.hidden || bytes > 16 {
             return None;
@@ -614,8 +614,8 @@ impl Shadow {
         Some(values)
     }
 
-    /// Whether a reader sees the last write of every byte of a range: [`Shadow::stale`] gives
-    /// nothing for any part of it. False may also mean that it was not found out.
+    /// Whether a reader observes the last write of every byte of a range: [`Shadow::stale`] returns
+    /// `None` for each part of it. False may also mean undecided.
     pub(crate) fn is_settled(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> bool {
         if self.hidden {
             return true;
@@ -723,7 +723,7 @@ impl Shadow {
         all
     }
 
-    /// Forgets all accesses of a range: it counts as unwritten.
+    /// Discards all accesses of a range: it counts as unwritten.
     pub(crate) fn renew(&mut self, at: u64, bytes: u64) {
         let mut unwritten = None;
         self.runs(at, bytes, |histories, mut run| {

@@ -47,8 +47,7 @@ pub struct Loaded {
     pub loads: u64,
 }
 
-/// Counts by grid, block within it, piece of memory and offset, from the time when they are asked
-/// for.
+/// Counts since [`Counts::count`], by grid, block within it, piece of memory and offset.
 #[derive(Debug, Default)]
 pub(crate) struct Counts(Option<HashMap<(u32, u32, u32, u64), u64>>);
 

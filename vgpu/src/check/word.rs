@@ -58,7 +58,7 @@ impl Seen {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Readers {
     all: Vec<Record>,
-    /// With more than this, those are looked for that need not be kept.
+    /// Above this number, readers that need not be kept are removed.
     limit: usize,
 }
 
@@ -218,7 +218,7 @@ impl History {
             return Some(Violation::Unwritten);
         }
         let (me, last, old) = (who.record, self.write, self.read);
-        // A write that was observed lets nothing be said of other words that its thread wrote.
+        // An observed write proves nothing about other words that its thread wrote.
         let fine =
             last.actor == 0 || who.gets_on_with(grids, last.actor, &last) || self.is_observed(grids, who);
         if old.actor == 0 {
@@ -305,7 +305,7 @@ impl History {
         self.read_only().iter().any(|r| clock::grid_of(r.actor) == clock::grid_of(actor))
     }
 
-    /// Notes a read by `ld.global.nc` of a kernel that begins as `begin` says.
+    /// Notes a read by `ld.global.nc` of a kernel that begins at `begin`.
     pub(super) fn note_read_only(&mut self, grids: &Grids, begin: &Accessor) {
         let read_only = &mut self.more().read_only;
         read_only.retain(|r| !begin.after_kernel_of(grids, r.actor));
@@ -422,7 +422,7 @@ struct Entry {
 /// Stands for the contents of a history: other contents have another stamp.
 pub(super) type Stamp = u32;
 
-/// The stamp of all histories once there are no more numbers. It says nothing.
+/// The stamp of all histories once there are no more numbers. It identifies no contents.
 const NO_STAMP: Stamp = Stamp::MAX;
 
 /// All histories of a piece of memory.

@@ -322,8 +322,8 @@ impl World {
         let World { shadows, grids, config, .. } = self;
         let shadow = &mut shadows[number as usize];
         let found = if shadow.hidden {
-            // Host writes to hidden memory are not checked: the checker sees no other host accesses
-            // there. Strong host reads are polls.
+            // Host writes to hidden memory are not checked: the checker tracks no other host
+            // accesses there. Strong host reads are polls.
             if write || how.strong.is_some() { None } else { shadow.take(grids, at, bytes, &who).first() }
         } else if write {
             shadow.write(grids, at, bytes, &who, |_| false, NOT_KEPT).1.first()

@@ -2,12 +2,12 @@
 //!
 //! A kernel that has run for a while is compiled as a whole, once for warps all of whose lanes run
 //! and once for others. Compiled code runs from the start of a basic block on, for as long as there
-//! is arithmetic and all lanes branch alike. Without checks it also contains all other instructions:
-//! a load of parameters is an instruction, and the others are calls of the interpreter. It stops
-//! behind such a call after which the same lanes do not simply go on, where the budget of the slice
-//! ends within a block, and where lanes part; with checks in front of every other instruction. The
-//! interpreter goes on from there. Whatever is alive is in the registers of the warp then, so
-//! neither side notices the other, and both count the same instructions.
+//! is arithmetic and all lanes branch alike. Without checks it also contains all other
+//! instructions: a load of parameters is an instruction, and the others are calls of the
+//! interpreter. It stops behind a call that changes the running lanes or their place, where the
+//! budget of the slice ends within a block, and where lanes part; with checks in front of every
+//! other instruction. The interpreter continues from there. All live values are in the registers of
+//! the warp then, so each side can continue the other, and both count the same instructions.
 //!
 //! It needs x86-64 with AVX-512 (F, BW, DQ, VL, CD and VPOPCNTDQ). Elsewhere, and in a process whose
 //! environment has `EPOXIDE_VGPU_COMPILE=0`, everything is interpreted. With
@@ -192,8 +192,8 @@ mod machine {
 
     impl Drop for Code {
         fn drop(&mut self) {
-            // SAFETY: `start` and `bytes` are those of the mapping. Nobody runs the code any more:
-            // whoever does borrows it.
+            // SAFETY: `start` and `bytes` are those of the mapping. No thread runs the code any
+            // more, because every caller borrows it.
             let _ = unsafe { munmap(self.start.cast(), self.bytes) };
         }
     }
@@ -222,7 +222,7 @@ mod machine {
             // SAFETY: a new mapping at a place that the system chooses.
             let start = unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, write, flags) }.ok()?;
             let code_at = Code { start: start.cast(), bytes, entries };
-            // SAFETY: the mapping has room for the code, and nobody else knows it.
+            // SAFETY: the mapping has room for the code, and no other thread has its address.
             unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), code_at.start, code.len()) };
             // SAFETY: as above. From here on it is only read and executed.
             unsafe { mprotect(start, bytes, MprotectFlags::READ | MprotectFlags::EXEC) }.ok()?;

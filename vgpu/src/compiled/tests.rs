@@ -101,7 +101,7 @@ fn interpret(kernel: &Kernel, regs: &mut Regs, mask: u32, range: std::ops::Range
             g => regs.pred[g as usize],
         };
         if guard & mask != 0 {
-            // SAFETY: the constructor of `f` saw that this processor has its instructions.
+            // SAFETY: the constructor of `f` checked that this processor has its instructions.
             unsafe { f(regs, s, mask & guard) };
         }
     }
@@ -143,7 +143,7 @@ fn same_blocks(kernel: &Kernel, rng: &mut Rng, rounds: usize) -> usize {
                         (bits(want.pred[at]), bits(got.pred[at]))
                     }
                 };
-                // The sink is never read, whatever the signature says.
+                // The sink is never read, even if the signature has it as read.
                 if slot != SINK && want != got {
                     let lane = (0..32).find(|&i| want[i] != got[i]).unwrap_or(0);
                     let text: Vec<_> = (start..end).map(|pc| kernel.origin(pc as u32).1).collect();
@@ -562,7 +562,7 @@ fn branching(rng: &mut Rng, accesses: bool) -> String {
             2 => body += "bar.warp.sync 0xffffffff;\n",
             _ => body += "shfl.sync.bfly.b32 %r4, %r4, 1, 31, 0xffffffff;\n",
         }
-        // As often as the lane says.
+        // The number of iterations depends on the lane.
         body += &format!("add.u32 %r9, %r9, 1; and.b32 %r8, %r0, {};\n", rng.below(32));
         body += &format!("setp.lt.u32 %p8, %r9, %r8; @%p8 bra L{part};\n");
         if rng.below(2) == 0 {

@@ -1,9 +1,9 @@
 //! Translates the arithmetic and the branches of a kernel.
 //!
 //! A block of arithmetic is computed for lanes 0 to 15 first and then for lanes 16 to 31, because
-//! no lane looks at another one. So a value of 32 bits is one vector register, one of 64 bits is
-//! two, and a predicate is 16 bits. Values stay in registers within a block; what is alive behind
-//! it is stored at its end. Registers 28 to 31 and the mask registers 1 to 5 are scratch.
+//! no lane reads another lane's values. So a value of 32 bits is one vector register, one of 64
+//! bits is two, and a predicate is 16 bits. Values stay in registers within a block; what is alive
+//! behind it is stored at its end. Registers 28 to 31 and the mask registers 1 to 5 are scratch.
 
 use std::collections::HashMap;
 
@@ -35,7 +35,7 @@ const KEPT: i32 = 0;
 const SAVED: i32 = 8;
 const PREDICATES: i32 = 64;
 
-/// Where [`Surroundings`] has its fields.
+/// Offsets of the fields of [`Surroundings`].
 const REGISTERS: i32 = std::mem::offset_of!(Surroundings, regs) as i32;
 const EXECUTION: i32 = std::mem::offset_of!(Surroundings, execution) as i32;
 const CALL: i32 = std::mem::offset_of!(Surroundings, call) as i32;
@@ -103,7 +103,8 @@ unsafe extern "sysv64" fn call_function(regs: *mut Regs, inst: *const Inst, lane
     let regs = unsafe { &mut *regs };
     // SAFETY: the instructions of a kernel live as long as its compiled code, and do not move.
     if let Op::Alu { f, s, .. } = unsafe { &(*inst).op } {
-        // SAFETY: the constructor of `f` saw that this processor has the instructions that it uses.
+        // SAFETY: the constructor of `f` checked that this processor has the instructions that it
+        // uses.
         unsafe { f(regs, s, lanes) }
     }
 }
@@ -205,7 +206,7 @@ pub(super) fn slots_of(inst: &Inst, sig: &[Sig], part: Part) -> Vec<(Slot, Role)
         }
         _ => return vec![],
     };
-    // A comparison by itself does not look at the predicate that it could be combined with.
+    // A comparison that is not combined with a predicate does not read that slot.
     if matches!(&inst.op, Op::Alu { s, native: Native::Compare(..), .. } if s[5] == 0) {
         all.truncate(4);
     }
@@ -279,7 +280,7 @@ pub(super) fn translate(
         .collect();
     let leave = t.asm.label();
     let mut exits = vec![];
-    // Where the code before goes on.
+    // The label at which the code before continues.
     let mut fall = None;
     for start in (0..n).filter(|&i| labels[i].is_some()) {
         let mut end = start;
@@ -484,8 +485,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Instructions for which there are vector instructions. What is in `needed` is in memory
-    /// afterwards.
+    /// Compiles instructions that have vector instructions. Afterwards all slots of `needed` are in
+    /// memory.
     fn segment(&mut self, from: usize, to: usize, start: usize, uses: &Uses, needed: &[bool]) -> Option<()> {
         let program = self.program;
         let reads = |i: usize| program.slots_of[i].iter().filter(|(_, role)| *role != Role::Def).map(|r| r.0);
@@ -549,8 +550,8 @@ impl Translator<'_> {
         });
     }
 
-    /// An instruction by the interpreter; goes to `stop` where compiled code ends with it. All
-    /// registers are in memory. R8 has what is left of the budget.
+    /// Runs an instruction by the interpreter; jumps to `stop` where compiled code ends with it.
+    /// All registers are in memory. R8 has what is left of the budget.
     fn interpreted(&mut self, i: usize, stop: Label) {
         let function = match &self.program.code[i].op {
             Op::Ld(access) if access.is_word_of_others() => POLL,
@@ -562,10 +563,10 @@ impl Translator<'_> {
         });
     }
 
-    /// Calls a function that has the field at `first` of the surroundings for its first argument,
-    /// and then the instruction `i` and the lanes for which its guard holds. `target` brings the
-    /// function to RAX. Nothing happens if there are no lanes. Goes to `stop`, if given, where the
-    /// function returns true.
+    /// Calls a function with three arguments: the field at `first` of the surroundings, the
+    /// instruction `i`, and the lanes for which its guard holds. `target` loads the function into
+    /// RAX. Nothing happens if there are no lanes. Jumps to `stop`, if given, where the function
+    /// returns true.
     fn call(&mut self, i: usize, first: i32, stop: Option<Label>, target: impl Fn(&mut Assembler)) {
         let inst = &self.program.code[i];
         let registers = [RDI, RSI, RDX, RCX, R8, R9];
@@ -1156,7 +1157,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Stores the comparison in `K1`, and its opposite, combined as slot 5 says.
+    /// Stores the comparison in `K1`, and its opposite, combined with the predicate of slot 5.
     fn put_comparison(&mut self, guard: u32, s: &[u32; 6]) {
         let [p, q, _, _, c, combine] = *s;
         // Both results are computed from the predicates as they were.

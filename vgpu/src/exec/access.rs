@@ -281,7 +281,7 @@ pub(super) fn order_of(a: &Access) -> Ordering {
     if a.sem == Sem::Acquire { Ordering::Acquire } else { Ordering::Relaxed }
 }
 
-/// How many rows ahead a warp asks for memory. With one, the copy loop of the bench still waits.
+/// How many rows ahead a warp prefetches memory. With one, the copy loop of the bench still waits.
 const ROWS_AHEAD: u64 = 3;
 
 /// A warp that has stored rows with one distance over so many bytes writes memory that is in no
@@ -440,11 +440,11 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// A warp accesses 32 elements of `size` bytes at `p`: asks for those that it accesses soon if
-    /// its rows have the same distance as the last two. Processors do not find such rows by
-    /// themselves where each is in another page. Elements of 16 bytes move most of the data.
+    /// A warp accesses 32 elements of `size` bytes at `p`: prefetches later rows if its rows have
+    /// the same distance as the last two. Processors do not prefetch such rows by themselves where
+    /// each is in another page. Elements of 16 bytes move most of the data.
     ///
-    /// True, without asking, where a store passes the caches by: see [`STREAMED`].
+    /// True, without a prefetch, where a store bypasses the caches: see [`STREAMED`].
     #[inline(always)]
     fn ask_ahead(&mut self, cache: usize, p: *mut u8, size: u64) -> bool {
         if size != 16 {
@@ -727,7 +727,7 @@ impl<W: Hooks> Exec<'_, W> {
         let weak_memory = W::ON && self.watch.weak_memory();
         // Elements that are read at once.
         let reads = if a.whole { 1 } else { u64::from(a.n) };
-        // Lanes of which it is known at once that they see the last write.
+        // Lanes that are sure to read the last write.
         let settled = if weak_memory { self.settled_lanes(a, addr, size, m, how)? } else { m };
         if weak_memory
             && settled == FULL
@@ -737,7 +737,7 @@ impl<W: Hooks> Exec<'_, W> {
             self.watch.skip_stale(reads * 32);
             return Ok((None, 0));
         }
-        // Lanes that see the last write.
+        // Lanes that read the last write.
         let mut fresh = settled;
         for i in lanes(m) {
             let p = self.pointer(LOADS, a.space, addr[i], size, i)?;
@@ -789,7 +789,7 @@ impl<W: Hooks> Exec<'_, W> {
         v
     }
 
-    /// Lanes of `m` of which it is known at once that they see the last write, under weak memory.
+    /// Lanes of `m` that are sure to read the last write, under weak memory.
     fn settled_lanes(&mut self, a: &Access, addr: &[u64; 32], size: u64, m: u32, how: How) -> Run<u32> {
         let (mut todo, mut settled) = (m, 0);
         while todo != 0 {
@@ -1091,7 +1091,7 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(unsafe { read(p, bytes as u8, Ordering::Relaxed) })
     }
 
-    /// Reports an access that went wrong: a fault, unless the checker collects its reports.
+    /// Reports a wrong access: a fault, unless the checker collects its reports.
     #[cold]
     pub(super) fn blame(
         &mut self,

@@ -1,8 +1,8 @@
-//! Strong loads under watch that change nothing, again: what a warp does that polls.
+//! Repeats strong loads of a polling warp that change nothing in check mode.
 //!
-//! The checker remembers reads that changed nothing. A load all of whose reads are such is kept with
-//! its lanes and places. While the places and the causal pasts stay as they are, the load is done
-//! without going through its places once more.
+//! The checker records reads that changed nothing. If all reads of a load are such, the load is
+//! kept with its lanes and places. While the places and the causal pasts stay as they are, the load
+//! is repeated without another check of its places.
 
 use super::access::{element, order_of};
 use super::lanes::lanes;

@@ -2,7 +2,7 @@
 //!
 //! A copy happens after it was issued, in pieces. Each piece is read from the source and later
 //! written to the destination. The points and the order are drawn from the seed; the last point is
-//! a kernel's wait for the copy. A kernel that does not wait then sees wrong data, here as on a
+//! a kernel's wait for the copy. A kernel that does not wait then reads wrong data, here as on a
 //! GPU. A block that ends while the hardware may still read or write its shared memory is a fault.
 
 use std::ops::Range;
@@ -29,7 +29,7 @@ use crate::tensor_map::{
 /// One in so many copies lands as late as possible, so that a missing wait shows.
 const LATE_ONE_IN: u64 = 8;
 
-/// Bytes at the ends of a copy that the processor is asked for when the copy is issued.
+/// Bytes at the ends of a copy that are prefetched when the copy is issued.
 const MOST_AHEAD: u32 = 8192;
 
 /// A copy that failed when it was carried out: the fault, warp and instruction.
@@ -196,8 +196,8 @@ impl BlockState {
     /// Moves pending bulk copies on: each by one piece with probability 1/2, but for late ones, or
     /// all of them to the end. Returns whether anything moved.
     fn progress_bulk(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
-        // One draw decides for many copies, a bit each: this is asked after every other slice of
-        // every warp.
+        // One draw decides for many copies, a bit each: this runs after every other slice of every
+        // warp.
         let mut bits = (0, 0);
         let mut one_in_two = |rng: &mut Rng| {
             bits = if bits.1 == 0 { (rng.next(), u64::BITS) } else { bits };
@@ -467,7 +467,7 @@ impl<W: Hooks> Exec<'_, W> {
         let mbar = mbar.map(|mbar| self.address(&mbar, lane));
         let has_cluster = self.block.cluster.is_some() || env.kernel.required_cluster.is_some();
         if mbar.is_some() && !has_cluster {
-            // An H200 answers so. A cluster of one block that the kernel asks for is one.
+            // An H200 reports the same fault. A required cluster of one block counts as a cluster.
             let message = "a reduction into shared memory, by a block that is in no cluster".to_owned();
             return Ok(Err(FaultKind::BulkCopy { message }));
         }

@@ -22,7 +22,7 @@ impl<W: Hooks> Exec<'_, W> {
         }
     }
 
-    /// Without a compiler no code asks for one.
+    /// Without a compiler no code uses the functions.
     #[cfg(not(all(target_arch = "x86_64", not(miri))))]
     pub(super) fn calls(&mut self) -> Calls {
         let null = std::ptr::null();
@@ -68,8 +68,8 @@ unsafe extern "sysv64" fn poll<W: Hooks>(
     unsafe { call::<W>(execution, inst, m, pc, left) }
 }
 
-/// An instruction of compiled code, by the lanes `m`: see [`Calls::call`]. Compiled code goes on
-/// behind it if the same lanes do, and no others of the warp may have moved.
+/// Runs an instruction of compiled code for the lanes `m`: see [`Calls::call`]. Compiled code
+/// continues behind it if the same lanes do, and no other lanes of the warp may have moved.
 ///
 /// # Safety
 /// `execution` must be an `Exec` with these hooks that nothing else uses during the call, and `inst`

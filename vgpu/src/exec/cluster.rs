@@ -96,8 +96,8 @@ impl BlockState {
         self.complete_part_of_cluster();
     }
 
-    /// The block has arrived at the barrier of the cluster once all of its warps have, or have
-    /// ended. One that is a cluster by itself goes on.
+    /// The block has arrived at the barrier of the cluster once all of its warps have arrived or
+    /// ended. A block that is a cluster by itself continues.
     pub(super) fn complete_part_of_cluster(&mut self) {
         let there = (self.cluster_arrivals | self.ended_warps).count_ones();
         if self.cluster_arrivals == 0 || there < self.warps {
@@ -123,7 +123,7 @@ impl BlockState {
         self.cluster = Some(cluster.clone());
     }
 
-    /// Forgets the barrier of the cluster before.
+    /// Resets the state of the previous cluster's barrier.
     pub(crate) fn start_in_cluster(&mut self, rank: u32) {
         (self.rank, self.cluster) = (rank, None);
         (self.cluster_arrivals, self.ended_warps, self.cluster_phases) = (0, 0, 0);
@@ -132,7 +132,8 @@ impl BlockState {
 }
 
 impl<W: Hooks> Exec<'_, W> {
-    /// `barrier.cluster.arrive`: the warp counts once all of its live lanes are there, and goes on.
+    /// `barrier.cluster.arrive`: the warp counts once all its live lanes have arrived, and
+    /// continues.
     pub(super) fn arrive_at_cluster(&mut self, aligned: bool) -> Run<Flow> {
         if aligned {
             self.one_aligned_barrier(CLUSTER_BARRIER)?;
@@ -153,7 +154,7 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// `barrier.cluster.wait`
     pub(super) fn wait_for_cluster(&mut self) -> Flow {
-        // A completion that the block has yet to take notice of wakes the warp.
+        // A completion that the block has not processed yet wakes the warp.
         let noticed = self.block.completed >> CLUSTER_BARRIER & 1 == 0;
         if noticed && self.warp.cluster_arrivals <= self.block.cluster_phases {
             if W::ON {

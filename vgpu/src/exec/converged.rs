@@ -42,7 +42,7 @@ impl Converged {
         self.sets.push(some);
     }
 
-    /// Those that are together with `lane`.
+    /// The lanes that are converged with `lane`.
     pub(super) fn with(&self, lane: u32) -> u32 {
         self.sets.iter().find(|lanes| *lanes >> lane & 1 != 0).copied().unwrap_or(0)
     }

@@ -37,8 +37,8 @@ struct Started {
     /// Bytes that each lane writes, and how many of them it reads; the rest are zeros.
     bytes: u8,
     read: [u8; 32],
-    /// Whether they happen only when no warp can run or a wait asks for them. Drawn when they might
-    /// first have happened.
+    /// Whether the copies happen only when no warp can run or a wait covers them. Drawn when they
+    /// might first have happened.
     late: Option<bool>,
     /// In weak-memory mode: bytes that a lane reads as they were before, from an offset on.
     stale: Vec<(usize, usize, [u8; 4])>,
@@ -60,7 +60,7 @@ struct Thread {
     started: u32,
     /// How many had been started when each group was closed, without groups that were waited for.
     groups: VecDeque<u32>,
-    /// Those that a wait of the thread has covered.
+    /// How many copies a wait of the thread has covered.
     waited: u32,
 }
 
@@ -324,7 +324,7 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
-    /// Tells the checks of arrivals and phases that copies have brought about.
+    /// Reports to the checks the arrivals and phases that copies have caused.
     fn note_landed(&mut self) {
         for landed in std::mem::take(&mut self.block.landed) {
             self.watch.landed(&landed);

@@ -105,7 +105,7 @@ impl Descriptor {
         (1 << self.swizzle) - 1
     }
 
-    /// Where a unit lies that has this offset without a swizzle.
+    /// The swizzled offset of a unit that has this offset without a swizzle.
     fn swizzled(&self, offset: u64) -> u64 {
         let at = self.start + offset;
         let phase = (at >> 7).wrapping_sub(self.base) & self.pattern();

@@ -406,7 +406,7 @@ impl<T: Lane, F: Fn(T, T) -> bool + Copy> Apply for Setp<T, F> {
     }
 }
 
-/// Stores the lanes `m` of the comparison `t`, combined as slot 5 says.
+/// Stores the lanes `m` of the comparison `t`, combined with the predicate of slot 5.
 fn put_setp(r: &mut Regs, s: &[u32; 6], m: u32, t: u32) {
     let c = r.pred[s[4] as usize];
     let combine = |t: u32| match s[5] {

@@ -3,9 +3,9 @@
 //! A warp is a set of [`Group`]s: lanes that stand at the same instruction and run together. A
 //! divergent branch splits a group. Groups mostly merge again when they meet at the same
 //! instruction. Some, drawn from the seed, stay apart until a `.sync` needs them, and run in any
-//! order, because nothing else promises that lanes converge. To make groups meet, the one with the
-//! lowest program counter runs first (LLVM lays blocks out so that joins come after both arms). A
-//! group that spins yields to the others, so every lane makes progress in the end: independent
+//! order, because only `.sync` guarantees that lanes converge. To make groups merge, the one with
+//! the lowest program counter runs first (LLVM lays blocks out so that joins come after both arms).
+//! A group that spins yields to the others, so every lane makes progress in the end: independent
 //! thread scheduling.
 
 pub(crate) mod access;
@@ -171,8 +171,8 @@ impl<'a, W: Hooks> Exec<'a, W> {
             let Op::Alu { f, s, .. } = &inst.op else { unreachable!("a straight run is arithmetic") };
             let m = self.guarded(inst);
             if m != 0 {
-                // SAFETY: the constructor of `f` saw that this processor has the instructions that
-                // it uses.
+                // SAFETY: the constructor of `f` checked that this processor has the instructions
+                // that it uses.
                 unsafe { f(&mut self.warp.regs, s, m) };
             }
         }
@@ -295,8 +295,8 @@ impl<'a, W: Hooks> Exec<'a, W> {
             self.drain();
         }
         match &inst.op {
-            // SAFETY: the constructor of `f` saw that this processor has the instructions that it
-            // uses.
+            // SAFETY: the constructor of `f` checked that this processor has the instructions that
+            // it uses.
             Op::Alu { f, s, .. } => unsafe { f(&mut self.warp.regs, s, m) },
             Op::Bra { target } => return Ok(self.branch(m, *target)),
             Op::BrxIdx { index, table } => {
@@ -306,7 +306,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             Op::Ld(access) => return self.load(access, m),
             Op::St(access) => {
                 self.store(access, m)?;
-                // Others may see the store before the load in front of it has its value.
+                // Other warps may read the store before the load in front of it has its value.
                 if W::ON && !self.warp.late.is_empty() {
                     self.pc += 1;
                     return Ok(Flow::GiveWay);
@@ -379,7 +379,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         if m != self.mask {
             self.watch.in_step(self.mask);
             self.warp.converged.part(m, self.pc);
-            // Hardware promises nowhere that the arms join again by themselves.
+            // Hardware does not guarantee that the arms join again by themselves.
             let one_in = self.env.apart_one_in;
             let draw = crate::seeds::mix(self.env.poison ^ (self.env.executed + self.executed));
             if one_in != 0 && draw.is_multiple_of(one_in) {
@@ -474,7 +474,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         let seen = if self.warp.clock_seen.0 == now_ns { self.warp.clock_seen.1 } else { 0 };
         self.warp.clock_seen = (now_ns, seen | m);
         self.warp.clock_readers |= m;
-        // A loop that looks at nothing but such a clock waits for its owner.
+        // A loop that reads nothing but such a clock waits for its owner.
         if self.warp.polls.iter().all(|p| p.addr == TIMER) {
             self.poll(TIMER, now_ns);
         }
@@ -524,8 +524,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         true
     }
 
-    /// The running group lets others run: another group of the warp, or, when all have had their
-    /// turn, other warps.
+    /// Yields to another group of the warp or, when all groups have had their turn, to other warps.
     fn give_way(&mut self) -> bool {
         if self.warp.groups.iter().any(|g| g.state == GroupState::Ready && !g.deferred) {
             self.park(GroupState::Ready, true);
@@ -574,7 +573,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
     }
 
-    /// Notes that something was changed that others can see.
+    /// Notes a change that other warps can observe.
     fn changed(&mut self) {
         self.side_effect = true;
         self.spins = false;
@@ -586,8 +585,8 @@ impl<'a, W: Hooks> Exec<'a, W> {
         self.warp.waiting = None;
     }
 
-    /// Notes a look at memory that others may change. True when the same look at this place gave
-    /// the same value before and nothing was changed since: the warp spins.
+    /// Notes a read of memory that others may change. True when the same read gave the same value
+    /// before and nothing was changed since: the warp spins.
     #[inline(always)]
     fn poll(&mut self, addr: u64, value: u64) -> bool {
         let pc = self.pc;

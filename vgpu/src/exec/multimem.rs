@@ -150,7 +150,7 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(if spins { Flow::GiveWay } else { Flow::Next })
     }
 
-    /// Reports an access to a device that went wrong.
+    /// Reports a wrong access to a device.
     #[cold]
     fn blame_on(
         &mut self,
@@ -291,7 +291,7 @@ fn present(a: &Multimem, target: &Target) -> [u8; MOST_BYTES] {
     })
 }
 
-/// Where an access to a device is watched, so many bytes behind its first.
+/// The checked location of an access to a device, `bytes` behind its first byte.
 fn place(target: &Target, bytes: u64) -> Place {
     Place::Global { shadow: target.shadow, offset: target.offset + bytes }
 }

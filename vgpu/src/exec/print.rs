@@ -21,7 +21,7 @@ impl<W: Hooks> Exec<'_, W> {
             let count = if format == 0 { u32::MAX } else { self.print_one(format, arguments, lane)? };
             self.warp.regs.r32[d as usize][lane] = count;
         }
-        // Others may see the text.
+        // The text is visible outside of the warp.
         self.changed();
         Ok(())
     }

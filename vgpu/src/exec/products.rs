@@ -31,7 +31,7 @@ pub(crate) enum Shape {
     Sparse { mma: Mma, sparsity: Sparsity },
 }
 
-/// What becomes of a bit of A and one of B.
+/// The operation on a bit of A and one of B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Combine {
     And,

@@ -171,7 +171,7 @@ macro_rules! address {
 address!(u32, 8, compare_narrow, _mm256_set1_epi32, _mm256_sll_epi32, _mm256_add_epi32);
 address!(u64, 4, compare_wide, _mm256_set1_epi64x, _mm256_sll_epi64, _mm256_add_epi64);
 
-/// Asks for `bytes` bytes from `p` on, which are accessed soon. Any address is allowed.
+/// Prefetches `bytes` bytes from `p` on. Any address is allowed.
 #[inline(always)]
 pub(super) fn prefetch(p: *const u8, bytes: usize) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -308,8 +308,8 @@ pub(crate) unsafe fn store_fours(p: *mut [[u32; 4]; 4], rows: [&[u32; 32]; 4]) {
     }
 }
 
-/// The same, past the caches. Other processors see these stores in any order before a [`drain`],
-/// this one sees them as it sees others.
+/// The same, past the caches. Other processors observe these stores in any order before a
+/// [`drain`]; this processor observes them as ordinary stores.
 ///
 /// # Safety
 /// `p` must be valid for 512 bytes and aligned to 64.
@@ -436,7 +436,7 @@ mod avx2 {
         for c in 0..4 {
             for (k, two) in eight_vectors(rows, c).into_iter().enumerate() {
                 // SAFETY: the caller vouches for 16 times 32 bytes, aligned to 64. Such a store
-                // differs from others in what other processors see alone.
+                // differs from others only in the order in which other processors observe it.
                 unsafe {
                     std::arch::asm!(
                         "vmovntdq [{at}], {two}",

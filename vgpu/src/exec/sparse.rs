@@ -1,9 +1,9 @@
 //! The metadata of a sparse A: which elements of a row the stored ones are.
 //!
 //! A row of A is divided into chunks. Half of a chunk's elements are stored, and four bits of
-//! metadata say which: two indices of two bits, of elements in a chunk of four. Elements of 4 bits
-//! come in pairs, in chunks of four pairs. A chunk of tf32 has two elements, each of which counts as
-//! two indices.
+//! metadata select them: two indices of two bits, of elements in a chunk of four. Elements of 4
+//! bits come in pairs, in chunks of four pairs. A chunk of tf32 has two elements, each of which
+//! counts as two indices.
 //!
 //! The bits of 8 rows and 8 more below lie in the four lanes that have the rows' elements. Figures
 //! "metadata layout" of the PTX manual have them for each shape, section "Matrix fragments for

@@ -170,7 +170,7 @@ pub(crate) struct Warp {
     pub(crate) local: Vec<u64>,
     /// Lanes that have read a clock that stands, and are taken to do so again in their wait.
     pub(crate) clock_readers: u32,
-    /// The last reading of that clock, and the lanes that have seen it.
+    /// The last reading of that clock, and the lanes that have read it.
     pub(crate) clock_seen: (u64, u32),
     pub(crate) trace: RecentSteps,
     /// Empty but under weak memory.
@@ -227,7 +227,7 @@ impl Warp {
         self.again.clear();
     }
 
-    /// Lanes that run, read a clock in their wait, and have not seen that it shows `now`.
+    /// Lanes that run, read a clock in their wait, and have not read `now` from it.
     pub(crate) fn behind_the_clock(&self, now: u64) -> u32 {
         let ready = self.groups.iter().filter(|group| group.state == GroupState::Ready);
         let running = ready.fold(0, |lanes, group| lanes | group.mask);
@@ -394,14 +394,14 @@ pub(crate) fn stop<T>(kind: FaultKind, lane: Option<usize>) -> Run<T> {
 pub(super) enum Flow {
     /// Go on at `self.pc`, which has been set.
     Next,
-    /// Let others run first.
+    /// Yield to other groups or warps.
     GiveWay,
     /// The group was parked in `warp.groups`, or its lanes have exited.
     Gone,
 }
 
-/// Why a slice ended. As long as a word, as [`Activity`]: what is stored in parts and then copied as a
-/// whole arrives late.
+/// Why a slice ended. A word long, as [`Activity`], because a load of a value that was stored in
+/// parts stalls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub(crate) enum Status {
@@ -418,9 +418,9 @@ pub(crate) enum Status {
 pub(crate) enum Activity {
     /// Something changed, or the warp computes.
     Progress,
-    /// The warp is known to spin, but did not get to look again in this slice.
+    /// The warp is known to spin, but did not poll again in this slice.
     Neutral,
-    /// The warp looked again and found nothing new.
+    /// The warp polled again, and no value had changed.
     Idle,
 }
 
@@ -490,7 +490,7 @@ impl SharedMemory {
         } else if self.units.len() == units {
             self.units.iter().flat_map(|unit| &unit.0).for_each(|half| half.store(poison, Ordering::Relaxed));
         } else {
-            // 128-byte alignment is by offset only: nothing looks at the host address.
+            // 128-byte alignment is by offset only: nothing depends on the host address.
             self.units = (0..units).map(|_| Unit([poison, poison].map(AtomicU64::new))).collect();
         }
         self.bytes = u64::from(bytes);

@@ -5,9 +5,9 @@
 //! the exponents of its factors. Bits that lie a number of places below are cut off, and the sum of
 //! the rest is exact. A sum of f32 is cut off too, one of f16 rounded to nearest even.
 //!
-//! `docs/decisions/2026-11-28-virtual-gpu-sums-of-products.md` says how the rule was measured, and
-//! `2026-11-28-virtual-gpu-sums-of-wmma-and-sparse-a.md` which products are in a step of `wmma` and of
-//! a sparse A. Sums here are computed in double precision, eight columns at a time.
+//! `docs/decisions/2026-11-28-virtual-gpu-sums-of-products.md` describes how the rule was measured,
+//! and `2026-11-28-virtual-gpu-sums-of-wmma-and-sparse-a.md` which products are in a step of `wmma`
+//! and of a sparse A. Sums here are computed in double precision, eight columns at a time.
 
 use half::f16;
 

@@ -94,8 +94,8 @@ impl<W: Hooks> Exec<'_, W> {
             && matches!(&self.kernel.code[g.pc as usize].op, Op::Warp { op: other, .. } if op.meets(other))
     }
 
-    /// Executes a warp-wide instruction for the lanes `all`, of which `elsewhere` wait at other
-    /// places, with other registers. Those lanes go on behind it.
+    /// Executes a warp-wide instruction for the lanes `all`. The lanes `elsewhere` of these wait at
+    /// other places, with other registers, and continue behind it.
     fn execute_with_elsewhere(&mut self, op: &WarpOp, all: u32, elsewhere: u32, mask: u32) {
         let Operands { inputs, outputs } = op.operands();
         let own: Vec<_> = inputs.iter().chain(&outputs).map(|&r| (r, self.warp.regs.row(r))).collect();
@@ -196,8 +196,7 @@ impl<W: Hooks> Exec<'_, W> {
             }
             WarpOp::Mma { mma, d, a, b } => mma.multiply(regs, &d, &a, &b),
             WarpOp::Elect { d, p } => {
-                // Which lane is up to the hardware, but it is always the same one for a mask: here
-                // the lowest.
+                // The hardware chooses the lane, always the same one for a mask: here the lowest.
                 let leader = (mask & here).trailing_zeros() % 32;
                 put(regs, d, here, &[leader; 32]);
                 let old = &mut regs.pred[p as usize];
@@ -244,9 +243,9 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     /// Checks that the lanes of a warp are sure to reach a barrier together, unless it is aligned.
-    /// By the manual each lane waits. On GPUs, lanes of a diverged warp were seen to pass such a
-    /// barrier (docs/KERNELS.md). In front of an aligned barrier the assembler converges the warp
-    /// itself. CUDA's `this_grid().sync()` relies on the manual, so its barriers pass.
+    /// By the manual each lane waits. On GPUs, lanes of a diverged warp have passed such a barrier
+    /// (docs/KERNELS.md). In front of an aligned barrier the assembler converges the warp itself.
+    /// CUDA's `this_grid().sync()` relies on the manual, so its barriers pass.
     fn comes_together(&self, barrier: u32) -> Run<()> {
         let first = self.mask.trailing_zeros();
         let (together, live) = (self.warp.converged.with(first) & self.warp.live, self.warp.live);

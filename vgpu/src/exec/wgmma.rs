@@ -99,7 +99,7 @@ struct Busy {
     /// The group and the instruction of the product.
     group: u32,
     pc: u32,
-    /// The register's value is in another one too, which stands for it.
+    /// Another register has the value too, and is tracked in place of this one.
     moved: bool,
 }
 

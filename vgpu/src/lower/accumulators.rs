@@ -152,7 +152,7 @@ fn states(l: &Lower, all: &[Accesses]) -> Vec<Option<State>> {
     for (block, state) in flow.blocks.iter().zip(into) {
         let Some(mut state) = state else { continue };
         for at in block.clone() {
-            // Only instructions that touch something busy, and products, are looked at again.
+            // Only instructions that touch something busy, and products, are checked again.
             let product = matches!(l.code[at].op, Op::Wgmma(WgmmaOp::Multiply { .. }));
             if product || all[at].iter().flatten().any(|register| state.busy.contains_key(register)) {
                 states[at] = Some(state.clone());

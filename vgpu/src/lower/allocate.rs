@@ -4,7 +4,7 @@
 //! by data flow, then linear scan over whole intervals.
 //!
 //! Divergence does not matter: each lane has its own column of every slot and writes only there, so
-//! a lane sees the liveness of its own path through the code.
+//! only the liveness on a lane's own path through the code matters to it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

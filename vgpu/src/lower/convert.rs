@@ -511,7 +511,8 @@ mod tests {
         r.resize([r32.len() as u32, 2, 1]);
         r.r32.copy_from_slice(&r32);
         r.r64[0] = *words;
-        // SAFETY: the constructor of `f` saw that this processor has the instructions that it uses.
+        // SAFETY: the constructor of `f` checked that this processor has the instructions that it
+        // uses.
         unsafe { f(&mut r, &s, crate::ir::FULL) };
         if d_wide { r.r64[1] } else { r.r32[1].map(u64::from) }
     }

@@ -64,7 +64,7 @@ pub(super) struct Touch {
 ///
 /// Only a read that no definition reaches, on any path, is reported. A path without a write is not
 /// enough: compilers carry values around loops, or under guards, and write them wherever they
-/// matter. No data flow analysis can tell these apart.
+/// matter. No data flow analysis can distinguish these.
 pub(super) fn unwritten(flow: &Flow, touches: &[Vec<Touch>], written: &Set) -> Vec<(u32, usize)> {
     // Registers that may be written at the start of each block; `None` for blocks that no path
     // reaches.

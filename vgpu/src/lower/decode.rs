@@ -151,7 +151,7 @@ fn indexed_branch(l: &mut Lower, ops: &[(Operand, Span)]) -> Lowered<()> {
     }
 }
 
-/// A copy of a register, as compiled code knows it.
+/// Marks a copy of a register for compiled code.
 fn move_of(width: Width, spec: Spec) -> Spec {
     spec.compiled_as(Native::Unary(Unary::Move, width))
 }

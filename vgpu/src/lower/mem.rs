@@ -277,7 +277,7 @@ fn read_size(l: &mut Lower, op: &(Operand, Span), all: u32) -> Lowered<u32> {
 /// `atom`, `red`
 pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
     let red = m.base == "red";
-    // Every atomic is sequentially consistent here, which is stronger than any order asked for; the
+    // Every atomic is sequentially consistent here, which is stronger than any requested order; the
     // rest is for checks.
     let sem = match ordering(m) {
         Sem::Weak => Sem::Relaxed,
@@ -408,7 +408,7 @@ fn vector_atomic(
 }
 
 /// `prefetch`, `discard`, `applypriority`: nothing to do. `createpolicy`: a policy that nothing
-/// looks at.
+/// reads.
 pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
     if m.base == "createpolicy" {
         if !m.has("fractional") {

@@ -1,6 +1,6 @@
 //! Parsed PTX to [`ir`](crate::ir): resolves names, lays out variables, decodes instructions.
 //!
-//! [`decode`](decode::decode) looks at an opcode alone and returns an [`Emit`](decode::Emit), which
+//! [`decode`](decode::decode) reads the opcode alone and returns an [`Emit`](decode::Emit), which
 //! then takes the operands. [`supported_opcode`](crate::supported_opcode) is the first half by
 //! itself.
 

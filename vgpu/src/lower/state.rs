@@ -104,7 +104,7 @@ pub(crate) struct Lower<'a> {
     pub(super) guard: u32,
     pub(super) origin: Origin,
     pub(super) pos: Span,
-    /// Errors, where all of them are wanted and not only the first.
+    /// Errors, where all of them are collected and not only the first.
     pub(super) refused: Option<Vec<(Span, String)>>,
 }
 
@@ -148,7 +148,7 @@ impl<'a> Lower<'a> {
         }
     }
 
-    /// Notes an error, where all of them are wanted.
+    /// Notes an error, where all of them are collected.
     pub(super) fn unless_noted(&mut self, done: Lowered<()>) -> Lowered<()> {
         match (done, &mut self.refused) {
             (Err(error), Some(all)) => {
@@ -584,7 +584,7 @@ pub(super) fn special_register(name: &str) -> Option<Init> {
         ("lanemask_ge", None) => Special::LaneMaskGe,
         ("lanemask_gt", None) => Special::LaneMaskGt,
         ("gridid", None) => Special::GridId,
-        // The driver's registers. CUDA's cooperative groups know two of them.
+        // The driver's registers. CUDA's cooperative groups use two of them.
         ("envreg1", None) => Special::WorkspaceHigh,
         ("envreg2", None) => Special::WorkspaceLow,
         (name, None) if driver_register(name) => Special::Zero,

@@ -112,7 +112,7 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
     }))
 }
 
-/// `barrier.red`: a vote, a barrier, and a look at the outcome.
+/// `barrier.red`: a vote, a barrier, and a read of the outcome.
 fn vote(m: &mut Mods, aligned: bool) -> Result<Emit, String> {
     let aligned = m.has("aligned") || aligned;
     let what = m.one_of(&[("popc", Votes::Count), ("and", Votes::All), ("or", Votes::Any)]);
@@ -288,7 +288,7 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
     match &mut kind {
         Kind::Arrive { expect, .. } => {
             *expect = m.has("expect_tx");
-            // Promises that the phase does not complete; nothing to gain from it here.
+            // Guarantees that the phase does not complete; ignored here.
             m.has("noComplete");
         }
         Kind::Wait { parity, .. } => *parity = m.has("parity"),

@@ -1,6 +1,7 @@
-//! `wmma`: products of matrices in fragments, whose layout in registers is up to the machine. Here it
-//! is that of `mma.sync`, in tiles of 16 (or 8) rows and 8 columns, whatever the layout in memory. Of
-//! more registers than a fragment needs, the first ones count, and the others have the same.
+//! `wmma`: products of matrices in fragments, whose layout in registers is up to the machine. Here
+//! it is that of `mma.sync`, in tiles of 16 (or 8) rows and 8 columns, whatever the layout in
+//! memory. If a fragment has more registers than it needs, the first ones count, and the others
+//! hold copies.
 
 use super::decode::Emit;
 use super::matrix::{access, factor_type, parts_of};

@@ -1,4 +1,4 @@
-//! Turns PTX text into tokens that remember their line and column.
+//! Turns PTX text into tokens with their line and column.
 //!
 //! A dotted opcode with all of its modifiers (`ld.global.L1::no_allocate.v4.u32`) is one
 //! [`Tok::Word`], and so is a register such as `%tid.x`. PTX never puts white space inside them,

@@ -1,4 +1,4 @@
-//! PTX text to [`ast`](super::ast). The parser knows the grammar, not the instructions.
+//! PTX text to [`ast`](super::ast). The parser checks the grammar, not the instructions.
 
 use std::collections::HashMap;
 
@@ -6,7 +6,7 @@ use super::ast::*;
 use super::lexer::{Tok, Token, error_at, tokenize};
 use crate::PtxError;
 
-/// Parses one module. The parser knows the grammar, not the instructions: an unknown one is no
+/// Parses one module. The parser checks the grammar, not the instructions: an unknown one is no
 /// error.
 ///
 /// # Errors
@@ -300,8 +300,8 @@ impl<'a> Parser<'a> {
                 let line = self.int32("a line")?;
                 let column = if matches!(self.peek().tok, Tok::Int(_)) { self.int32("a column")? } else { 0 };
                 // `, function_name X, inlined_at F L C` stands on the line. `// inlined_at F L`
-                // gives the same where ptxas must not see it: ptxas rejects a call site that has no
-                // `.loc` of its own.
+                // gives the same in a comment, because ptxas rejects a call site that has no `.loc`
+                // of its own.
                 let inlined_at = self.lines.get(t.span.line - 1).and_then(|text| inlined_at(text));
                 self.locs.add([file, line, column], inlined_at);
                 self.skip_line(t.span.line);
@@ -426,7 +426,7 @@ impl<'a> Parser<'a> {
             match w {
                 ".align" => {
                     let a = self.int("an alignment")? as usize;
-                    // `.ptr .align N` speaks of the pointee, and stands after the type.
+                    // `.ptr .align N` describes the pointee, and stands after the type.
                     if size.is_none() {
                         align = Some(a);
                     }

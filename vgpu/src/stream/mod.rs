@@ -26,7 +26,7 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// Says that the stream has come here, at `now_ns`, after `past`.
+    /// Records that the stream has reached the mark, at `now_ns`, after `past`.
     fn pass(&self, now_ns: u64, past: &Past) {
         // A mark is in one stream only, so it is passed once.
         let _ = self.passed.set((now_ns, past.clone()));
@@ -37,7 +37,8 @@ impl Mark {
         self.passed.get().map(|passed| &passed.1)
     }
 
-    /// When the stream came here, in nanoseconds of the device's clock; `None` if it has not yet.
+    /// When the stream reached the mark, in nanoseconds of the device's clock; `None` if it has not
+    /// yet.
     #[must_use]
     pub fn passed_ns(&self) -> Option<u64> {
         self.passed.get().map(|passed| passed.0)
@@ -66,7 +67,7 @@ pub struct Queue<W> {
     pub submitted: u64,
     /// Ops done so far.
     pub completed: u64,
-    /// The owner has let go: the queue goes away once it is empty.
+    /// The owner has released the queue, which is freed once it is empty.
     pub closed: bool,
     /// The causal past for the next work, in check mode.
     pub past: Past,

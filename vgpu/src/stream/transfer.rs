@@ -78,10 +78,10 @@ impl Source {
 pub enum Target {
     /// A device address.
     Device(u64),
-    /// Host memory, written when the stream comes to the copy.
+    /// Host memory, written when the stream reaches the copy.
     Host(HostPtr),
     /// Bytes that the waiting caller then copies to pageable memory itself. So nothing writes there
-    /// after the call has ended, even if the wait was given up.
+    /// after the call has ended, even if the wait was abandoned.
     Staged(Arc<OnceLock<Box<[u8]>>>),
 }
 
