@@ -1,5 +1,5 @@
-//! Gives the shared library the name that programs ask the loader for. It stays loaded until the
-//! process ends, since its threads run its code.
+//! Gives the shared library the name under which programs load it. The library stays loaded until
+//! the process ends, because its threads run its code.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

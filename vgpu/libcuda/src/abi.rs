@@ -113,10 +113,10 @@ impl<T> Out<T> {
         Ok(())
     }
 
-    /// Writes the result if the caller wants it.
+    /// Writes the result unless the pointer is null.
     pub(crate) fn put_optional(self, value: T) {
         if !self.0.is_null() {
-            // SAFETY: not null, so valid for the write, as the type says.
+            // SAFETY: not null, so valid for the write by the invariant of `Out`.
             unsafe { self.0.write_unaligned(value) };
         }
     }
@@ -127,7 +127,7 @@ impl<T> Out<T> {
             return Err(INVALID_VALUE);
         }
         for (at, value) in values.into_iter().enumerate() {
-            // SAFETY: not null, so valid for all writes of the call, as the type says.
+            // SAFETY: not null, so valid for all writes of the call by the invariant of `Out`.
             unsafe { self.0.add(at).write_unaligned(value) };
         }
         Ok(())
@@ -154,8 +154,8 @@ impl<T> Out<T> {
     }
 }
 
-/// Memory of the caller that a call reads. As with [`Out`], only callers of the API make it, and
-/// pass null or a pointer that is valid for the reads of the call.
+/// Memory of the caller that a call reads. Like [`Out`], only callers of the API make it, and pass
+/// null or a pointer that is valid for the reads of the call.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct In<T>(*const T);
@@ -174,7 +174,7 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so valid for the read, as the type says.
+        // SAFETY: not null, so valid for the read by the invariant of `In`.
         Ok(unsafe { self.0.read_unaligned() })
     }
 
@@ -186,8 +186,8 @@ impl<T: Copy> In<T> {
         let mut all: Vec<T> = vec![];
         all.try_reserve_exact(count).map_err(|_| OUT_OF_MEMORY)?;
         if count > 0 {
-            // SAFETY: the source is not null, so valid for all reads of the call, as the type says;
-            // the vector has room for `count` values, which are `Copy`.
+            // SAFETY: the source is not null, so valid for all reads of the call by the invariant
+            // of `In`; the vector has room for `count` values, which are `Copy`.
             unsafe {
                 let bytes = count * size_of::<T>();
                 std::ptr::copy_nonoverlapping(self.0.cast::<u8>(), all.as_mut_ptr().cast::<u8>(), bytes);
@@ -220,7 +220,7 @@ impl<T> In<T> {
 
     /// Whether the memory begins with these bytes, read up to the first that differs.
     pub(crate) fn begins_with(self, bytes: &[u8]) -> bool {
-        // SAFETY: not null, so valid for the reads of the call, as the type says.
+        // SAFETY: not null, so valid for the reads of the call by the invariant of `In`.
         let at = |index: usize| unsafe { self.0.cast::<u8>().add(index).read() };
         !self.0.is_null() && bytes.iter().enumerate().all(|(index, byte)| at(index) == *byte)
     }
@@ -232,8 +232,8 @@ impl In<usize> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so valid for all reads of the call, as the type says. The call reads no
-        // value behind the end of the list.
+        // SAFETY: not null, so valid for all reads of the call by the invariant of `In`. The call
+        // reads no value behind the end of the list.
         Ok(unsafe { self.0.add(index).read_unaligned() })
     }
 }
@@ -244,7 +244,7 @@ impl In<c_char> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so a C string, as the type says.
+        // SAFETY: not null, so a C string by the invariant of `In`.
         Ok(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
     }
 }

@@ -44,7 +44,8 @@ impl Config {
         let seed = number("EPOXIDE_VGPU_SEED", 0, u64::MAX)?;
         let stuck = number("EPOXIDE_VGPU_STUCK_SECONDS", 0, u64::from(u32::MAX))?.unwrap_or(300);
         let stuck_seconds = Some(stuck).filter(|seconds| *seconds > 0);
-        // The driver's own variable. Its default is to load lazily, with waits that few programs meet.
+        // The driver's own variable. Lazy loading, its default, adds waits that affect few
+        // programs.
         let loads_lazily = variable("CUDA_MODULE_LOADING").as_deref() == Some("LAZY");
         Ok(Config { devices, memory_bytes, check, assume, seed, stuck_seconds, loads_lazily })
     }

@@ -1,7 +1,7 @@
 //! `libcuda.so.1` over virtual GPUs: a program that calls the CUDA driver API runs its PTX on the
 //! CPU, with the checks of [`epoxide_vgpu`].
 //!
-//! The README says how a program finds the library, which environment variables it reads, and
+//! The README describes how a program finds the library, which environment variables it reads, and
 //! which calls it has.
 //!
 //! | file | content |

@@ -131,7 +131,7 @@ fn run(
     Ok(())
 }
 
-/// Runs one kernel; see the header.
+/// Runs one kernel, as the header describes.
 ///
 /// # Safety
 /// Pointers are null or valid as the header describes.

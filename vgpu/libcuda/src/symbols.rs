@@ -79,7 +79,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     TABLES.iter().flat_map(|table| table.iter()).map(|(name, _)| *name)
 }
 
-/// Says once per name that something is not supported.
+/// Reports once per name that a function is not supported.
 pub(crate) fn report_once(name: &'static str) {
     static REPORTED: Mutex<Option<HashSet<&str>>> = Mutex::new(None);
     let mut reported = REPORTED.lock().unwrap_or_else(PoisonError::into_inner);

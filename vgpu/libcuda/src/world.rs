@@ -63,7 +63,7 @@ pub(crate) struct World {
     /// The process that called `cuInit`.
     process: u32,
     pub(crate) devices: Vec<Device>,
-    /// All memory of all devices, as copies see it.
+    /// All memory of all devices, as copies access it.
     pub(crate) all: Memory,
     pub(crate) checker: Option<Checker>,
     tables: Mutex<Tables>,
@@ -109,7 +109,7 @@ impl World {
         // Each region has a file descriptor.
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
-        // Where that fails, the limit is as it was.
+        // If that fails, the limit stays as it was.
         let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
         let check = CheckConfig { assume: config.assume, ..CheckConfig::default() };
         let checker = config.check.then(|| Checker::new(check));
@@ -200,8 +200,8 @@ impl World {
         Ok(tables)
     }
 
-    /// In check mode: the calling thread has waited for all work that is done. Threads of the
-    /// program synchronise in ways that the checker does not see, so they count as one.
+    /// In check mode: the calling thread has waited for all work that is done. The checker does not
+    /// track how threads of the program synchronise, so they count as one.
     pub(crate) fn host_waited(&self, tables: &Tables) {
         if let Some(checker) = &self.checker {
             let streams = tables.streams.values().map(|stream| &stream.queue.past);
@@ -531,7 +531,7 @@ impl Tables {
         Ok(current)
     }
 
-    /// The error of a fault, once a call has seen it by [`Tables::observe`]. Until then work is
+    /// The error of a fault, once a call has returned it by [`Tables::observe`]. Until then work is
     /// accepted, and dropped. So results of calls do not depend on how fast a kernel fails.
     pub(crate) fn usable(&self, context: Handle) -> Res {
         let context = self.contexts.get(&context).ok_or(INVALID_CONTEXT)?;

@@ -164,7 +164,7 @@ api! {
         pop(context)
     }
 
-    /// Replaces the current context; null takes it off.
+    /// Replaces the current context; null removes it.
     fn cuCtxSetCurrent(context: Handle) {
         let world = world()?;
         if context != 0 {
@@ -320,7 +320,7 @@ api! {
         gone.map_or(Ok(()), |handle| destroy(world, handle))
     }
 
-    /// Destroys the primary context, whoever uses it.
+    /// Destroys the primary context, even if it is in use.
     fn cuDevicePrimaryCtxReset_v2(device: CUdevice) {
         let world = world()?;
         let mut tables = world.lock();

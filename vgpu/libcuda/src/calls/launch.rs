@@ -81,7 +81,7 @@ fn set_attribute(function: &mut Function, attribute: c_int, value: c_int) -> Res
         CARVEOUT if (-1..=100).contains(&value) => function.carveout = value,
         NON_PORTABLE_CLUSTERS if value == 0 => function.cluster_sizes = ClusterSizes::Portable,
         NON_PORTABLE_CLUSTERS if value == 1 => function.cluster_sizes = ClusterSizes::NonPortable,
-        // What can only be read.
+        // Attributes that can only be read.
         _ => return Err(INVALID_VALUE),
     }
     Ok(())
@@ -218,7 +218,7 @@ fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>)
     submit(world, tables, stream, Work::Launch(launch)).map(drop)
 }
 
-/// The names that were handed out, which live as long as the process.
+/// The names that were returned, which live as long as the process.
 static NAMES: Mutex<Vec<(Handle, &'static CStr)>> = Mutex::new(vec![]);
 
 fn name_of(to: Out<*const c_char>, handle: Handle) -> Res {
@@ -421,7 +421,7 @@ api! {
         launch(function, &shape, params, In::null())
     }
 
-    /// Launches a kernel with attributes. What only affects speed changes nothing.
+    /// Launches a kernel with attributes. Attributes that only affect speed are ignored.
     fn cuLaunchKernelEx(config: In<CUlaunchConfig>, function: Handle, params: In<In<u8>>, extra: In<usize>) {
         let config = config.get()?;
         let (mut residency, mut cluster) = (Residency::InTurn, None);

@@ -38,7 +38,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Prints a message, and writes it where the program wants it.
+    /// Prints a message, and writes it to the program's error log.
     fn report(&self, message: &str) {
         eprintln!("libcuda of virtual GPUs: {message}");
         if self.error_log_bytes > 0 {

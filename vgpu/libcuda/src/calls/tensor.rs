@@ -27,7 +27,7 @@ api! {
     ) {
         let rank = usize::try_from(rank).ok().filter(|rank| (1..=5).contains(rank)).ok_or(INVALID_VALUE)?;
         let Layout { element_type, swizzle, fill } = Layout::new(data_type, swizzle, promotion, fill)?;
-        // A driver wants the list of strides for one dimension as well, though it is empty.
+        // A driver requires the list of strides for one dimension as well, though it is empty.
         if strides.is_null() {
             return Err(INVALID_VALUE);
         }

@@ -111,7 +111,7 @@ fn null_arguments_are_errors_and_never_crash() {
         .expect("the program starts again");
     let (out, report) = (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
     assert!(child.status.success() && out.contains("1 passed"), "{}: {out}\n{report}", child.status);
-    // Each function that is not supported says so at its first call alone.
+    // Each unsupported function is reported at its first call alone.
     let said: Vec<&str> = report.lines().filter(|line| line.ends_with("is not supported")).collect();
     let names: HashSet<&str> = said.iter().copied().collect();
     assert!(said.len() > 200 && names.len() == said.len(), "{report}");

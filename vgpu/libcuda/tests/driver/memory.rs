@@ -108,7 +108,7 @@ fn registered_memory_is_given_back_after_the_kernels_of_other_contexts() {
     let words: Vec<AtomicU32> = (0..2).map(|_| AtomicU32::new(0)).collect();
     let addr = words.as_ptr() as u64;
     ok!(cuMemHostRegister_v2(addr => u64, 8 => usize, 2 => u32));
-    // The one that its store is seen by.
+    // The word to which the kernel's store is copied.
     let mut seen = 0u64;
     ok!(cuMemHostAlloc(&mut seen => *mut u64, 8 => usize, 0 => u32));
     // SAFETY: the word is in mapped memory, and aligned.

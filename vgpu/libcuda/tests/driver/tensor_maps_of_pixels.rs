@@ -91,8 +91,8 @@ impl Pixels {
     }
 }
 
-/// The codes for arguments of which one is at a bound, and for random ones: lines of a name, a tab,
-/// and a character for each code, which `answer` gets from the call.
+/// The codes for arguments with one at a bound, and for random ones: lines of a name, a tab, and a
+/// character for each code, which `answer` makes of the call.
 fn codes(answer: &mut dyn FnMut(&dyn Fn() -> Code) -> char) -> String {
     let mut lines = String::new();
     let _context = Context::on(0);
@@ -246,12 +246,12 @@ fn maps_of_pixels_are_taken_and_refused_as_by_an_h200() {
     assert_eq!(unsupported, ["rank of interleave 1\t1nnn", "rank of interleave 2\t1nnn"]);
 }
 
-/// Where a child process adds a character for each call.
+/// The file to which a child process adds a character for each call.
 const LETTERS: &str = "letters.txt";
 /// The number of the first call that a process makes.
 const FIRST: &str = "EPOXIDE_TEST_FIRST";
 
-/// A driver may crash by arguments that are wrong, so each process goes up to its first crash: `c`.
+/// Wrong arguments may crash a driver, so each process continues up to its first crash: `c`.
 #[test]
 #[ignore = "records the codes of this machine's driver"]
 fn record() {

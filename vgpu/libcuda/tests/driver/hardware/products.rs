@@ -208,8 +208,8 @@ fn fragments_of(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
     }
 }
 
-/// Loads, a product and a store of matrices that lie behind one another. Bit `i` of `layouts`: matrix
-/// `i` lies by rows.
+/// Loads, a product and a store of consecutive matrices. Bit `i` of `layouts`: matrix `i` is stored
+/// by rows.
 fn fragment_kernel(
     shape: &str,
     [factor, sum]: [Format; 2],
@@ -405,8 +405,8 @@ struct Layout {
 }
 
 impl Layout {
-    /// A layout of a matrix with so many rows, or columns, of `row` bytes, of which one fits into
-    /// shared memory.
+    /// A layout of a matrix with `rows` rows, or columns, of `row` bytes each, such that the matrix
+    /// fits into shared memory.
     fn random(rng: &mut Rng, rows: u64, of_16_bits: bool, row: u64) -> Layout {
         let swizzle = if rows > 192 { rng.of(&[16, 32, 64]) } else { rng.of(&[16, 32, 64, 128]) };
         let transposed = of_16_bits && rng.from(0, 1) == 1;
