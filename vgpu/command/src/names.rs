@@ -3,8 +3,7 @@
 use anyhow::{Result, bail};
 use epoxide_vgpu::Module;
 
-/// The name of a kernel as its source has it. A name that no compiler has mangled is returned as it
-/// is.
+/// The name of a kernel in its source. A name that no compiler has mangled is returned as it is.
 pub fn readable(name: &str) -> String {
     if let Ok(rust) = rustc_demangle::try_demangle(name) {
         // Without the hash behind it.
@@ -21,8 +20,8 @@ pub fn make_readable(text: &str, module: &Module) -> String {
     })
 }
 
-/// The kernel whose name is `wanted`, or the only one of whose name, as the source has it, `wanted`
-/// is a part. Without `wanted`, the only kernel.
+/// The kernel whose name is `wanted`, or the only one whose name in the source contains `wanted`.
+/// Without `wanted`, the only kernel.
 pub fn find(all: &[&str], wanted: Option<&str>) -> Result<String> {
     let list =
         |names: &[&str]| names.iter().map(|name| format!("\n  {}", readable(name))).collect::<String>();

@@ -243,7 +243,7 @@ fn uri(path: &str) -> String {
     if path.starts_with('/') { format!("file://{escaped}") } else { escaped }
 }
 
-/// Everything that a command has to say.
+/// The whole output of a command.
 pub struct Document {
     pub command: &'static str,
     pub findings: Vec<Finding>,
@@ -254,7 +254,7 @@ pub struct Document {
 }
 
 impl Document {
-    /// Prints it, and returns what the exit code says.
+    /// Prints it, and returns the verdict for the exit code.
     ///
     /// # Errors
     /// Standard output cannot be written to.

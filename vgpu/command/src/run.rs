@@ -152,7 +152,7 @@ struct Outcome {
     reports: Vec<Report>,
     /// A launch that check mode refuses.
     other: Option<Finding>,
-    /// The buffers that are asked for.
+    /// The requested buffers.
     outputs: Vec<Output>,
 }
 
@@ -161,7 +161,7 @@ struct Outcome {
 struct Output {
     /// Elements that nothing has written are zero here.
     bytes: Vec<u8>,
-    /// By element: whether something has written it, as far as the mode knows.
+    /// By element: whether something has written it, as far as the mode tracks writes.
     written: Vec<bool>,
 }
 
@@ -205,7 +205,7 @@ impl Args {
         }
     }
 
-    /// Runs the kernel under a seed, or as the choices of an exploration say.
+    /// Runs the kernel under a seed, or by the choices of an exploration.
     fn run_once(
         &self,
         module: &Module,
@@ -507,7 +507,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
     document.print(args.format)
 }
 
-/// Numbers the causes of reports, given with their findings. Where a cause has several reports, the
+/// Numbers the causes of reports, given with their findings. If a cause has several reports, the
 /// notes list all causes. Returns them as JSON.
 fn causes(open: &[(usize, Report)], document: &mut Document) -> Value {
     let reports: Vec<Report> = open.iter().map(|(_, report)| report.clone()).collect();
@@ -526,8 +526,7 @@ fn explored_json((runs, coverage): (u64, Coverage)) -> Value {
     json!({ "runs": runs, "complete": coverage.is_complete(), "coverage": coverage.to_string() })
 }
 
-/// Writes the buffers that are asked for to their files; the others become notes. Returns them as
-/// JSON.
+/// Writes each requested buffer to its file, or as a note if it has none. Returns them as JSON.
 fn write_outputs(args: &Args, last: &[Output], document: &mut Document) -> Result<Value> {
     let mut all = vec![];
     for ((number, file), Output { bytes, written }) in args.outputs.iter().zip(last) {

@@ -19,7 +19,7 @@ const TOKENS: [usize; RANKS] = [67, 61];
 const CHANNELS: usize = 1;
 /// Slots that a chunk takes.
 const CHUNK: usize = 4;
-// As the launchers have them: threads of a block, and bytes of shared memory of each of its warps.
+// The values of the launchers: threads of a block, and bytes of shared memory of each of its warps.
 const THREADS: u32 = 768;
 const DISPATCH_SHARED: u32 = 8192 * (THREADS / 32);
 const COMBINE_SHARED: u32 = 4096 * (THREADS / 32);

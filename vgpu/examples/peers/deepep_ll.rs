@@ -22,7 +22,7 @@ const MOST_TOKENS: usize = 8;
 /// Rows that an expert gets at most: all tokens of all ranks.
 const ROWS: usize = RANKS * MOST_TOKENS;
 const ROUNDS: usize = 2;
-/// As the launchers have it on a device of two multiprocessors.
+/// The value of the launchers on a device of two multiprocessors.
 const BLOCKS: u32 = 2;
 const WARP_GROUPS: usize = EXPERTS / BLOCKS as usize;
 const WARPS_PER_GROUP: usize = 32 / WARP_GROUPS;

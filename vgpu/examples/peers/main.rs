@@ -1,6 +1,6 @@
 //! Runs kernels of another project against an oracle, and compares the reports of check mode with a
 //! stored list. `vgpu/peers/check.sh` compiles the kernels and calls it; `vgpu/peers/README.md`
-//! tells what was found.
+//! lists the findings.
 //!
 //! `cargo run --release -p epoxide-vgpu --example peers -- PROJECT LIST STEP=FILE.ptx..`
 //!
@@ -71,7 +71,7 @@ fn named(fault: &Fault) -> String {
     let memory = |label: &str| if label.is_empty() { "shared memory".to_owned() } else { label.to_owned() };
     match &fault.kind {
         FaultKind::Race(race) => {
-            // Which of the two comes second depends on the schedule.
+            // The schedule decides which of the two comes second.
             let mut ends = [
                 format!("{} at {here}", race.access),
                 format!("{} at {}", race.other.access, at(&race.other.source, &race.other.kernel)),

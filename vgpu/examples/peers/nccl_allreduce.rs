@@ -2,8 +2,8 @@
 //! (`contrib/custom_algos/allreduce`), between three virtual GPUs.
 //!
 //! `peers.cu` of `nccl_allreduce.py` fills `ncclDevComm` and the windows. The host writes the
-//! inputs while no kernel runs, as the kernels ask for, and a kernel of the host reads each result
-//! behind the all-reduce. Numbers are whole ones, so that sums are exact in any order.
+//! inputs while no kernel runs, as the kernels require, and a kernel of the host reads each result
+//! behind the all-reduce. Numbers are whole, so that sums are exact in any order.
 
 use std::error::Error;
 

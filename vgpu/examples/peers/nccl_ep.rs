@@ -25,7 +25,7 @@ const MOST_TOKENS: usize = 6;
 /// Rows that an expert gets at most: all tokens of all ranks.
 const ROWS: usize = RANKS * MOST_TOKENS;
 const ROUNDS: usize = 2;
-/// As the launchers have it on a device of two multiprocessors.
+/// The value of the launchers on a device of two multiprocessors.
 const BLOCKS: u32 = 2;
 const WARP_GROUPS: usize = EXPERTS / BLOCKS as usize;
 const WARPS_PER_GROUP: usize = 32 / WARP_GROUPS;
@@ -42,7 +42,7 @@ enum Layout {
     RankMajor = 2,
 }
 
-/// Where the parts of the buffer begin, as in `LowLatencyLayout`.
+/// The offsets of the parts of the buffer, as in `LowLatencyLayout`.
 struct Offsets {
     counts: u64,
     send: u64,
@@ -274,7 +274,7 @@ impl Results {
             let (token, column) = (at / HIDDEN, at % HIDDEN);
             let factor: f32 = match layout {
                 Layout::ExpertMajor => experts(rank, token).map(|(k, _)| weight(rank, token, k)).sum(),
-                // The caller has applied weights: a row comes back once from each rank.
+                // The caller has applied weights: each rank returns a row once.
                 Layout::RankMajor => (0..RANKS)
                     .filter(|&to| experts(rank, token).any(|(_, expert)| expert / LOCAL == to))
                     .count() as f32,

@@ -72,7 +72,7 @@ impl Structure {
         self.0.extend_from_slice(&number.to_ne_bytes());
     }
 
-    /// As many addresses as an array has, null behind those that are given.
+    /// The `given` addresses, with null behind them up to `len`.
     fn addresses(&mut self, given: impl IntoIterator<Item = u64>, len: usize) {
         let end = self.0.len() + 8 * len;
         given.into_iter().for_each(|address| self.put(address));

@@ -79,7 +79,7 @@ fn only_a_meeting_of_the_whole_warp_brings_it_together() {
         format!("{PART} barrier.cta.sync 1, 64;"),
         format!("{PART} barrier.arrive 0, 64;"),
         format!("{PART} barrier.red.popc.u32 %r2, 0, %p1;"),
-        // Collectives wait for the lanes, but do not say that they stay together.
+        // Collectives wait for the lanes, but do not keep them together.
         format!("{PART} shfl.sync.idx.b32 %r2, %r1, 0, 31, 0xffffffff; vote.sync.all.pred %p2, %p1, -1; barrier.sync 0;"),
         // Some of them met.
         format!("{PART} setp.lt.u32 %p2, %r1, 16; @%p2 bar.warp.sync 0xffff; barrier.sync 0;"),
@@ -91,7 +91,7 @@ fn only_a_meeting_of_the_whole_warp_brings_it_together() {
         format!("{PART} @%p1 bar.warp.sync 0xfffffffe; barrier.sync 0;"),
         "and.b32 %r1, %r40, 1; setp.ne.u32 %p1, %r1, 0; @%p1 barrier.sync 0; @!%p1 barrier.sync 0;".to_owned(),
         "and.b32 %r1, %r40, 1; T: .branchtargets A, B; brx.idx %r1, T; A: mov.u32 %r2, 1; B: barrier.sync 0;".to_owned(),
-        // Each lane goes round as often as its number says.
+        // The number of iterations of each lane is its number.
         "and.b32 %r1, %r40, 31; mov.u32 %r2, 0; L: add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, %r1; @%p1 bra L; barrier.sync 0;".to_owned(),
     ];
     for body in &refused {

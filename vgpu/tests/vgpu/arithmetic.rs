@@ -397,7 +397,7 @@ fn the_ends_of_the_approximations() {
     let (inf, minus_inf, tiny) = (d(f64::INFINITY), d(f64::NEG_INFINITY), 1u64 << 51);
     for (operand, rcp, rsqrt) in [
         (d(4.0), d(0.25), d(0.5)),
-        // The lower word of the operand is not looked at, nor is that of the result written.
+        // The lower words of the operand and of the result are ignored.
         (d(4.0) + 0xffff_ffff, d(0.25), d(0.5)),
         (d(3.0), d(1.0 / 3.0) >> 32 << 32, d(1.0 / 3f64.sqrt()) >> 32 << 32),
         (0, inf, inf),
@@ -408,7 +408,7 @@ fn the_ends_of_the_approximations() {
         (minus_inf, 1 << 63, NAN),
         (d(-4.0), d(-0.25), NAN),
         (d(f64::NAN), NAN, NAN),
-        // A NaN only by its lower word is infinity to who sees the upper one.
+        // A NaN only by its lower word counts as infinity, because only the upper word is read.
         (inf + 1, 0, 0),
         // The reciprocal is subnormal.
         (d(2f64.powi(1023)), 0, d(2f64.powi(-512) * 2f64.sqrt()) >> 32 << 32),

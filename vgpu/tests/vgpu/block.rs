@@ -173,7 +173,7 @@ fn deadlocks_are_reported_with_every_warp() {
             "{text}"
         );
     }
-    // Half a warp never comes.
+    // Half a warp never arrives.
     let fault = fault_of("", "setp.lt.u32 %p1, %r40, 16; @%p1 bra E; bar.sync 0; E: bar.warp.sync -1;", 32);
     assert!(matches!(fault.kind, FaultKind::Deadlock(_)), "{fault}");
 }
@@ -430,7 +430,7 @@ fn a_wait_for_an_mbarrier_that_is_given_up_is_no_deadlock() {
         st.global.u32 [%rd40], %r2;";
     let ptx = kernel(".shared .align 8 .b8 BAR[8];\n", body);
     let mut run = Run::new(&ptx, &[0], launch(1, 1), &DeviceConfig::default());
-    // It spins, as far as can be seen, but not for ever.
+    // The kernel appears to spin, but not for ever.
     while run.grid.step(10_000).unwrap() != Progress::Done {}
 }
 

@@ -1,10 +1,10 @@
 //! Check mode, as a specification in files: faults that shipped in other people's communication
 //! kernels, each beside its mended twin, and the rules of the checker one by one.
 //!
-//! A file of `cases/` is a correct kernel and the edits that break it; its README says how to write
-//! one. The correct kernel must run without a report and compute the same under every seed, and the
-//! broken one must be reported under every seed. Which of the two accesses comes second depends on
-//! the schedule, so a case marks both. The synchronisation that would have ordered them is part of
+//! A file of `cases/` is a correct kernel and the edits that break it; its README describes the
+//! format. The correct kernel must run without a report and compute the same under every seed, and
+//! the broken one must be reported under every seed. The schedule decides which of the two accesses
+//! comes second, so a case marks both. The synchronisation that would have ordered them is part of
 //! the report, and of the case.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -95,7 +95,7 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
     let title = format!("{}[{name}]", path.file_name().unwrap().to_str().unwrap());
     let mut body: Vec<&str> = vec![];
     let mut settings: Vec<(Vec<&str>, &str)> = vec![];
-    // Where the line above stands that edits replace, and the lines of this variant alone.
+    // The index of the line above, which edits replace, and the lines of this variant alone.
     let (mut above, mut own) = (0, vec![]);
     for line in text.lines() {
         let start = line.trim_start();

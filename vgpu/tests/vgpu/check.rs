@@ -1,6 +1,6 @@
 //! Check mode where a case is more than one kernel on one device: streams, devices, the host, and
-//! what a program sees of memory and registers that it must not rely on. Single kernels are files,
-//! which `cases.rs` runs.
+//! memory and registers whose contents a program must not rely on. Single kernels are files, which
+//! `cases.rs` runs.
 
 use epoxide_vgpu::{
     CheckConfig, Checker, Fault, FaultKind, Grid, GridConfig, Launch, Machine, MachineError, Memory,
@@ -234,8 +234,8 @@ fn the_host_reads_what_was_released_to_it() {
         let narrow = body.replace(".sys", ".gpu");
         let error = answers_the_host(&narrow, seed, true, 0).unwrap_err();
         assert!(error.contains("at 'answers' + 0x8 (tag)"), "{error}");
-        // Published before its data: the host reads before the data are there, or behind a write
-        // that it does not know.
+        // Published before its data: the host reads before the data are written, or after a write
+        // that is not ordered before the read.
         let early = "
     mov.u64 %rd1, 7;
     st.release.sys.global.u64 [%rd40+8], %rd1;
@@ -244,15 +244,15 @@ fn the_host_reads_what_was_released_to_it() {
             let error = answers_the_host(early, seed, true, steps).unwrap_err();
             assert!(error.contains("at 'answers' + 0x0 (count)"), "{error}");
         }
-        // A host that reads without a look at the word that is released races as well.
+        // A host that reads without polling the released word races as well.
         for steps in [0, 100] {
             assert!(answers_the_host(body, seed, false, steps).unwrap_err().contains("data race"));
         }
     });
 }
 
-/// Memory that host code writes as well is not watched; but what host code says that it takes must
-/// have been released to it.
+/// Memory that host code writes as well is not checked, but memory that host code declares to read
+/// must have been released to it.
 #[test]
 fn the_host_takes_what_was_released_to_it() {
     let body = "
@@ -262,7 +262,7 @@ fn the_host_takes_what_was_released_to_it() {
     let takes = |body: &str, seed: u64, polls: bool| -> Result<(), String> {
         let device = Device::on_host(seed, "request");
         let (memory, buf) = (&device.memory, &device.buf);
-        // No checker sees this store, and it is no kernel's.
+        // The checker does not track this store of the host.
         // SAFETY: aligned, and mapped for as long as `buf` lives.
         unsafe { (buf.addr() as *mut u64).add(2).write_volatile(1) };
         let past = device.checker().host_past();
@@ -319,7 +319,7 @@ fn reads_of_unwritten_memory_are_reported() {
     reads(&device.memory.alloc_host(64, "host").unwrap()).unwrap();
 }
 
-/// A counter that nobody has set to zero. `exch` writes whatever was there before.
+/// A counter that was never set to zero. `exch` does not depend on the old value.
 #[test]
 fn atomics_that_compute_with_unwritten_memory_are_reported() {
     let run = |body: &str, zeroed: bool| {
@@ -533,7 +533,7 @@ WAIT:
         let [ours, theirs] = [seed, seed + 1].map(|seed| Memory::checked(seed, Some(checker.clone())));
         let signals = ours.alloc(4096, "signals").unwrap();
         let near = theirs.import(signals.export().unwrap(), 4096, "signals").unwrap();
-        // In order: rank 1 clears its mapping, and rank 0 learns of it before it starts.
+        // In order: rank 1 clears its mapping, and rank 0 synchronises with it before it starts.
         let _ = checker.host_past();
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -546,8 +546,8 @@ WAIT:
         let ours = Device { checker: Some(checker.clone()), memory: ours, buf: signals, seed };
         let mut grid = ours.start_on(&module, &ours.buf);
         while grid.step(16).unwrap() != Progress::Spinning {}
-        // Out of order: rank 1 joins while the kernel runs. It knows all that rank 0 did before,
-        // but not what the kernel does.
+        // Out of order: rank 1 joins while the kernel runs. Rank 1 is ordered behind all that rank
+        // 0 did before, but not behind the kernel.
         epoxide_vgpu::host_meets();
         let join = |at: u64| {
             std::thread::scope(|scope| {
@@ -562,7 +562,7 @@ WAIT:
         let error = join(0).unwrap_err().to_string();
         assert!(error.contains("a write by the host") && error.contains("// signal"), "{error}");
         assert!(error.contains("missing: a wait of the host"), "{error}");
-        // A kernel that looks at what was overwritten reports it as well.
+        // A kernel that reads the overwritten memory reports it as well.
         join(16).unwrap();
         let late = parse("ld.relaxed.sys.global.u32 %r1, [%rd40+16]; // late");
         let fault = ours.run(&late).unwrap_err();
@@ -574,8 +574,8 @@ WAIT:
 
 #[test]
 fn reads_of_an_earlier_kernel_of_the_stream_are_named() {
-    // One stream writes and tells by a relaxed store; on the other a kernel waits for that, and the
-    // next one reads.
+    // One stream writes and signals by a relaxed store; on the other a kernel waits for the signal,
+    // and the next one reads.
     let writer = "
     mov.u64 %rd1, 7;
     mov.u32 %r2, 1;
@@ -705,7 +705,8 @@ fn a_peer_may_not_write_what_a_kernel_reads_as_read_only_memory() {
     // The order of the two suffices for a plain load.
     for_each_seed(correct_seeds(), |seed| run(seed, &READ_ONLY.replace(".nc", "")).unwrap());
     for_each_seed(broken_seeds(), |seed| match run(seed, READ_ONLY) {
-        // By the end of the reader's kernel its peer may not know of it: there is no wait for that.
+        // The peer does not wait for the end of the reader's kernel, so its write is not ordered
+        // behind it.
         Err(MachineError::Fault(fault)) => {
             let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
             assert_eq!(race.other.launch, Launch::OtherDevice);

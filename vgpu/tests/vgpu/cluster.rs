@@ -1,5 +1,6 @@
 //! Clusters of several blocks: registers, launches, distributed shared memory, the cluster's
-//! barrier, remote mbarriers, and copies between blocks. What check mode reports is in `cases/`.
+//! barrier, remote mbarriers, and copies between blocks. The reports of check mode are tested in
+//! `cases/`.
 
 use epoxide_vgpu::{
     CheckConfig, Cluster, DeviceConfig, FaultKind, GridConfig, LaunchError, Machine, MachineError, Module,
@@ -199,7 +200,7 @@ fn blocks_read_each_others_shared_memory() {
         "mapa.shared::cluster.u32 %r7, %r3, %r4; atom.add.acquire.cluster.shared::cluster.u32 %r6, [%r7+4], 0;",
         "mapa.shared::cluster.u32 %r7, %r3, %r4; ld.shared::cluster.v2.u32 {%r8, %r6}, [%r7];",
     ] {
-        // The vector's first element is nobody's data.
+        // The vector's first element is unwritten otherwise.
         let load =
             if load.contains(".v2") { format!("st.shared.u32 [%r3], 0; {MEET} {load}") } else { load.into() };
         let body = reads_neighbour(&load);
@@ -257,7 +258,7 @@ fn addresses_outside_of_the_cluster_are_faults() {
 
 #[test]
 fn memory_of_a_block_that_has_ended_is_gone() {
-    // Block 1 ends; block 0 reads its memory once it has seen a word that block 1 stores last.
+    // Block 1 ends; block 0 reads its memory once it has read a word that block 1 stores last.
     let body = format!(
         "mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r1, 0; mov.u32 %r3, DATA; {MEET}
          @%p1 bra END;

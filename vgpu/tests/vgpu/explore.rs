@@ -14,7 +14,7 @@ fn values() -> CheckConfig {
     CheckConfig { races: false, ..CheckConfig::default() }
 }
 
-/// The same, and loads may see older values.
+/// The same, and loads may return older values.
 fn weak() -> CheckConfig {
     CheckConfig { weak_memory: Some(0), ..values() }
 }
@@ -94,7 +94,7 @@ fn a_fault_of_a_rare_schedule_is_found() {
         0 => Ok(()),
         _ => Err("both"),
     };
-    // Three changes between the blocks that neither asks for, at three places.
+    // Three preemptions between the blocks, at three places.
     assert_eq!(Explore::new().preemptions(2).run(search).coverage, Coverage::Preemptions(2));
     let explored = Explore::new().preemptions(3).run(search);
     let failure = explored.failure.expect("the schedule is there");

@@ -7,7 +7,7 @@ use epoxide_vgpu::{
 use crate::cases::SHARED;
 use crate::common::{broken_seeds, device, kernel, launch, replaying};
 
-/// Where the reader of the flag runs, as seen from the writer.
+/// Where the reader of the flag runs, relative to the writer.
 #[derive(Clone, Copy)]
 enum Reader {
     OtherBlock,

@@ -315,7 +315,8 @@ fn f32_atomics_flush_subnormals_in_global_memory_only() {
 
 #[test]
 fn atomics() {
-    // (instruction, memory before, operand, memory after); the old value must come back.
+    // (instruction, memory before, operand, memory after); the instruction must return the old
+    // value.
     let neg = |v: i64| v as u64;
     for (op, before, operand, after) in [
         ("add.u32", 5, 7, 12),
@@ -367,7 +368,7 @@ fn atomics() {
         let body = "atom.global.cas.b64 %rd2, [%rd40], 5, 9; st.global.b64 [%rd40+8], %rd2;";
         assert_eq!(run_body("", body, 1, &[current, 0]), [want, current]);
     }
-    // All lanes at one word of shared memory: each sees another old value.
+    // All lanes change one word of shared memory: each gets another old value.
     let body = "
         mov.u32 %r1, S; mov.u32 %r2, 0; st.shared.u32 [%r1], %r2; bar.warp.sync -1;
         atom.shared.add.u32 %r3, [%r1], 1; cvt.u64.u32 %rd1, %r3; st.global.u64 [%rd42], %rd1;";

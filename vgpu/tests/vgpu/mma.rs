@@ -262,7 +262,7 @@ fn special_numbers_go_through() {
 
 #[test]
 fn constants_and_unused_results_stand_in_vectors() {
-    // As FlashInfer has it: two sums begin with 0, and two are not wanted.
+    // The form that FlashInfer uses: two sums begin with 0, and two are unused.
     let body = "mov.f32 %r1, 0f40000000; mov.b32 %r2, 0x3c003c00; mov.f32 %r5, 0f7fc00000;
         mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%r3, _, %r5, _}, {%r2, %r2}, {%r2}, {%r1, 0., 1.5, 0.};
         cvt.u64.u32 %rd1, %r3; cvt.u64.u32 %rd2, %r5; shl.b64 %rd2, %rd2, 32; or.b64 %rd1, %rd1, %rd2;

@@ -271,7 +271,7 @@ fn machine(devices: usize, seed: u64) -> Machine {
 #[test]
 fn results_of_all_forms_are_those_of_the_manual() {
     let forms = forms();
-    // As many as ptxas takes of all combinations.
+    // The number of combinations that ptxas accepts.
     assert_eq!(forms.len(), 224);
     let text: String =
         (0..).zip(&forms).map(|(i, form): (usize, _)| form.kernel(&format!("k{i}"), "")).collect();

@@ -34,7 +34,7 @@ impl Case {
         let axes = rng.random_range(1..=3);
         let swizzle =
             [Swizzle::None, Swizzle::Bytes32, Swizzle::Bytes64, Swizzle::Bytes128][rng.random_range(0..4)];
-        // All rows have the bytes of the swizzle's, so check mode sees no gaps.
+        // Rows are as long as those of the swizzle, so that no gaps stay unwritten.
         let channels = match swizzle {
             Swizzle::None => 4 * rng.random_range(1..=6),
             swizzle => 4 << swizzle as usize,
@@ -247,7 +247,7 @@ END:",
     }
 }
 
-/// Random bytes without 0, so that what is filled is seen.
+/// Random bytes other than 0, to distinguish them from filled bytes.
 fn noise(rng: &mut ChaCha8Rng, len: usize) -> Vec<u8> {
     (0..len).map(|_| rng.random_range(1..=255)).collect()
 }

@@ -180,7 +180,7 @@ fn a_part_of_an_array_is_downloaded_where_a_kernel_was_stopped_in_the_rest() {
     assert_eq!(buf.download_range(0..2).unwrap(), [7, 8]);
     assert_eq!(buf.download_range(1..2).unwrap(), [8]);
     assert_eq!(buf.download_range(4..4).unwrap(), [0; 0]);
-    // Numbers that nobody wrote are poison, and no report.
+    // Unwritten numbers are poison, and no report.
     assert_eq!(buf.download_range(1..3).unwrap().len(), 2);
     for racing in [3..4, 0..4] {
         let error = buf.download_range(racing).unwrap_err().to_string();
@@ -210,7 +210,7 @@ fn a_missing_proxy_fence_has_a_class_of_its_own() {
 
 #[test]
 fn a_ring_that_waits_for_itself_ends_in_fast_mode_too() {
-    // A warp polls and stores what it saw, so that the block never only waits.
+    // A warp polls and stores the values, so that the block never only waits.
     let module = parse(
         "
 AGAIN:

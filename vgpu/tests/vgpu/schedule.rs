@@ -315,7 +315,7 @@ fn virtual_time_is_exact() {
     assert_eq!(now, 1000 + run.grid.stats().warp_instructions);
 }
 
-/// Each lane waits for its word, looks at the clock at its first poll and then at every 64th, and
+/// Each lane waits for its word, and reads the clock at its first poll and then at every 64th. It
 /// stores the word, or how long it has waited, if that is more than 1000 ns.
 const WAIT_WITH_DEADLINE: &str = "
     mov.u32 %r1, 0; mov.u64 %rd1, 0;
@@ -328,8 +328,8 @@ const WAIT_WITH_DEADLINE: &str = "
     LATER: sub.u64 %rd2, %rd3, %rd1; setp.le.u64 %p4, %rd2, 1000; @%p4 bra POLL;
     END: st.global.u64 [%rd42+16], %rd2;";
 
-/// The other lane has just stored a word, so that all polls count anew: that the waiting one looks
-/// at the clock is known from before.
+/// The other lane has just stored a word, which resets all polls: that the waiting lane reads the
+/// clock is recorded from before.
 #[test]
 fn a_clock_that_stands_is_read_before_its_owner_moves_it_again() {
     let time = Arc::new(AtomicU64::new(1_000));

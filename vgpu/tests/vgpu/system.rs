@@ -295,15 +295,15 @@ fn variables_are_looked_up_by_name_and_length() {
 
 #[test]
 fn initialisers_come_before_all_kernels_and_the_host() {
-    // The kernel runs on while the host looks at a variable that nobody writes; another kernel reads
-    // it meanwhile.
+    // The kernel still runs while the host reads a variable that nothing writes, and another kernel
+    // reads it.
     let [module, _] = modules();
     for seed in 0..tier(4, 40) {
         let mut machine = Machine::checked(2, seed);
         let out = machine.upload(0, "out", &[0f32; 4]).unwrap();
         machine.launch_with(0, &module, "use_variables", GridConfig::new(1, 4, 0), &[&out]).unwrap();
         machine.run().unwrap();
-        // First looked at behind the launch.
+        // First read after the launch.
         assert_eq!(
             machine.variable::<f32>(0, &module, "table").unwrap().download().unwrap(),
             [1.0, 2.0, 3.0, 4.0]

@@ -297,7 +297,7 @@ END:",
     }
 }
 
-/// Random bytes without 0, so that what is filled is seen.
+/// Random bytes other than 0, to distinguish them from filled bytes.
 fn noise(rng: &mut ChaCha8Rng, len: usize) -> Vec<u8> {
     (0..len).map(|_| rng.random_range(1..=255)).collect()
 }
@@ -429,7 +429,7 @@ fn bad_copies_of_boxes_are_faults() {
     let beyond = replaced(&load, "bytes [%r1]", "bytes [%r1+15488]");
     let fault = simple().fault(&beyond, None);
     assert!(matches!(fault.kind, FaultKind::OutOfWindow { space: "shared", .. }), "{fault}");
-    // The tensor has fewer bytes than its map says.
+    // The tensor has fewer bytes than its map.
     let case = Case { shape: vec![96, 60], at: vec![0, 52], ..simple() };
     let module = Module::parse(&Case::text(&case.load())).unwrap();
     let mut machine = Machine::with_config(1, DeviceConfig::default(), None);

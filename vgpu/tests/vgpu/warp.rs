@@ -168,7 +168,7 @@ fn reductions_and_election() {
     assert_eq!(r("xor.b32"), (0..32u32).map(|i| i.wrapping_sub(3)).fold(0, |a, b| a ^ b).into());
     let elect = "elect.sync %r2|%p1, -1; selp.u32 %r3, 100, 0, %p1; add.u32 %r0, %r2, %r3;";
     assert_eq!(by_lane(elect), lanes(|i| if i == 0 { 100 } else { 0 }));
-    // Among some lanes: one is chosen, and all see which.
+    // Among some lanes: one is chosen, and all get its number.
     let some = "setp.ge.u32 %p1, %r1, 24; mov.u32 %r0, 7; @!%p1 bra END;
         elect.sync %r0|%p2, 0xff000000; END:";
     assert_eq!(by_lane(some), lanes(|i| if i >= 24 { 24 } else { 7 }));
@@ -187,7 +187,7 @@ fn warp_sync_at_different_places() {
 
 #[test]
 fn collectives_at_different_places_meet() {
-    // As nvcc leaves them: it copies a loop with shuffles for lane 0, which alone stores the sum.
+    // Code as nvcc makes it: a loop with shuffles is copied for lane 0, which alone stores the sum.
     let split = |low: &str, high: &str| {
         by_lane(&format!(
             "mov.u32 %r5, 1000; setp.lt.u32 %p1, %r1, 16; @%p1 bra LOW;

@@ -45,7 +45,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// Where an element lies: bytes from the pattern's alignment on.
+    /// The place of an element, in bytes from the pattern's alignment on.
     fn place(&self, row: usize, k: usize, bytes: usize) -> usize {
         let t = 16 / bytes;
         let width = self.swizzle / 16;

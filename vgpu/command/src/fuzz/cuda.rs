@@ -188,7 +188,7 @@ impl Cuda {
             // SAFETY: takes the context's default stream.
             match unsafe { (driver.query)(null_mut()) } {
                 NOT_READY if begin.elapsed() > LONGEST_KERNEL => {
-                    // Whatever the driver is asked next waits for the kernel.
+                    // Every later call of the driver would wait for the kernel, so both are leaked.
                     std::mem::forget((input, output));
                     return Err(Failure::Lost(format!(
                         "{} hangs: it has not ended in {} s",
@@ -244,7 +244,7 @@ impl<'a> Memory<'a> {
 
 impl Drop for Memory<'_> {
     fn drop(&mut self) {
-        // SAFETY: nobody else frees it, and the kernel that used it has ended.
+        // SAFETY: only this call frees it, and the kernel that used it has ended.
         unsafe { (self.driver.free)(self.address) };
     }
 }

@@ -167,8 +167,8 @@ fn warps(t: &mut Table) {
             t.form(Needs::Mask, format!("{all} $0|%q, {of}, $m;"), &[kind], WORD);
             t.form(Needs::Mask, format!("{all} %x|$0, {of}, $m;"), &[kind], Pred);
         }
-        // Not of a literal: ptxas then knows the outcome, and drops what a guard of it would keep
-        // (docs/KERNELS.md).
+        // Not of a literal: ptxas would then compute the outcome, and drop what a guard of it would
+        // keep (docs/KERNELS.md).
         t.form(Needs::Mask, format!("match.all.sync.b{bits} %x|$0, %zero{bits}, $m;"), &[], Pred);
     }
     for op in
@@ -304,7 +304,7 @@ fn own_words(t: &mut Table) {
         );
         t.form(Needs::Nothing, text, &[WORD; 3], WORD);
     }
-    // An index that is known at run time only.
+    // An index that is computed at run time.
     let indexed = "st.local.v2.b32 [stack], {$1, $2}; st.local.v2.b32 [stack+8], {$2, $1}; and.b32 %x, $3, 12; \
                    cvt.u64.u32 %u, %x; mov.u64 %v, stack; add.u64 %u, %u, %v;";
     t.form(Needs::Nothing, format!("{indexed} ld.local.b32 $0, [%u];"), &[WORD; 3], WORD);
@@ -338,7 +338,7 @@ fn copies(t: &mut Table) {
             let at = if bits == 32 { "%priv" } else { "%priv+8" };
             t.form(Needs::Nothing, format!("{copy} {wait} ld.shared.b{bits} $0, [{at}];"), &[], kind);
         }
-        // Sizes that are known at run time only, and a predicate that ignores the source.
+        // Sizes that are computed at run time, and a predicate that ignores the source.
         let size = "and.b32 %x, $1, 7; min.u32 %x, %x, 4;";
         let copy = "cp.async.ca.shared.global.L2::128B [%priv], [%in+$i], 4, %x;";
         t.form(Needs::Nothing, format!("{size} {copy} {wait} ld.shared.b32 $0, [%priv];"), &[WORD], WORD);

@@ -1,12 +1,11 @@
-//! The table of instruction forms: their text, their operands, and what the PTX manual says they
-//! compute.
+//! The table of instruction forms: their text, their operands, and their results by the PTX manual.
 //!
 //! Nothing here is taken from the virtual GPU: integers are computed as `i128`, floating point by
 //! [`super::float`].
 //!
-//! Left out, because the manual leaves the result to the machine: quotients by zero and the
-//! approximations. Left out, because H200 departs from the manual (docs/KERNELS.md): `cvt.rm` and
-//! `cvt.rp` from f32 to f16 with `.ftz`.
+//! Quotients by zero and approximations are left out, because the manual leaves their results to
+//! the machine. `cvt.rm` and `cvt.rp` from f32 to f16 with `.ftz` are left out, because an H200
+//! departs from the manual (docs/KERNELS.md).
 
 mod seldom;
 
@@ -712,7 +711,7 @@ fn signs_and_extremes(t: &mut Table) {
                 let eval = move |x: &[u64]| float::min_max(greater, nan, mode, x);
                 // `.ftz` comes first.
                 let opcode = format!("{op}{}{modifier}.{}", if ftz { ".ftz" } else { "" }, format.name());
-                // Which payload comes out of two NaNs of f64, the manual does not say.
+                // The manual does not define the payload of the result of two NaNs of f64.
                 t.op(&opcode, &[k, k], k, eval).any_nan = format == F64;
                 if small {
                     t.op(format!("{opcode}x2"), &[Pair(format); 2], Pair(format), halves(eval));
@@ -861,8 +860,7 @@ fn integer_conversions(t: &mut Table) {
                     t.op(format!("cvt.{r}{modifiers}.{f}.{i}"), &[int.kind()], Float(format), move |x| {
                         float::from_integer(int.of(x[0]), mode)
                     });
-                    // `.sat` says what happens anyway: the result is clamped to the integer's
-                    // range.
+                    // `.sat` changes nothing: the result is clamped to the integer's range anyway.
                     let mode = Mode { sat: false, ..mode };
                     float_to_integer(t, format!("cvt.{r}i{modifiers}.{i}.{f}"), mode, int);
                 }
@@ -872,7 +870,7 @@ fn integer_conversions(t: &mut Table) {
 }
 
 fn float_to_integer(t: &mut Table, opcode: String, mode: Mode, int: IntType) {
-    // NaN gives zero, except where f64 or a 64-bit integer takes part: then the top bit.
+    // NaN gives zero, but the top bit if a type is f64 or a 64-bit integer.
     let nan = if mode.format == F64 || int.bits == 64 { 1i128 << (int.bits - 1) } else { 0 };
     t.op(opcode, &[Float(mode.format)], int.kind(), move |x| {
         int.cut(float::to_integer(x[0], mode, int.range()).unwrap_or(nan))

@@ -507,7 +507,7 @@ mod tests {
                 assert!(text.contains("<- differs") && text.contains(".visible .entry fuzz_"), "{text}");
             }
         }
-        // A formula says which of the two is right.
+        // A formula decides which of the two is right.
         let mut session = session(&forms, Some(Box::new(Wrong("prmt.b32.f4e", "prmt.b32.b4e"))));
         let text = texts(&mut session, Style::Apart).remove(0);
         let value = |begin: &str| text.split(begin).nth(1).unwrap().split([',', '\n', ' ']).next().unwrap();

@@ -604,7 +604,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Operand `at` of a use: its register, or a copy whose origin the assembler cannot see.
+    /// Operand `at` of a use: its register, or a copy whose origin is hidden from the assembler.
     fn operand(&mut self, form: &Form, one: &Use, at: usize) -> String {
         let (kind, source) = (form.operands[at], one.operands[at]);
         let name = self.source(kind, source);
@@ -622,7 +622,7 @@ impl<'a> Writer<'a> {
         copy
     }
 
-    /// The predicate of a guard, or a copy whose origin the assembler cannot see.
+    /// The predicate of a guard, or a copy whose origin is hidden from the assembler.
     fn guard(&mut self, source: Source) -> String {
         let name = self.source(Kind::Pred, source);
         let Source::Register(letter, number) = source else { return name };
@@ -690,7 +690,8 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Makes one NaN of all: the manual leaves their bits open, and later steps would see them.
+    /// Makes one NaN of all, because the manual leaves their bits open, and later steps would read
+    /// them.
     fn one_nan(&mut self, kind: Kind, name: &str) {
         let choose = |writer: &mut Self, format: Format, name: &str| {
             let (bits, ty, nan) = (format.bits().0, format.name(), format.nan());
@@ -709,7 +710,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Whether a step here asks which lanes are there.
+    /// Whether a step needs the mask of active lanes.
     fn asks_for_mask(&self, steps: &[Step]) -> bool {
         steps.iter().any(|step| match &step.what {
             What::Do(one) => self.forms[one.form].needs > Needs::Nothing,
@@ -898,7 +899,8 @@ impl Head<'_> {
             };
             line(&format!(".reg .b32 {name}; mov.u32 {name}, tile; {at}"));
         }
-        // Zeros in every launch, which the assembler does not know, nor that they are equal.
+        // Zeros in every launch. The assembler can derive neither that they are zero nor that they
+        // are equal.
         for (zero, special) in [("%zero", "%ctaid.z"), ("%nought", "%ctaid.y")] {
             if self.names(zero) {
                 line(&format!(".reg .b16 {zero}16; .reg .b32 {zero}32; .reg .b64 {zero}64;"));

@@ -91,9 +91,9 @@ fn without(steps: &[Step], out: &BTreeSet<usize>) -> Vec<Step> {
 /// The steps of a branch that stay.
 #[derive(Clone, Copy, PartialEq)]
 enum Way {
-    /// Those of one arm.
+    /// The steps of one arm.
     Arm(usize),
-    /// Those of all, one arm behind the other.
+    /// The steps of all arms, one arm behind the other.
     All,
 }
 

@@ -52,8 +52,7 @@ pub trait Target {
     fn description(&self) -> String;
     /// Runs the kernels of a module one after the other; returns the words of each `out`.
     ///
-    /// # Errors
-    /// The first failure; nothing says which kernel has failed.
+    /// # Errors The first failure, without the kernel that failed.
     fn run(&mut self, ptx: &str, jobs: &[&Job]) -> Result<Vec<Vec<u64>>, Failure>;
 }
 

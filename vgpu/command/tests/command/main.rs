@@ -12,7 +12,7 @@ fn file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/command").join(name)
 }
 
-/// A file that goes away, with this text.
+/// A temporary file with this text.
 fn temporary(text: &str) -> NamedTempFile {
     let mut file = NamedTempFile::new().unwrap();
     file.write_all(text.as_bytes()).unwrap();
@@ -148,7 +148,7 @@ fn elements_that_nothing_has_written_are_no_numbers() {
         let (_, text) = call("buf:u32:3", &[mode, "--out", &format!("0={}", file.path().display())]);
         assert_eq!(std::fs::read(file.path()).unwrap(), [0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 7, 0], "{text}");
     }
-    // Other modes do not know them.
+    // Other modes do not track them.
     let (_, text) = call("buf:u32:3", &["--out", "0"]);
     assert!(!text.contains("argument 0: -") && text.contains("differ"), "{text}");
 }

@@ -1,7 +1,7 @@
 //! Tiles of a warp: `mma.sync`, `ldmatrix` and their like.
 //!
-//! Sums of products of integers are exact. Those of floats have an order that the manual leaves open,
-//! so their elements are 0.5, 0.75, 1 and 1.5, of which every sum is exact. Sums of f64 are fused
+//! Sums of products of integers are exact. Those of floats have an order that the manual leaves
+//! open, so their elements are 0.5, 0.75, 1 and 1.5, whose sums are exact. Sums of f64 are fused
 //! multiply-adds in the order of k, whatever the elements.
 
 use super::*;

@@ -226,7 +226,7 @@ fn integers(t: &mut Table) {
     t.op("mad.hi.sat.s32", &[word; 3], word, |x| {
         S32.clamp(((S32.of(x[0]) * S32.of(x[1])) >> 32) + S32.of(x[2]))
     });
-    // The n-th set bit, counted from a bit on. A few, and as many as the operand says.
+    // The n-th set bit, counted from a bit on: for small n, and for n over the whole range.
     for (few, offset) in [(false, "max.s32 %y, $3, -2147483647;"), (true, "shr.s32 %y, $3, 28;")] {
         let text = format!("{offset} and.b32 %x, $2, 31; fns.b32 $0, $1, %x, %y;");
         t.text(text, &[word; 3], word, move |x| {
