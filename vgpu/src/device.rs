@@ -129,16 +129,17 @@ pub struct DeviceConfig {
     /// times at which others follow. They follow at the latest when all resident warps only wait.
     pub max_blocks_resident: Option<u32>,
     /// Most warp instructions that a grid may run without progress. Progress is the begin or the
-    /// end of a block, or a time at which all warps only wait for others. Beyond, it is stopped
-    /// with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`: [`CHECKED_LIVELOCK_LIMIT`]
-    /// in check mode and on a [`Machine`](crate::Machine), no limit otherwise.
+    /// end of a block, or a time at which all warps only wait for others. A grid beyond the limit
+    /// is stopped with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`:
+    /// [`CHECKED_LIVELOCK_LIMIT`] in check mode and on a [`Machine`](crate::Machine), no limit
+    /// otherwise.
     pub livelock_limit: Option<u64>,
     /// Destination of `printf` in kernels.
     pub output: Output,
-    /// Without check mode: most reports at different lines behind which a launch goes on. These are
-    /// bulk copies that outlive their blocks ([`Machine::reports`](crate::Machine::reports) has
-    /// them). All other faults leave nothing to go on with. In check mode
-    /// [`CheckConfig::collect`](crate::CheckConfig::collect) counts instead.
+    /// Without check mode: the most reports at different lines after which a launch continues.
+    /// These are bulk copies that outlive their blocks
+    /// ([`Machine::reports`](crate::Machine::reports) has them). All other faults end the launch.
+    /// In check mode [`CheckConfig::collect`](crate::CheckConfig::collect) counts instead.
     pub collect: usize,
 }
 

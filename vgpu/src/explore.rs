@@ -96,7 +96,8 @@ struct Trail {
     preemptions: u32,
     left_out: bool,
     asleep: Asleep,
-    /// All that could be done now was done by another run: the rest of this one is that of another.
+    /// Another run has taken every step that is possible now, so the rest of this run repeats
+    /// another.
     redundant: bool,
     /// The step that is being taken.
     step: Footprint,
@@ -238,7 +239,7 @@ impl Path {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One of two things happens; the second one is not the ordinary one.
+    /// Chooses one of two alternatives. True is the unusual one.
     pub(crate) fn either(&self) -> bool {
         self.trail().value(2) == 1
     }

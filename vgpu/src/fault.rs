@@ -270,7 +270,7 @@ impl fmt::Display for Party {
     }
 }
 
-/// Something that was to order two accesses, or may have been meant to.
+/// Synchronisation that was meant to order two accesses, or may have been.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
     /// A wait, or a strong read.
@@ -589,7 +589,7 @@ pub enum FaultKind {
         /// The error.
         message: String,
     },
-    /// A bulk copy with an address or a size that the hardware refuses.
+    /// A bulk copy with an address or a size that the hardware rejects.
     BulkCopy {
         /// The error.
         message: String,
@@ -634,7 +634,7 @@ pub enum FaultKind {
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
-    /// The grid ran and ran, and memory may have changed, but no block began or ended
+    /// The grid ran too many instructions, and memory may have changed, but no block began or ended
     /// ([`DeviceConfig::livelock_limit`]).
     ///
     /// [`DeviceConfig::livelock_limit`]: crate::DeviceConfig::livelock_limit
@@ -647,7 +647,7 @@ pub enum FaultKind {
     /// All kernels of a machine wait for events that no kernel will cause: the devices, and the
     /// waits of their kernels. The place is that of the first.
     Hang(Vec<(usize, StuckReport)>),
-    /// Something that is in PTX but not in this virtual GPU, noticed only when it ran.
+    /// Something that is in PTX but not in this virtual GPU, found only when it ran.
     Unsupported(String),
 }
 

@@ -23,7 +23,7 @@ static TEXTS: LazyLock<Option<Texts>> = LazyLock::new(|| {
     let directory = PathBuf::from(std::env::var_os(DIRECTORY).filter(|value| !value.is_empty())?);
     let read = |name: &str| {
         let file = directory.join(name);
-        // A run on sound kernels would pass for one that noticed nothing.
+        // A run on sound kernels would count as one that detected nothing.
         std::fs::read_to_string(&file)
             .unwrap_or_else(|error| panic!("{DIRECTORY}: cannot read {}: {error}", file.display()))
     };

@@ -43,8 +43,8 @@ const CHECKED_SLICE: u64 = 256;
 /// Blocks begin or end if one did so as many warp instructions of the grid ago, or fewer.
 const BEGINNING: u64 = 16 * 1024;
 
-/// Warp instructions that a warp gets at the least when it polls again: most loops that poll are
-/// shorter, and a part of one finds nothing out.
+/// The least warp instructions of a warp that polls again: most polling loops are shorter, and a
+/// part of a loop observes no change.
 const LEAST_POLL: u64 = 64;
 
 /// A warp at rest polls again after up to `2^MOST_REST_BITS` turns of all ready warps.
@@ -138,7 +138,7 @@ struct Resting {
     /// Whether warps rest at all.
     on: bool,
     warps: Vec<Rest>,
-    /// A slice before which no warp is to be called back; `u64::MAX` until the epoch ends.
+    /// No warp is recalled before this slice; `u64::MAX` until the epoch ends.
     next: u64,
 }
 
@@ -200,7 +200,7 @@ impl<'c> Locked<'c> {
         (self.world, self.slices) = (None, 0);
     }
 
-    /// A slice has ended: others get the lock now and then.
+    /// A slice has ended: unlocks after every [`LOCKED_SLICES`] slices.
     fn count_slice(&mut self) {
         self.slices += 1;
         if self.slices == LOCKED_SLICES {
@@ -478,7 +478,7 @@ impl Grid {
 
     /// Whether each lane that has read a [`Clock::Stepped`] before its wait, or in it, has read it
     /// at `now_ns`, its present value. Until then a deadline may have passed that no lane has
-    /// noticed.
+    /// observed.
     #[must_use]
     pub fn has_read_the_clock(&self, now_ns: u64) -> bool {
         let Clock::Stepped(_) = &self.env.clock else { return true };
@@ -832,8 +832,8 @@ impl Grid {
         ran.map_err(|(pc, stop)| self.fault_at(pick, pc, stop.lane, stop.kind))
     }
 
-    /// Draws the consequences of a slice of a warp, which goes back to the ready queue if it can go
-    /// on.
+    /// Processes the outcome of a slice of a warp, and returns the warp to the ready queue if it
+    /// can continue.
     #[inline(always)]
     fn account(&mut self, pick: WarpRef, slice: Slice, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
@@ -877,7 +877,7 @@ impl Grid {
         self.move_on(pick, slice.status, locked)
     }
 
-    /// Draws the consequences of the changes in a slice.
+    /// Processes the changes of a slice.
     fn move_on(&mut self, pick: WarpRef, status: Status, locked: &mut Locked<'_>) -> Result<(), Box<Fault>> {
         let block = &mut self.blocks[pick.block as usize];
         match status {
@@ -1116,7 +1116,8 @@ impl Grid {
         warps.into_iter().filter_map(trace).collect()
     }
 
-    /// The end of a warp was wrong for a barrier: the fault stands where another one waits.
+    /// A warp ended before a barrier: the place of the fault is that of another warp that waits
+    /// there.
     fn barrier_fault(&self, slot: u32, kind: FaultKind) -> Box<Fault> {
         let waits = |g: &&Group| match (g.state, &kind) {
             (GroupState::Barrier { id, .. }, FaultKind::BadBarrier { barrier, .. }) => id == *barrier,

@@ -263,8 +263,8 @@ impl Kernel {
         hash
     }
 
-    /// From now on, every grid of this kernel notes which instructions it executes. Grids are
-    /// slower then.
+    /// From now on, every grid of this kernel records the instructions that it executes, which
+    /// makes it slower.
     pub fn record_coverage(&self) {
         self.executed.get_or_init(|| self.code.iter().map(|_| AtomicBool::new(false)).collect());
     }

@@ -1,7 +1,7 @@
 //! A virtual GPU: parses PTX and executes it on the CPU, with checks.
 //!
 //! It runs the very PTX that ships to real GPUs, inline assembly included, so tests without a GPU
-//! run the code that a GPU runs. It has no knowledge of the kernels' purpose.
+//! run the code that a GPU runs. Nothing in it depends on the kernels' purpose.
 //!
 //! - [`Machine`] is devices with their memory and a stream each: ten lines from PTX to a result.
 //!   The items below are its parts.

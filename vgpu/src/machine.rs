@@ -203,7 +203,7 @@ impl<T: Number> Array<T> {
         self.region.addr() + self.offset
     }
 
-    /// Its memory, of which it is all unless it is a variable.
+    /// Its memory. The array is all of it, unless it is a variable.
     pub(crate) fn allocation(&self) -> Arc<Region> {
         self.region.clone()
     }
@@ -697,7 +697,7 @@ impl Machine {
                 if stuck_ns >= STUCK_NS {
                     return Err(MachineError::Stuck(self.stuck()));
                 }
-                // Deadlines of the kernels' own pass, and then perhaps they go on.
+                // The clock advances to the kernels' own deadlines, after which they may continue.
                 self.clock_ns.fetch_add(jump_ns, Ordering::Relaxed);
                 stuck_ns += jump_ns;
                 jump_ns = (jump_ns * 2).min(LONGEST_JUMP_NS);
@@ -744,7 +744,8 @@ impl Machine {
                 return Ok(());
             }
             if actors.is_empty() {
-                // A store reaches others in the end, and kernels may wait for a deadline.
+                // A store becomes visible to others in the end, and kernels may wait for a
+                // deadline.
                 path.set_fresh(true);
                 let mut goes_on = false;
                 for grid in self.devices.iter_mut().filter_map(|device| device.running.as_mut()) {
@@ -772,7 +773,7 @@ impl Machine {
                 (stuck_ns, jump_ns) = (0, FIRST_JUMP_NS);
                 path.set_fresh(false);
                 let running = self.devices.iter_mut().filter_map(|device| device.running.as_mut());
-                running.for_each(Grid::look_again);
+                running.for_each(Grid::poll_again);
             }
             taken = Some(step);
         }
@@ -858,7 +859,7 @@ impl Device {
         self.arguments.clear();
     }
 
-    /// Takes over the reports of the kernel that runs, which goes on no further.
+    /// Collects the reports of the running kernel, which does not continue.
     fn end_collection(&mut self) {
         if let Some(grid) = &self.running {
             Report::merge(&mut self.collected, grid.collected().to_vec());

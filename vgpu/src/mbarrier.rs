@@ -6,7 +6,7 @@
 //! | 20..40 | arrivals expected in the next phase |
 //! | 40..61 | transaction count in bytes, two's complement |
 //! | 61 | phase |
-//! | 62..64 | `10` while initialised, so that stray bytes are noticed |
+//! | 62..64 | `10` while initialised, so that stray bytes are detected |
 //!
 //! A phase completes when no arrival and no byte is pending; the next one then starts with the
 //! expected count.

@@ -360,7 +360,7 @@ fn host_race(
 
 /// How much of fresh memory is poisoned, in bytes: each poisoned page costs a real one.
 const POISON_BYTES: u64 = 64 << 20;
-/// How many freed regions are remembered by name.
+/// How many freed regions keep their names.
 const MAX_FREED: usize = 256;
 /// How many bytes of freed regions keep their addresses in check mode. They stay mapped, and so
 /// keep their memory.
@@ -624,8 +624,8 @@ impl Memory {
             None => (std::ptr::null_mut(), MapFlags::SHARED),
         };
         // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
-        // One at a fixed address lies inside of a reservation, where memory is only accessed as the
-        // module page says, so that it may be replaced at any time.
+        // One at a fixed address lies inside of a reservation, where memory is only accessed by the
+        // rules of the module page, so that it may be replaced at any time.
         let ptr = unsafe { mmap(at, mapped, prot, flags, &fd, 0) }.map_err(os("mmap"))?;
         let ptr = NonNull::new(ptr.cast::<u8>()).ok_or(MemoryError::Os {
             call: "mmap",
@@ -672,7 +672,7 @@ impl Memory {
         self.shared.generation.fetch_add(1, Ordering::Release);
     }
 
-    /// Changes whenever a region comes or goes.
+    /// Changes whenever a region is added or removed.
     pub(crate) fn generation(&self) -> u64 {
         self.shared.generation.load(Ordering::Acquire)
     }
@@ -765,7 +765,8 @@ impl Memory {
         Ok(value)
     }
 
-    /// Host code is about to read `bytes` bytes at `addr` by itself: an error where that is a race.
+    /// Checks a read of `bytes` bytes at `addr` that host code is about to make by itself: an error
+    /// where it is a race.
     pub fn host_reads(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
         self.access(&self.snapshot(), addr, bytes, false)
     }
@@ -799,8 +800,8 @@ impl Memory {
     pub unsafe fn copy_from_host(&self, dst: u64, src: *const u8, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, dst, bytes, true)?;
-        // SAFETY: the destination is mapped for as long as `table` lives, and only accessed as the
-        // module page says; the caller vouches for the source.
+        // SAFETY: the destination is mapped for as long as `table` lives, and only accessed by the
+        // rules of the module page; the caller vouches for the source.
         unsafe { racing::store(src, dst as *mut u8, bytes as usize) };
         Ok(())
     }
@@ -813,8 +814,8 @@ impl Memory {
     pub unsafe fn copy_to_host(&self, dst: *mut u8, src: u64, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, src, bytes, false)?;
-        // SAFETY: the source is mapped for as long as `table` lives, and only accessed as the module
-        // page says; the caller vouches for the destination.
+        // SAFETY: the source is mapped for as long as `table` lives, and only accessed by the rules
+        // of the module page; the caller vouches for the destination.
         unsafe { racing::load(src as *const u8, dst, bytes as usize) };
         Ok(())
     }
@@ -824,8 +825,8 @@ impl Memory {
         let table = self.snapshot();
         self.access(&table, dst, bytes, true)?;
         self.access(&table, src, bytes, false)?;
-        // SAFETY: both ranges are mapped for as long as `table` lives, and only accessed as the
-        // module page says.
+        // SAFETY: both ranges are mapped for as long as `table` lives, and only accessed by the
+        // rules of the module page.
         unsafe { racing::copy(src as *const u8, dst as *mut u8, bytes as usize) };
         Ok(())
     }
@@ -834,8 +835,8 @@ impl Memory {
     pub fn fill(&self, dst: u64, byte: u8, bytes: u64) -> Result<(), MemoryError> {
         let table = self.snapshot();
         self.access(&table, dst, bytes, true)?;
-        // SAFETY: the range is mapped for as long as `table` lives, and only accessed as the module
-        // page says.
+        // SAFETY: the range is mapped for as long as `table` lives, and only accessed by the rules
+        // of the module page.
         unsafe { racing::fill(dst as *mut u8, byte, bytes as usize) };
         Ok(())
     }
@@ -1061,7 +1062,7 @@ mod tests {
         assert_eq!(distinct.len(), MAX_FREED);
         let label = |addr: u64| m.snapshot().nearest(addr).unwrap().label;
         assert_eq!((label(freed[0]), label(freed[77])), ("region 0".into(), "region 77".into()));
-        // One more, and the oldest is forgotten.
+        // With one more, the oldest is dropped.
         drop(later);
         assert!(!m.snapshot().nearest(freed[0]).is_some_and(|n| n.freed));
         assert_eq!(label(freed[1]), "region 1");

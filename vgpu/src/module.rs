@@ -10,7 +10,7 @@ use crate::machine::MachineError;
 use crate::memory::Memory;
 use crate::{faulty, lower, ptx};
 
-/// Something in PTX that the virtual GPU refuses.
+/// Something in PTX that the virtual GPU rejects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
     /// The kernel that it keeps from running; empty if that is every kernel of the module.

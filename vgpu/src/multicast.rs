@@ -29,8 +29,8 @@ struct Owned {
     _region: Arc<Region>,
 }
 
-/// The bindings of an object. A snapshot keeps memory mapped, but not allocated: what a kernel
-/// drops must not free a region.
+/// The bindings of an object. A snapshot keeps memory mapped, but not allocated, because a kernel
+/// that drops it must not free a region.
 #[derive(Debug, Default)]
 struct Bound(Mutex<Arc<Devices>>);
 
@@ -50,7 +50,7 @@ struct Binding {
 #[derive(Clone, Debug)]
 pub(crate) struct Target {
     pub(crate) addr: u64,
-    /// The place in its memory, as the checker has it.
+    /// The place in its memory, as the checker numbers it.
     pub(crate) shadow: u32,
     pub(crate) offset: u64,
     pub(crate) label: Arc<str>,
@@ -60,7 +60,7 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// The place so many bytes behind.
+    /// The place `bytes` bytes behind.
     fn behind(&self, bytes: u64) -> Target {
         Target { addr: self.addr + bytes, offset: self.offset + bytes, ..self.clone() }
     }

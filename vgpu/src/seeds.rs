@@ -17,7 +17,7 @@ impl Rng {
         mix(self.0)
     }
 
-    /// Goes on as if so many numbers had been drawn.
+    /// Continues as if so many numbers had been drawn.
     pub(crate) fn skip(&mut self, draws: u64) {
         self.0 = self.0.wrapping_add(draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     }

@@ -135,7 +135,7 @@ impl ElementType {
         matches!(self, ElementType::Tf32 | ElementType::Tf32Ftz)
     }
 
-    /// The type as one byte of a map has it: the bytes, and which kind it is.
+    /// The type as one byte of a map: the length in bytes, and the kind.
     pub(crate) fn byte(self) -> u64 {
         let bit = |holds: bool, bit: u64| if holds { bit } else { 0 };
         u64::from(self.bytes())
@@ -193,7 +193,7 @@ impl Swizzle {
 }
 
 /// A tensor map: 128 bytes that a kernel gets as a parameter, finds in memory, or makes of zeros by
-/// `tensormap.replace`. Their layout is known to the virtual GPU alone.
+/// `tensormap.replace`. Their layout is private to the virtual GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct TensorMap([u64; 16]);
@@ -220,7 +220,7 @@ fn check_row(tile: &[u32], element_bytes: u32, swizzle: u32) -> Result<(), Tenso
 /// The most pixels of a copy.
 const MOST_PIXELS: u32 = 1024;
 
-/// The most bytes of a box. An H200's driver refuses more.
+/// The most bytes of a box. An H200's driver rejects more.
 const MOST_BYTES: u64 = 228 << 10;
 
 /// Checks the bytes of a box, which an H200's driver counts by quotients that are rounded down.
@@ -419,14 +419,14 @@ impl Field {
 /// Where the mark of a tensor map lies, and its four bytes.
 pub(crate) const MARK_PLACE: (i64, u64) = (4, MARK);
 
-/// An address of a tensor as the second word has it. The highest bit stands for one that is no
-/// multiple of 16.
+/// An address of a tensor in the format of the second word. The highest bit stands for one that is
+/// no multiple of 16.
 pub(crate) fn address_word(address: u64) -> u64 {
     around_bit_21(address >> 4) | u64::from(!address.is_multiple_of(16)) << 63
 }
 
-/// A number of 63 bits, as the second word has it. Bit 21 of that word means nothing here: CUTLASS
-/// clears it in maps of small tensors, because of an error of drivers up to 13.1.
+/// A number of 63 bits, in the format of the second word. Bit 21 of that word means nothing here:
+/// CUTLASS clears it in maps of small tensors, because of an error of drivers up to 13.1.
 fn around_bit_21(number: u64) -> u64 {
     number & 0x1f_ffff | number >> 21 << 22
 }
@@ -441,7 +441,7 @@ fn without_bit_21(word: u64) -> u64 {
 pub(crate) struct Tensor {
     pub(crate) rank: usize,
     pub(crate) element_bytes: u64,
-    /// The type of its elements, as [`ElementType::byte`] has it.
+    /// The type of its elements, in the format of [`ElementType::byte`].
     element: u64,
     address: u64,
     shape: [u64; MOST_DIMENSIONS],

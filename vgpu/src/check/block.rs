@@ -23,15 +23,15 @@ const MOST_ACQUIRED: usize = 16;
 struct Lane {
     past: CausalPast,
     /// Tick up to which the causal past includes all lanes of the warp, where `past` may lack them.
-    /// A warp meets far more often than it releases.
+    /// A warp synchronises far more often than it releases.
     met: u32,
-    /// Results of the lane's last acquires. A polling loop acquires at many turns, and its last
-    /// result includes the earlier ones. So the results are joined into `past` only before the lane
-    /// releases.
+    /// Results of the lane's last acquires. A polling loop acquires in many iterations, and its
+    /// last result includes the earlier ones. So the results are joined into `past` only before the
+    /// lane releases.
     acquired: Vec<Acquired>,
-    /// Causal pasts at the fences of all lanes that met this one at a barrier afterwards, joined,
-    /// and the narrowest of their scopes. The model lets no store of this lane publish them. They
-    /// do not count for [`Warp::fenced_since`].
+    /// The joined causal pasts at fences of all lanes that met this one at a barrier afterwards,
+    /// and the narrowest scope of these fences. By the model, no store of this lane publishes them.
+    /// They do not count for [`Warp::fenced_since`].
     ahead: Option<Fenced>,
     /// Releases that relaxed reads have observed. A fence after the reads acquires them.
     seen: Vec<(Scope, Release)>,
@@ -85,7 +85,7 @@ impl Lane {
         self.acquired.iter().all(|h| h.joined)
     }
 
-    /// Brings all of its causal past into `past`. `warp` is its warp's key.
+    /// Joins all parts of its causal past into `past`. `warp` is its warp's key.
     fn settle(&mut self, warp: Key) {
         self.join_acquired();
         if self.met > 0 {
@@ -158,7 +158,7 @@ struct Warp {
     groups: Vec<(u32, Lane)>,
     /// Increases whenever a causal past of the groups may have changed.
     changes: u64,
-    /// The barrier that all of it has arrived at last, and `changes` then.
+    /// The last barrier at which the whole warp has arrived, and `changes` then.
     arrived: Option<(usize, u64)>,
     polls: [Option<Poll>; POLLS],
     /// A lane's own accesses have been published to bulk copies: `fenced` is not all zero.
@@ -177,8 +177,8 @@ struct Warp {
     fenced_since: u32,
     /// Tick of each lane's last `fence.mbarrier_init`. `None` before the first.
     init_fences: Option<Box<[u32; 32]>>,
-    /// For reports, by lane: up to which tick of each other lane it has gone on in step, which
-    /// orders no memory. `None` before the lanes first parted.
+    /// For reports, by lane: the tick of each other lane up to which both ran in step, which orders
+    /// no memory. `None` before the lanes first parted.
     in_step: Option<Box<[[u32; 32]; 32]>>,
 }
 
@@ -383,7 +383,7 @@ impl Warp {
         }
     }
 
-    /// Makes one group of the lanes of `mask`, with this causal past, which includes those of all.
+    /// Makes one group of the lanes of `mask`, with a causal past that includes those of all.
     fn merge(&mut self, mask: u32, past: &CausalPast) {
         self.changes += 1;
         if let [(lanes, lane)] = self.groups.as_mut_slice()
@@ -467,7 +467,7 @@ impl BlockCheck {
         self.warps[warp as usize].tick
     }
 
-    /// A read as it would be remembered, if it changes nothing.
+    /// The record of a read, for the case that it changes nothing.
     pub(super) fn poll(
         &self,
         warp: u32,
@@ -582,8 +582,8 @@ impl BlockCheck {
         warp.tick += 1;
     }
 
-    /// Whether one of the lanes of `mask` has gone on in step with lane `lane` since its tick
-    /// `tick`, or does so now.
+    /// Whether a lane of `mask` has run in step with lane `lane` since its tick `tick`, or does so
+    /// now.
     pub(crate) fn is_in_step(&self, warp: u32, mask: u32, lane: usize, tick: u32) -> bool {
         let ticks = self.warps.get(warp as usize).and_then(|warp| warp.in_step.as_ref());
         mask >> lane & 1 != 0 || ticks.is_some_and(|ticks| lanes(mask).any(|l| ticks[l][lane % 32] >= tick))
@@ -783,7 +783,7 @@ impl BlockCheck {
         // Raised behind the joins: mostly in place then, without a copy for each warp.
         w.gather(mask, &mut gathering.past);
         if mask & w.threads == w.threads {
-            // Its own accesses come in when the barrier completes.
+            // Its own accesses are added when the barrier completes.
             gathering.whole.push((warp, w.tick));
             w.add_fenced(mask, &mut gathering.past.published);
             w.tick += 1;
@@ -793,7 +793,7 @@ impl BlockCheck {
         }
     }
 
-    /// A warp has arrived at a barrier in another way.
+    /// Clears [`Warp::arrived`] of a warp that has arrived at a barrier in another way.
     pub(super) fn forget_arrival(&mut self, warp: u32) {
         self.warps[warp as usize].arrived = None;
     }
@@ -883,8 +883,8 @@ impl BlockCheck {
         self.mbarriers.get(&offset).map_or((0, 0), |m| (m.key, m.phases + 1))
     }
 
-    /// The lanes of a mask have seen the last phase complete: they acquire it, or a fence behind a
-    /// relaxed test does.
+    /// The lanes of a mask have observed that the last phase is complete: they acquire it, or a
+    /// fence behind a relaxed test does.
     pub(crate) fn pass_mbarrier(&mut self, warp: u32, mask: u32, offset: u64, order: Order) {
         let Some(m) = self.mbarriers.get(&offset) else { return };
         if !order.relaxed {
@@ -908,7 +908,7 @@ impl BlockCheck {
         self.opened[barrier] = past.clone();
     }
 
-    /// The causal past of those that have arrived at a barrier.
+    /// The causal past of the lanes that have arrived at a barrier.
     pub(super) fn gathered(&mut self, barrier: usize) -> &mut CausalPast {
         &mut self.gathering[barrier].past
     }
@@ -948,7 +948,8 @@ impl BlockCheck {
         w.each(1 << lane, |l| l.past.all.raise(key, copies));
     }
 
-    /// Copies have come so far. The arrival of copies releases them alone, not their thread's past.
+    /// Records the progress of copies. The arrival of copies releases only them, not their thread's
+    /// past.
     pub(crate) fn landed(&mut self, landed: &Landed) {
         match *landed {
             Landed::Copies { offset, warp, lane, copies } => {
@@ -1101,7 +1102,7 @@ mod tests {
         assert_eq!((b.alike(0, FULL), b.alike(0, 1 << 6)), (!(1 << 6), 1 << 6));
     }
 
-    /// A read is not judged again only where it would find the same.
+    /// A check of a read is skipped only if it would have the same outcome.
     #[test]
     fn a_poll_is_remembered_until_the_word_or_the_causal_past_changes() {
         let (mut b, grids) = (block(), Grids::default());

@@ -5,8 +5,8 @@ use std::fmt;
 use super::reports::{Report, ReportPlace};
 use crate::fault::{Fault, FaultKind, Gap, Party};
 
-/// Reports that one change of the kernel would mend: races with the same gaps, or without gaps of
-/// the same flags. Reports of other kinds have a cause each.
+/// Reports that one change of the kernel would fix: races with the same gaps, or races of the same
+/// flags without gaps. Each report of another kind has its own cause.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cause {
@@ -46,7 +46,7 @@ fn is_same_set<T>(a: &[T], b: &[T], same: impl Fn(&T, &T) -> bool) -> bool {
 }
 
 impl Report {
-    /// Whether one change of the kernel would mend both.
+    /// Whether one change of the kernel would fix both.
     #[must_use]
     pub fn has_cause_of(&self, other: &Report) -> bool {
         let (FaultKind::Race(a), FaultKind::Race(b)) = (&self.fault.kind, &other.fault.kind) else {

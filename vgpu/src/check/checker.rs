@@ -1,4 +1,4 @@
-//! Public interface of the checker: the devices that it watches, and the synchronisation of host
+//! Public interface of the checker: the devices that it checks, and the synchronisation of host
 //! threads.
 
 use std::cell::RefCell;
@@ -19,13 +19,14 @@ pub struct CheckConfig {
     /// Weak memory: this seed draws the reads that return an older value where they may. So a
     /// missing fence shows as a wrong result as well.
     pub weak_memory: Option<u64>,
-    /// Report block barriers for all threads that some warps wait at and others end without, which
-    /// the hardware lets pass.
+    /// Report a block barrier for all threads if some warps wait at it and others end before it,
+    /// which the hardware allows.
     pub strict_exits: bool,
-    /// So many reports are collected ([`Checker::reports`]) before one is a fault. A race and a
-    /// read of unwritten memory are collected: the access then happens as it would without checks.
-    /// A bad address ends its kernel at once. 0: the first report is a fault, and a race between
-    /// lanes that have run in step is of the class [`Class::Corrupts`](crate::Class::Corrupts).
+    /// The number of reports that are collected ([`Checker::reports`]) before one is a fault. A
+    /// race and a read of unwritten memory are collected: the access then happens as it would
+    /// without checks. A bad address ends its kernel at once. 0: the first report is a fault, and a
+    /// race between lanes that have run in step is of the class
+    /// [`Class::Corrupts`](crate::Class::Corrupts).
     pub collect: usize,
     /// Properties beyond the memory model that may be relied on.
     pub assume: Assumptions,
@@ -112,7 +113,7 @@ thread_local! {
 }
 
 impl Checker {
-    /// A checker that has seen nothing yet.
+    /// A checker without any recorded access.
     #[must_use]
     pub fn new(config: CheckConfig) -> Self {
         Self(Arc::new(Mutex::new(World::new(config))))
@@ -145,8 +146,8 @@ impl Checker {
         self.world().host_acquires_past(&past.0);
     }
 
-    /// Runs `f`, which accesses memory as work of the stream `timeline` does that comes after
-    /// `past`; afterwards `past` has it too.
+    /// Runs `f`, whose accesses count as work of the stream `timeline` after `past`. Then adds the
+    /// work to `past`.
     pub fn act<T>(&self, timeline: Timeline, past: &mut Past, f: impl FnOnce() -> T) -> T {
         let acting = Host { timeline: timeline.0, past: std::mem::take(&mut past.0), loaded: None };
         let before = ACTING.replace(Some(acting));
@@ -165,7 +166,7 @@ impl Checker {
     }
 
     /// The reports collected so far ([`CheckConfig::collect`]), one for each kind and pair of
-    /// lines, in the order in which they were first met.
+    /// lines, in the order in which they were first found.
     #[must_use]
     pub fn reports(&self) -> Vec<Report> {
         self.world().reports.all().to_vec()

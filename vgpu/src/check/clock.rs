@@ -162,7 +162,7 @@ fn warp_number(within: Within) -> Option<usize> {
 struct Barrier {
     /// Counts from 1, in the block.
     number: u32,
-    /// The tick that each warp had come to.
+    /// The tick that each warp had reached.
     ticks: Box<[u32]>,
 }
 
@@ -197,7 +197,7 @@ struct Root {
 /// The causal past within one block that is kept beside the tree. The tree may have more of it.
 #[derive(Clone, Debug)]
 struct Own {
-    /// As [`block_of`] gives it.
+    /// In the form of [`block_of`].
     block: Key,
     part: Arc<BlockPart>,
 }
@@ -246,7 +246,7 @@ fn find<K: Ord + Copy, V>(entries: &[(K, V)], key: K) -> Option<&V> {
     entries.binary_search_by_key(&key, |e| e.0).ok().map(|at| &entries[at].1)
 }
 
-/// The value of a key in sorted entries, which comes to be if it is not there.
+/// The value of a key in sorted entries, which is inserted if it is missing.
 fn find_or<K: Ord + Copy, V>(entries: &mut Vec<(K, V)>, key: K, fresh: impl FnOnce() -> V) -> &mut V {
     let at = entries.binary_search_by_key(&key, |e| e.0).unwrap_or_else(|at| {
         entries.insert(at, (key, fresh()));
@@ -421,12 +421,12 @@ fn join_timelines(a: &Root, b: &Root) -> Timelines {
     Some(Arc::new(timelines))
 }
 
-/// Joins that were made lately, by the addresses of both parts, which are kept so that these stay
-/// theirs.
+/// Recent joins, by the addresses of both parts. The parts are kept so that their addresses are not
+/// reused.
 type Lately = FastMap<(usize, usize), [Arc<GridPart>; 3]>;
 
 /// The join of two grids' parts. All blocks of a grid join the same parts of other grids, one after
-/// the other. The cache lets them share the result and the time that it takes.
+/// the other. With the cache they share one result, which is computed once.
 fn join_grids(a: &Arc<GridPart>, b: &Arc<GridPart>) -> Arc<GridPart> {
     thread_local!(static LATELY: RefCell<Lately> = RefCell::default());
     const MOST: usize = 4096;
@@ -511,8 +511,8 @@ impl VectorClock {
         }
     }
 
-    /// From here on, what is learned of the block of `key` is kept beside the tree: the clock is
-    /// that of its lanes.
+    /// From here on, new entries of the block of `key` are kept beside the tree: the clock is that
+    /// of its lanes.
     pub(crate) fn keep_apart(&mut self, key: Key) {
         self.own = Some(Own { block: block_of(key), part: Arc::default() });
     }
@@ -574,12 +574,12 @@ impl VectorClock {
         self.part_mut(key).raise(key as Within, tick);
     }
 
-    /// A grid begins that will have ended at tick `end.1` of the timeline `end.0`.
+    /// Begins a grid whose end is tick `end.1` of the timeline `end.0`.
     pub(crate) fn begin_grid(&mut self, grid: u32, end: (Key, u32)) {
         find_or(&mut self.root_mut().grids, grid, || Arc::new(GridPart { end, blocks: vec![] }));
     }
 
-    /// All of the block of `key` has passed its barrier number `number`, and its warps had come to
+    /// All of the block of `key` has passed its barrier number `number`, and its warps had reached
     /// `ticks`.
     pub(crate) fn pass_barrier(&mut self, key: Key, number: u32, ticks: Box<[u32]>) {
         self.part_mut(key).pass(Arc::new(Barrier { number, ticks }));

@@ -51,7 +51,7 @@ impl<'a> Peers<'a> {
         self.others.get(rank_of(address) as usize).and_then(Option::as_deref).unwrap_or(own)
     }
 
-    /// Copies of the block `own` have come so far.
+    /// Records the progress of copies of the block `own`.
     pub(crate) fn landed(&mut self, own: &mut BlockCheck, landed: &Landed) {
         match *landed {
             Landed::Copies { .. } => own.landed(landed),
@@ -92,8 +92,8 @@ impl BlockCheck {
         lanes(mask).for_each(|lane| self.visit(clock::lane(warp, lane), tick, pc, how, wrote));
     }
 
-    /// The block ends: an access to its memory by another block that comes before this in no order.
-    /// Its actor, its instruction, and what is missing.
+    /// The block ends: returns an access to its memory by another block that is not ordered before
+    /// the end, as its actor, its instruction, and the missing order.
     pub(crate) fn unordered_visitor(&self, grids: &Grids) -> Option<(Key, u32, String)> {
         let end = (!self.visits.is_empty()).then(|| self.end())?;
         let late =

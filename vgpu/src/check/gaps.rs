@@ -16,7 +16,7 @@ use super::world::World;
 use crate::fault::{Gap, GapKind, Party, Side};
 use crate::ir::{Fence, Op, Scope};
 
-/// Flags that are judged at the most.
+/// The most flags that are judged.
 const MOST_FLAGS: usize = 16;
 
 /// The reader of a flag.

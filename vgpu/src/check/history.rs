@@ -22,7 +22,7 @@ const MOST_WAITS: usize = 4;
 /// Fences that are kept of a warp, each instruction once for the same lanes.
 const MOST_FENCES: usize = 8;
 /// Most reads that a report lists if no way is found.
-const MOST_TOLD: usize = 3;
+const MOST_LISTED: usize = 3;
 /// Blocks through which a way leads at the most.
 const LONGEST_WAY: usize = 4;
 
@@ -98,7 +98,7 @@ pub(crate) struct Sight {
     pub(crate) pc: u32,
     pub(crate) sem: Sem,
     pub(crate) scope: Scope,
-    /// Where; shared memory is the reading block's.
+    /// The location; shared memory is the reading block's.
     pub(crate) place: Place,
     /// The tick of its warp.
     pub(crate) tick: u32,
@@ -138,7 +138,7 @@ impl Default for Sights {
 }
 
 impl Sights {
-    /// Notes a read, which becomes the latest. The oldest gives way if there is no room.
+    /// Notes a read, which becomes the latest. The oldest is dropped if there is no room.
     fn add(&mut self, sight: Sight) {
         let same = |kept: &Linked| kept.sight.pc == sight.pc && kept.sight.place == sight.place;
         let hint = (u64::from(sight.pc).wrapping_add(sight.by) % HINTS as u64) as usize;
@@ -171,7 +171,7 @@ impl Sights {
         }
     }
 
-    /// Takes a read that is not the latest out of the order.
+    /// Removes a read that is not the latest from the order.
     fn remove(&mut self, at: u8) {
         let Linked { older, later, .. } = self.all[usize::from(at)];
         self.all[usize::from(later)].older = older;
@@ -469,7 +469,7 @@ impl History {
         let mut last: Vec<Step> = vec![];
         for step in self.steps(block, u64::MAX, writes).filter(telling) {
             // The other lanes' reads, by the same instruction, are alike.
-            if last.len() < MOST_TOLD && last.iter().all(|told| told.read.pc != step.read.pc) {
+            if last.len() < MOST_LISTED && last.iter().all(|listed| listed.read.pc != step.read.pc) {
                 last.push(step);
             }
         }
@@ -510,9 +510,9 @@ mod tests {
         };
         // Reads of shared memory, and relaxed reads without a write, show nothing about other
         // blocks.
-        let told = |of| pcs(history.last_reads(block(0), of, writes));
-        assert_eq!(told(None), [(3, false), (4, true), (5, true)]);
-        assert_eq!(told(Some(block(7))), told(None));
+        let listed = |of| pcs(history.last_reads(block(0), of, writes));
+        assert_eq!(listed(None), [(3, false), (4, true), (5, true)]);
+        assert_eq!(listed(Some(block(7))), listed(None));
         assert!(history.way(block(0), block(7), writes).is_none());
         assert_eq!(pcs(history.way(block(0), block(5), writes).unwrap()), [(5, true)]);
         assert_eq!(history.blocks_before(2).collect::<Vec<_>>(), [block(0)]);

@@ -41,7 +41,7 @@ pub(crate) enum Place {
 }
 
 impl Place {
-    /// The place so many bytes behind.
+    /// The place `bytes` bytes behind.
     fn behind(self, bytes: u64) -> Place {
         match self {
             Place::Global { shadow, offset } => Place::Global { shadow, offset: offset + bytes },
@@ -102,7 +102,7 @@ impl Part {
     }
 }
 
-/// The way in which a copy's end is seen.
+/// How a program observes the end of a copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Completion {
     /// A bulk copy completes on the mbarrier at this shared address.
@@ -189,8 +189,8 @@ pub(crate) trait Hooks {
     fn stale(&mut self, _: Place, _bytes: u64, _lane: usize, _: How) -> Option<[u64; 2]> {
         None
     }
-    /// Whether [`Hooks::stale`] finds nothing for any of these lanes. False may also mean that it
-    /// was not found out.
+    /// Whether [`Hooks::stale`] returns `None` for each of these lanes. False may also mean
+    /// undecided.
     fn is_settled(&mut self, _: Place, _: Part, _: How) -> bool {
         false
     }
@@ -239,7 +239,7 @@ pub(crate) trait Hooks {
     fn arrive(&mut self, _mask: u32, _barrier: u32) {}
     /// The lanes of a mask arrive at the barrier of the cluster, and release nothing.
     fn arrive_relaxed(&mut self, _mask: u32) {}
-    /// The lanes of a mask go on behind a barrier that completed before they came to it.
+    /// The lanes of a mask pass a barrier that completed before they reached it.
     fn pass(&mut self, _mask: u32, _barrier: u32) {}
     fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64, _: Order) {}

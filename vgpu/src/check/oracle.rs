@@ -145,7 +145,7 @@ fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
         let grids = Grids::default();
         let filled = rng.below(2) == 0;
         let mut shadow = Shadow::new(false, filled);
-        // Finds the very same, although it notes reads later.
+        // Finds the same, although it notes reads later.
         let mut deferring = Shadow::deferring(filled);
         let mut model = Model {
             bytes: vec![Byte { written: filled, ..Byte::default() }; BYTES as usize],

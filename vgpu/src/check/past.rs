@@ -23,7 +23,7 @@ impl Past {
     }
 }
 
-/// Something that does one thing after the other: a stream.
+/// An actor that executes its work in order: a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeline(pub(super) Key);
 

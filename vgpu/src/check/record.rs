@@ -63,13 +63,13 @@ pub(crate) enum Update {
 pub(crate) struct How {
     /// Relaxed or stronger, with this scope; weak otherwise.
     pub(crate) strong: Option<Scope>,
-    /// Bytes of the whole access: two strong accesses that do not cover the same bytes are no
-    /// better than weak ones.
+    /// Bytes of the whole access: two strong accesses that do not cover the same bytes count as
+    /// weak.
     pub(crate) size: u8,
     /// It is by the async proxy: a bulk copy's, or a product's.
     pub(crate) bulk: bool,
     /// It is a copy's, of either kind: it happens later than its instruction, and only an observed
-    /// completion orders what follows behind it.
+    /// completion orders later accesses behind it.
     pub(crate) late: bool,
     /// Whether it is a read and a write in one.
     pub(crate) rmw: Update,
@@ -165,7 +165,7 @@ pub(super) enum Order {
     After,
     /// Nowhere in the range.
     Unordered,
-    /// It has to be found out for each lane.
+    /// Each lane must be checked by itself.
     ByLane,
 }
 
@@ -246,8 +246,8 @@ impl<'a> Accessor<'a> {
         self.record.row.lane(at).map_or(1, |lane| 1 << lane)
     }
 
-    /// Both are strong and of one proxy, take in each other, and touch the same bytes in the same
-    /// way.
+    /// Whether both are strong, of one proxy, in each other's scope, and touch the same bytes in
+    /// the same way.
     pub(super) fn morally_strong(&self, grids: &Grids, record: &Record) -> bool {
         let (Some(mine), Some(theirs)) = (self.record.how.strong, record.how.strong) else { return false };
         // Bulk copies have no lane.
@@ -269,7 +269,7 @@ impl<'a> Accessor<'a> {
 
     /// Whether a lone access is ordered behind the access `record` of the actor `key`, or needs no
     /// order.
-    pub(super) fn gets_on_with(&self, grids: &Grids, key: Key, record: &Record) -> bool {
+    pub(super) fn does_not_race_with(&self, grids: &Grids, key: Key, record: &Record) -> bool {
         self.after(grids, key, record) || self.morally_strong(grids, record)
     }
 }

@@ -64,13 +64,14 @@ impl Releases {
 /// Bytes of memory whose locations lie together in a [`ReleaseMap`].
 const CHUNK: u64 = 512;
 
-/// Stands for the piece of memory in the map of a block, which is of its shared memory alone.
+/// The number of the only piece of memory in the map of a block: its shared memory.
 pub(crate) const OWN: u32 = 0;
 
 /// The releases of each location, by piece of memory and offset.
 ///
 /// Kernels that send data in flagged words write and read very many neighbouring locations. So
-/// these lie together, behind one search: a table of locations missed the cache at each.
+/// these are stored together, behind one search: a table of single locations misses the cache at
+/// each.
 #[derive(Debug, Default)]
 pub(crate) struct ReleaseMap(FastMap<(u32, u64), Vec<(u16, Releases)>>);
 

@@ -465,7 +465,7 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     Order { attempts: found, gaps, assumed }
 }
 
-/// A fault that is collected, so that no grid has described where it is.
+/// A fault that is collected, so that no grid has added its place.
 pub(crate) fn collected(
     grids: &Grids,
     kind: FaultKind,
@@ -699,7 +699,7 @@ fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
     way.iter().map(|step| read_attempt(&world.grids, step, 0, None)).collect()
 }
 
-/// The word that the host has loaded last, if there is something violation with how it was written.
+/// The word that the host has loaded last, if its last write releases nothing to the host.
 fn host_attempt(world: &World) -> Option<String> {
     let loaded = world.hosts.get(&std::thread::current().id())?.loaded?;
     let write = world.releases.get(loaded.0, loaded.1)?.writes.last()?;

@@ -5,12 +5,12 @@ use std::collections::HashMap;
 use crate::fault::{Fault, FaultKind, Party};
 use crate::ptx::SourceLine;
 
-/// The kind of trouble that a report shows, the worst first. Each class has a rule that the checker
-/// decides from what it has seen in the run, without an assumption on hardware.
+/// The kind of error that a report shows, the worst first. Each class has a rule that the checker
+/// decides from the run alone, without an assumption on hardware.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Class {
-    /// A race that no stated assumption mends: nothing orders the two accesses. Another schedule,
+    /// A race that no stated assumption removes: nothing orders the two accesses. Another schedule,
     /// or weak memory ([`CheckConfig::weak_memory`](crate::CheckConfig::weak_memory)), may give
     /// other results.
     Corrupts,
@@ -160,7 +160,7 @@ impl Report {
         self.fault.kind.name()
     }
 
-    /// The line of the access that was noticed, and for a race that of the access before it.
+    /// The line of the access that was reported, and for a race that of the earlier access.
     #[must_use]
     pub fn places(&self) -> Vec<ReportPlace> {
         let Fault { kernel, ptx_line, ptx_text, source, inlined, kind, .. } = &self.fault;
@@ -188,8 +188,8 @@ impl Report {
         same && self.kind() == other.kind()
     }
 
-    /// Adds the reports `more` of another run to `all`: those at pairs of lines that are there
-    /// already raise the counts, and take their place if they are of an earlier class.
+    /// Adds the reports `more` of another run to `all`. A report at a pair of lines that is there
+    /// already raises the count, and replaces the old report if its class is worse.
     pub fn merge(all: &mut Vec<Report>, more: Vec<Report>) {
         for report in more {
             match all.iter_mut().find(|known| known.is_alike(&report)) {
@@ -227,7 +227,7 @@ impl Reports {
         Self { limit, ..Self::default() }
     }
 
-    /// Whether a report at these lines was collected before, which counts one more then.
+    /// Whether a report at these lines was collected before. If so, counts one more occurrence.
     pub(super) fn count_again(&mut self, pair: &Pair) -> bool {
         let known = self.known.get(pair).and_then(|&at| self.all.get_mut(at));
         known.map(|report| report.occurrences += 1).is_some()

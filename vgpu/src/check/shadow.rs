@@ -190,7 +190,7 @@ struct Later {
 }
 
 impl Later {
-    /// Reads that are noted without giving up, and most that are kept.
+    /// Reads that may have to be noted before deferring ends, and the most that are kept.
     const NOTED: usize = 32;
     const MOST: usize = 4096;
     /// Reads that there is room for at first.
@@ -216,7 +216,7 @@ impl Later {
     }
 }
 
-/// A read in the act of being noted.
+/// A read while it is noted.
 struct Noting {
     violations: Violations,
     fine: Fine,
@@ -635,7 +635,7 @@ impl Shadow {
         settled
     }
 
-    /// Notes that a strong read has seen the last write of a range.
+    /// Notes that a strong read has observed the last write of a range.
     pub(crate) fn saw(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) {
         self.settle(grids, at, bytes);
         // Histories before and after the last change.

@@ -103,7 +103,7 @@ pub(super) enum Noted {
     Reader,
 }
 
-/// Accesses that a range of words was found to get on with: neighbours mostly have the same.
+/// Accesses that were found not to race with the present one: neighbours mostly have the same.
 #[derive(Debug)]
 pub(super) struct Fine {
     pub(super) write: Record,
@@ -202,7 +202,7 @@ impl History {
         more.readers.all[more.readers.of(me.actor)].contains(me)
     }
 
-    /// Applies what [`History::read_all`] has returned.
+    /// Applies the result of [`History::read_all`].
     pub(super) fn apply(&mut self, grids: &Grids, who: &Accessor, noted: Noted) {
         match noted {
             Noted::Nothing => {}
@@ -219,8 +219,9 @@ impl History {
         }
         let (me, last, old) = (who.record, self.write, self.read);
         // An observed write proves nothing about other words that its thread wrote.
-        let fine =
-            last.actor == 0 || who.gets_on_with(grids, last.actor, &last) || self.is_observed(grids, who);
+        let fine = last.actor == 0
+            || who.does_not_race_with(grids, last.actor, &last)
+            || self.is_observed(grids, who);
         if old.actor == 0 {
             self.read = me;
         } else if old.joins(&me) {
@@ -286,13 +287,14 @@ impl History {
         }
         let equal_values = || !last.how.is_rmw() && !me.how.is_rmw() && unchanged();
         let fine = last.actor == 0
-            || who.gets_on_with(grids, last.actor, last)
+            || who.does_not_race_with(grids, last.actor, last)
             || self.is_observed(grids, who)
             || equal_values();
         if !fine {
             return Some(Violation::Race { other: *last, wrote: true });
         }
-        let clashes = |r: &&Record| r.actor != 0 && r.actors().any(|key| !who.gets_on_with(grids, key, r));
+        let clashes =
+            |r: &&Record| r.actor != 0 && r.actors().any(|key| !who.does_not_race_with(grids, key, r));
         let in_use = |r: &&Record| !who.after_kernel_of(grids, r.actor);
         let other = (self.read_only().iter().find(in_use))
             .or_else(|| std::iter::once(&self.read).find(clashes))
@@ -312,8 +314,8 @@ impl History {
         read_only.push(begin.record);
     }
 
-    /// Notes that the lane `who` has seen the last write by a strong read. The history is that of
-    /// one word or byte ([`History::narrow`]).
+    /// Notes that the lane `who` has observed the last write by a strong read. The history is that
+    /// of one word or byte ([`History::narrow`]).
     pub(super) fn note_seen(&mut self, grids: &Grids, who: &Accessor) {
         if !self.awaits_note(grids, who) {
             return;
@@ -326,8 +328,8 @@ impl History {
         }
     }
 
-    /// The note that a lane, or each lane of a row, has seen the last write of all of a range with
-    /// this history. `None` where [`History::note_seen`] must decide for each word and lane.
+    /// The note that a lane, or each lane of a row, has observed the last write of all of a range
+    /// with this history. `None` where [`History::note_seen`] must decide for each word and lane.
     /// `order`: that of the access behind the last write.
     pub(super) fn seen_by_all(&self, grids: &Grids, who: &Accessor, order: Order) -> Option<Seen> {
         let record = &who.record;
@@ -349,17 +351,17 @@ impl History {
         !who.record.is_wide() && self.seen().any(|seen| seen.at(at).by == who.own)
     }
 
-    /// Applies what [`History::seen_by_all`] has returned.
+    /// Applies the result of [`History::seen_by_all`].
     pub(super) fn set_seen(&mut self, seen: Seen) {
         self.seen = seen;
     }
 
-    /// Whether that would change nothing.
+    /// Whether [`History::set_seen`] would change nothing.
     pub(super) fn has_seen(&self, seen: Seen) -> bool {
         self.seen == seen
     }
 
-    /// Whether the last write is strong, and in no one's past by other means.
+    /// Whether the last write is morally strong with the access `who`, and not in its past.
     fn awaits_note(&self, grids: &Grids, who: &Accessor) -> bool {
         let last = &self.write;
         last.actor != 0 && !who.after(grids, last.actor, last) && who.morally_strong(grids, last)

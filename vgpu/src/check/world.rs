@@ -182,8 +182,7 @@ impl World {
         number
     }
 
-    /// One count serves all timelines: it moves on with each, and that is all that a tick has to
-    /// do.
+    /// One counter serves all timelines, because ticks only have to increase.
     pub(super) fn next_tick(&mut self) -> u32 {
         self.ticks += 1;
         self.ticks

@@ -44,7 +44,7 @@ pub(crate) struct Calls {
     pub(crate) call: *const (),
     /// The same for loads of words that others may write.
     pub(crate) poll: *const (),
-    /// The warp in the act of running.
+    /// The running warp.
     pub(crate) execution: *mut (),
     /// The parameter block of the grid.
     pub(crate) parameters: *const u8,
@@ -264,7 +264,8 @@ mod machine {
             let around = Surroundings { regs, call, poll, execution, parameters, behind, ahead };
             // SAFETY: the code accesses slots of the kernel in these three files alone, parameters
             // within their block, and its own frame. It calls functions of the kernel, `call` and
-            // `poll` as the caller allows. The processor has the instructions: `when` has looked.
+            // `poll` as the caller allows. `when` has checked that the processor has the
+            // instructions.
             let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, &around) };
             Some((pc as u32, budget - left as u64))
         }
@@ -284,7 +285,7 @@ mod none {
     #[derive(Debug, Default)]
     pub(crate) struct Compiled;
 
-    /// Code of a kernel, which there is none of.
+    /// Code of a kernel, of which none exists.
     #[derive(Debug)]
     pub(crate) enum Code {}
 

@@ -543,7 +543,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// An instruction by its function. All registers are in memory.
+    /// Compiles an instruction as a call of its function. All registers are in memory.
     fn function(&mut self, i: usize) {
         self.call(i, REGISTERS, None, |asm| {
             asm.set_wide(RAX, call_function as *const () as usize as u64);
@@ -811,8 +811,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Leaves in RAX its own bits where the guard, whose predicate is in R11, lets lanes run, and
-    /// those of the predicate `p` elsewhere.
+    /// Keeps the bits of RAX for the lanes of the guard, whose predicate is in R11, and takes those
+    /// of the predicate `p` elsewhere.
     fn keep_unguarded(&mut self, guard: u32, p: u32) {
         if guard & GUARD_NOT != 0 {
             self.asm.not(R11);

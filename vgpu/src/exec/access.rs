@@ -284,8 +284,8 @@ pub(super) fn order_of(a: &Access) -> Ordering {
 /// How many rows ahead a warp prefetches memory. With one, the copy loop of the bench still waits.
 const ROWS_AHEAD: u64 = 3;
 
-/// A warp that has stored rows with one distance over so many bytes writes memory that is in no
-/// cache near the processor any more when it is read.
+/// After stores of equally distant rows over this many bytes, the memory is in no cache near the
+/// processor any more when it is read.
 const STREAMED: u64 = 1 << 20;
 
 pub(super) const LOADS: usize = 0;
@@ -446,7 +446,7 @@ impl<W: Hooks> Exec<'_, W> {
     ///
     /// True, without a prefetch, where a store bypasses the caches: see [`STREAMED`].
     #[inline(always)]
-    fn ask_ahead(&mut self, cache: usize, p: *mut u8, size: u64) -> bool {
+    fn prefetch_rows(&mut self, cache: usize, p: *mut u8, size: u64) -> bool {
         if size != 16 {
             return false;
         }
@@ -468,7 +468,7 @@ impl<W: Hooks> Exec<'_, W> {
         false
     }
 
-    /// Makes the stores that have passed the caches by visible to other processors, before anything
+    /// Makes stores that have bypassed the caches visible to other processors, before anything
     /// behind them.
     #[inline(always)]
     pub(super) fn drain(&mut self) {
@@ -484,7 +484,7 @@ impl<W: Hooks> Exec<'_, W> {
         match footprint {
             Footprint::Row(base) => Ok(match self.row(LOADS, a.space, base, size) {
                 Some(p) => {
-                    self.ask_ahead(LOADS, p, size);
+                    self.prefetch_rows(LOADS, p, size);
                     // SAFETY: `row` checked 32 * size bytes and the alignment.
                     unsafe { self.load_rows(a, p) }
                 }
@@ -619,8 +619,8 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(self.loaded(a, first, seen))
     }
 
-    /// Goes on behind a load. `first` and `seen` are what [`Exec::take_values`] returns: a strong
-    /// load is a poll.
+    /// Continues behind a load. `first` and `seen` are the results of [`Exec::take_values`]: a
+    /// strong load is a poll.
     #[inline(always)]
     pub(super) fn loaded(&mut self, a: &Access, first: Option<(u64, u64)>, seen: u64) -> Flow {
         let spins = match first {
@@ -938,10 +938,10 @@ impl<W: Hooks> Exec<'_, W> {
             && let Footprint::Row(base) = self.footprint(&a.addr, size)
             && let Some(p) = self.row(STORES, a.space, base, size)
         {
-            let streams = self.ask_ahead(STORES, p, size);
+            let streams = self.prefetch_rows(STORES, p, size);
             if streams && a.sem == Sem::Weak && (a.bytes, a.wide) == (4, false) {
                 let rows = a.regs.map(|slot| &self.warp.regs.r32[slot as usize]);
-                // SAFETY: `row` checked 512 bytes, and `ask_ahead` that they begin at a cache line.
+                // SAFETY: `row` checked 512 bytes, and `prefetch_rows` that they begin at a cache line.
                 unsafe { simd::stream_fours(p.cast(), rows) };
                 self.streamed = true;
                 return Ok(());

@@ -53,7 +53,7 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
-    /// Does a load of the lanes `m` once more that changed nothing before. `None`, and nothing has
+    /// Repeats a load of the lanes `m` that changed nothing before. `None`, and nothing has
     /// happened, where it may change something now.
     pub(super) fn load_again(&mut self, a: &Access, m: u32) -> Option<Flow> {
         let at = self.warp.again.iter().position(|old| (old.pc, old.lanes) == (self.pc, m))?;

@@ -36,7 +36,7 @@ const MOST_AHEAD: u32 = 8192;
 pub(crate) type Late = (FaultKind, u32, u32);
 
 impl Pending {
-    /// Moves pieces that have come equally far on by one stage.
+    /// Moves pieces that are at the same stage on to the next one.
     fn advance(
         &mut self,
         block: &mut BlockState,

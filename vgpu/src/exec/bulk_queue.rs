@@ -11,7 +11,7 @@ use crate::tensor_map::{Reads, Unit};
 /// Most pieces of a copy.
 pub(super) const PIECES: usize = 4;
 
-/// Progress of copies that the checks take note of.
+/// Progress of copies that is reported to the checks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Landed {
     /// The first `copies` copies of a lane have happened, and the lane arrives on the mbarrier at

@@ -91,7 +91,7 @@ impl CopyQueue {
 }
 
 impl Started {
-    /// Lets the copies of the lanes `m` happen.
+    /// Executes the copies of the lanes `m`.
     fn land(&mut self, block: &mut BlockState, table: &Table, m: u32) -> Result<(), FaultKind> {
         let mut region = Found::default();
         for lane in lanes(self.lanes & m) {
@@ -121,8 +121,8 @@ impl Started {
 }
 
 impl BlockState {
-    /// Lets copies happen: each instruction's with probability 1/2, all lanes or some of them, but
-    /// for late ones; or all of them. Returns whether anything happened.
+    /// Executes copies: each instruction's with probability 1/2, all lanes or some of them, but for
+    /// late ones; or all of them. Returns whether anything happened.
     pub(super) fn progress_copies(&mut self, table: &Table, mut rng: Option<&mut Rng>) -> Result<bool, Late> {
         let mut moved = false;
         let mut started = std::mem::take(&mut self.copies.started);
@@ -151,7 +151,7 @@ impl BlockState {
         Ok(moved)
     }
 
-    /// Lets all copies of an instruction happen.
+    /// Executes all copies of an instruction.
     pub(super) fn step_instruction(&mut self, table: &Table, index: usize) -> Result<(), Late> {
         let mut copies = self.copies.started.remove(index);
         let landed = copies.land(self, table, u32::MAX);
@@ -159,7 +159,7 @@ impl BlockState {
         self.settle_copies()
     }
 
-    /// Drops copies that have happened, and lets the arrivals behind them happen.
+    /// Drops copies that have happened, and executes the arrivals behind them.
     fn settle_copies(&mut self) -> Result<(), Late> {
         self.copies.started.retain(|copies| copies.lanes != 0);
         let mut arrivals = std::mem::take(&mut self.copies.arrivals);
@@ -180,7 +180,7 @@ impl BlockState {
         result
     }
 
-    /// Lets the copies of the lanes `m` of a warp happen, up to a number for each lane.
+    /// Executes the copies of the lanes `m` of a warp, up to a number for each lane.
     fn land_up_to(&mut self, table: &Table, warp: u32, m: u32, upto: &[u32; 32]) -> Result<(), Late> {
         let mut started = std::mem::take(&mut self.copies.started);
         let mut failed = None;

@@ -62,7 +62,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             apart: false,
             executed: 0,
             side_effect: false,
-            looked_again: false,
+            read_same: false,
             spins: false,
             run_end: 0,
             called: None,
@@ -140,7 +140,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
         let activity = match () {
             () if status != Status::Ready || self.side_effect || !self.warp.spinning => Activity::Progress,
-            () if self.looked_again && all_spin => Activity::Idle,
+            () if self.read_same && all_spin => Activity::Idle,
             () => Activity::Neutral,
         };
         if !COVER {
@@ -453,7 +453,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 let mut ns = self.env.clock.now_ns();
                 match self.env.clock {
                     Clock::Virtual(_) => ns += self.executed * crate::device::VIRTUAL_NS_PER_WARP_INSTRUCTION,
-                    Clock::Stepped(_) => self.saw_the_clock(ns, m),
+                    Clock::Stepped(_) => self.note_clock_reading(ns, m),
                     Clock::Real => {}
                 }
                 if what == Timer::GlobalHi { ns >> 32 } else { ns }
@@ -470,7 +470,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// The lanes `m` have read `now_ns` from a clock that stands between the steps of its owner.
-    fn saw_the_clock(&mut self, now_ns: u64, m: u32) {
+    fn note_clock_reading(&mut self, now_ns: u64, m: u32) {
         let seen = if self.warp.clock_seen.0 == now_ns { self.warp.clock_seen.1 } else { 0 };
         self.warp.clock_seen = (now_ns, seen | m);
         self.warp.clock_readers |= m;
@@ -485,13 +485,13 @@ impl<'a, W: Hooks> Exec<'a, W> {
         self.warp.groups.push(Group { mask, pc, state, deferred: false, apart, spins });
     }
 
-    /// Puts the running group aside.
+    /// Parks the running group.
     fn park(&mut self, state: GroupState, deferred: bool) {
         let (apart, spins) = (self.apart, self.spins);
         self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred, apart, spins });
     }
 
-    /// Keeps the lanes `m` of the running group; the others go on at the next instruction.
+    /// Keeps the lanes `m` of the running group; the others continue at the next instruction.
     fn split_off(&mut self, m: u32) {
         if m != self.mask {
             self.watch.in_step(self.mask);
@@ -606,7 +606,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             }
         };
         self.warp.spinning = spins;
-        self.looked_again |= spins;
+        self.read_same |= spins;
         self.spins = spins;
         spins
     }

@@ -70,7 +70,7 @@ fn apply(op: Reduce, number: Number, bytes: u8, a: u64, b: u64) -> u64 {
     modify(rmw, bytes, a, b, 0) & of_bytes(bytes)
 }
 
-/// The low bits of so many bytes.
+/// The mask of the low `bytes` bytes.
 fn of_bytes(bytes: u8) -> u64 {
     u64::MAX >> (64 - 8 * u32::from(bytes))
 }

@@ -1,4 +1,4 @@
-//! The state of warps and blocks, and of a warp in the act of running.
+//! The state of warps and blocks, and of the running warp.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub(crate) struct Group {
     pub(crate) mask: u32,
     pub(crate) state: GroupState,
     pub(crate) pc: u32,
-    /// Has given way; runs again when the others have had their turn.
+    /// Has yielded; runs again when the others have had their turn.
     pub(super) deferred: bool,
     /// Joins no other group before a warp-wide instruction or a block barrier makes it.
     pub(super) apart: bool,
@@ -168,7 +168,7 @@ pub(crate) struct Warp {
     pub(super) outcome: [u32; 2],
     /// Local memory, lane after lane.
     pub(crate) local: Vec<u64>,
-    /// Lanes that have read a clock that stands, and are taken to do so again in their wait.
+    /// Lanes that have read a stepped clock, and are expected to read it again in their wait.
     pub(crate) clock_readers: u32,
     /// The last reading of that clock, and the lanes that have read it.
     pub(crate) clock_seen: (u64, u32),
@@ -295,7 +295,7 @@ pub(crate) struct BlockState {
     pub(crate) cluster_phases: u32,
     pub(crate) bulk: BulkQueue,
     pub(crate) copies: CopyQueue,
-    /// Progress of copies that the checks have not taken note of.
+    /// Progress of copies that was not yet reported to the checks.
     pub(crate) landed: Vec<Landed>,
     /// Empty unless the kernel has `wgmma`.
     pub(crate) warpgroups: Vec<Warpgroup>,
@@ -375,7 +375,7 @@ pub(crate) struct Env {
     pub(crate) executed: u64,
 }
 
-/// A fault whose place is not known yet.
+/// A fault whose place is added later.
 #[derive(Debug)]
 pub(crate) struct Stop {
     pub(crate) kind: FaultKind,
@@ -432,7 +432,7 @@ pub(crate) struct Slice {
     pub(crate) activity: Activity,
 }
 
-/// A warp in the act of running.
+/// A running warp.
 pub(crate) struct Exec<'a, W> {
     pub(super) kernel: &'a Kernel,
     pub(super) env: &'a Env,
@@ -445,16 +445,15 @@ pub(crate) struct Exec<'a, W> {
     pub(super) executed: u64,
     pub(super) side_effect: bool,
     /// A read of memory in this slice returned the same value as before.
-    pub(super) looked_again: bool,
+    pub(super) read_same: bool,
     /// [`Group::spins`] of the running group.
     pub(super) spins: bool,
     /// The value of `executed` at which the budget of compiled code ends.
     pub(super) run_end: u64,
     /// Outcome of the instruction with which compiled code ended, where there was no fault. Apart
-    /// from the fault, because an outcome that is stored in parts and then copied as a whole
-    /// arrives late.
+    /// from the fault, because a load of an outcome that was stored in parts stalls.
     pub(super) called: Option<Flow>,
-    /// Stores have passed the caches by since the last [`Exec::drain`].
+    /// Stores have bypassed the caches since the last [`Exec::drain`].
     pub(super) streamed: bool,
     /// The fault with which compiled code ended.
     pub(super) called_fault: Option<Box<Stop>>,

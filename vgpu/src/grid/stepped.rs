@@ -125,19 +125,19 @@ impl Grid {
         let state = &mut self.blocks[slot as usize].state;
         state.step_copy(&self.env.table, index).map_err(|late| self.late_fault(slot, late))?;
         self.note_landed(slot);
-        self.look_again();
+        self.poll_again();
         Ok(Step { everything: true, changed: true })
     }
 
-    /// No actor can take a step. True if it turned out that one can, after all.
+    /// Called when no actor can take a step. True if waiting warps should poll once more.
     pub(crate) fn may_go_on(&mut self) -> Result<bool, Fault> {
         let stalled = self.may_be_stalled();
-        self.look_again();
+        self.poll_again();
         self.fail_with(stalled)
     }
 
-    /// Something has changed: warps that wait may find it.
-    pub(crate) fn look_again(&mut self) {
+    /// Makes waiting warps poll again after a change.
+    pub(crate) fn poll_again(&mut self) {
         self.new_epoch();
     }
 }

@@ -31,7 +31,7 @@ struct State {
 }
 
 impl State {
-    /// Takes in what is known on another path. True if that changes anything.
+    /// Merges the facts of another path. True if that changes anything.
     fn join(&mut self, other: &State) -> bool {
         let before = self.clone();
         for (&register, &age) in &other.busy {

@@ -459,7 +459,7 @@ pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
                 (Some(Space::Shared | Space::Cluster), false) => op1(|a: u64| a | SHARED_TAG),
                 (Some(Space::Local), false) => op1(|a: u64| a | LOCAL_TAG),
                 (Some(Space::Param), false) => op1(|a: u64| a | PARAM_TAG),
-                // An address of another space keeps its tag, so that its use is noticed.
+                // An address of another space keeps its tag, so that its use is detected.
                 (Some(Space::Shared | Space::Cluster), true) => {
                     op1(|a: u64| if a & TAG == SHARED_TAG { a & !TAG } else { a })
                 }

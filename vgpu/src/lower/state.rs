@@ -37,7 +37,7 @@ pub(super) enum Binding {
     Targets { table: u32 },
 }
 
-/// A reference to a label that may not have been seen yet.
+/// A reference to a label that may not have been parsed yet.
 #[derive(Debug)]
 pub(super) struct Fixup {
     pub(super) name: String,
@@ -97,7 +97,7 @@ pub(crate) struct Lower<'a> {
     pub(super) dynamic_align: u32,
     /// The first name of dynamic shared memory.
     pub(super) dynamic_shared: Option<String>,
-    /// Local memory in use, which called functions give back, and the most that ever was.
+    /// Local memory in use, which called functions free at their ends, and its maximum.
     pub(super) local_bytes: u32,
     pub(super) most_local_bytes: u32,
     /// The guard, the origin and the place of the instruction in hand.

@@ -207,7 +207,7 @@ fn element_type(number: i64) -> Option<ElementType> {
 fn replace(l: &mut Lower, space: Space, map: Addr, field: Field, value: u32) {
     let (offset, bytes) = field.place();
     let wide = bytes == 8;
-    // A number that the field has no room for becomes one that a copy refuses.
+    // A number that does not fit the field becomes one that a copy rejects.
     let convert = match field {
         Field::Address => Some(op1(address_word)),
         Field::Rank => Some(op1(|rank: u32| rank.saturating_add(1).min(0xff))),

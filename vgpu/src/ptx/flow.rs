@@ -243,7 +243,7 @@ mod tests {
         let (_, at, decided_by) = flow(
             "LOOP:\nadd.s32 %r1, %r1, 1;\n@%p1 bra BACK;\nbra.uni END;\nBACK:\nbra.uni LOOP;\nEND:\nret;",
         );
-        // The block that leaves the loop is where all ways meet again.
+        // All paths meet again in the block that leaves the loop.
         assert_eq!(decided_by(at("LOOP")), [at("LOOP"), at("BACK")]);
     }
 

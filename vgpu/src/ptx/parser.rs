@@ -59,7 +59,7 @@ struct Locs {
 }
 
 impl Locs {
-    /// Takes in a `.loc`; each place is file, line and column.
+    /// Adds a `.loc`; each place is file, line and column.
     fn add(&mut self, place: [u32; 3], inlined_at: Option<[u32; 3]>) {
         let line_of = |[file, line, _]: [u32; 3]| SourceLine { file, line };
         if place[1] == 0 {

@@ -51,7 +51,7 @@ impl HostPtr {
 pub enum Source {
     /// A device address.
     Device(u64),
-    /// Host memory, read when the stream comes to the copy.
+    /// Host memory, read when the stream reaches the copy.
     Host(HostPtr),
     /// Pageable host memory as it was when the copy was enqueued.
     Staged(Box<[u8]>),
