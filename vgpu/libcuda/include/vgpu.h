@@ -54,10 +54,10 @@ typedef struct vgpu_options {
     int check;
 } vgpu_options;
 
-/* Runs the kernel of `ptx` whose name is `entry`, or the only one whose name has that part, over
+/* Runs the kernel of `ptx` whose name is `entry`, or the only one whose name contains it, over
    `grid` blocks of `block` threads, with `dynamic_shared` bytes of dynamic shared memory, and
-   copies its arrays back. Arrays are not changed unless the result is VGPU_OK. Any other result is explained in `report`, a buffer of `report_bytes` bytes
-   that may be null. */
+   copies its arrays back. Arrays are not changed unless the result is VGPU_OK. For any other
+   result, `report` gets the explanation: a buffer of `report_bytes` bytes, which may be null. */
 int vgpu_run(const char *ptx, const char *entry, const unsigned grid[3], const unsigned block[3],
              unsigned dynamic_shared, const vgpu_arg *args, size_t num_args, const vgpu_options *options,
              char *report, size_t report_bytes);

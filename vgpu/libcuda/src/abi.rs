@@ -1,4 +1,4 @@
-//! Types of the CUDA driver API as C has them, and the arguments through which calls read and
+//! Types of the CUDA driver API in their C layout, and the arguments through which calls read and
 //! write the caller's memory.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
@@ -148,7 +148,7 @@ impl<T> Out<T> {
         Out(self.0.cast())
     }
 
-    /// The value that is there before the call.
+    /// The value before the call.
     pub(crate) fn before(self) -> In<T> {
         In(self.0)
     }

@@ -1,8 +1,7 @@
 //! The engine of a device: a thread that takes work from the device's streams and runs it.
 //!
-//! All streams of a device run concurrently: each grid has a turn after the other. A grid that only
-//! waits gives its turn to others, so a kernel may wait for work of another stream, of another
-//! device, or for the host.
+//! All streams of a device run concurrently: the grids take turns. A grid that only waits yields to
+//! others, so a kernel may wait for work of another stream, of another device, or for the host.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -21,7 +20,7 @@ use crate::world::{Stream, Tables, World, memory_code};
 const SLICE: u64 = 64 * 1024;
 /// Warp instructions per warp within which a grid that only waits is found to do so.
 const SLICE_PER_WARP: u64 = 256;
-/// How often the engine gives its time slice away before it sleeps, when all grids wait.
+/// How often the engine yields its time slice before it sleeps, when all grids wait.
 const YIELDS: u32 = 4;
 /// Longest sleep when all grids wait: the host, or another process, must store the polled words.
 const LONGEST_NAP: Duration = Duration::from_micros(500);

@@ -186,7 +186,7 @@ impl World {
     }
 
     /// Waits until the streams of all contexts have done all that is enqueued in them now. The work
-    /// of a context that failed is gone, and that of a context that was destroyed as well.
+    /// of contexts that failed or were destroyed is dropped.
     pub(crate) fn drain<'a>(&'a self, tables: MutexGuard<'a, Tables>) -> Res<MutexGuard<'a, Tables>> {
         let until: Vec<(Handle, u64)> =
             tables.streams.iter().map(|(handle, stream)| (*handle, stream.queue.submitted)).collect();
@@ -312,7 +312,7 @@ pub(crate) struct Context {
     pub(crate) is_error_seen: bool,
     pub(crate) legacy: Handle,
     pub(crate) of_threads: HashMap<ThreadId, Handle>,
-    /// In check mode: the causal past of its streams that were removed, for calls that wait.
+    /// In check mode: the causal past of removed streams, for calls that wait.
     pub(crate) retired: Past,
     /// The same of its blocking streams, for work of the legacy default stream too.
     pub(crate) retired_blocking: Past,
@@ -632,8 +632,8 @@ impl Tables {
         Ok(handle)
     }
 
-    /// Ends what the capture of a stream makes of it. A capture ends with the stream that it began
-    /// on, and is not valid any more without one that joined it.
+    /// Ends the part of a stream in its capture. A capture ends with the stream that it began on,
+    /// and is not valid any more without one that joined it.
     pub(crate) fn leave_capture(&mut self, stream: Handle) {
         let Some((id, lane)) = self.streams.get_mut(&stream).and_then(|stream| stream.queue.capture.take())
         else {

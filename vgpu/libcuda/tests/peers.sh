@@ -4,7 +4,7 @@
 #
 #   vgpu/libcuda/tests/peers.sh FOLDER
 #
-# Prints the tests that failed and the sums. The README says which fail, and why.
+# Prints the tests that failed and the sums. The README lists those that fail, with the reasons.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1"

@@ -49,7 +49,7 @@ fn destroy(world: &'static World, handle: Handle) -> Res {
     let tables = world.lock();
     let streams = tables.streams_of(handle);
     // The lock is kept from the end of the work on, so that no other thread enqueues work in
-    // between. The work of a context that failed is gone already, and it gets no more.
+    // between. The work of a failed context is dropped already, and it gets no more.
     let mut tables = world.synchronise(tables, &streams).unwrap_or_else(|_| world.lock());
     let device = tables.device_of(handle)?;
     let (memory, modules) = tables.remove_context(handle);
@@ -154,7 +154,7 @@ api! {
         push(context)
     }
 
-    /// Takes the current context off.
+    /// Removes the current context from the stack of the thread.
     fn cuCtxPopCurrent_v2(context: Out<Handle>) {
         pop(context)
     }

@@ -99,7 +99,7 @@ api! {
         record(event, stream)
     }
 
-    /// Whether a stream has come to the last record.
+    /// Whether a stream has reached the last record.
     fn cuEventQuery(event: Handle) {
         let world = world()?;
         let mut tables = world.lock();
@@ -113,7 +113,7 @@ api! {
         Ok(())
     }
 
-    /// Waits until a stream has come to the last record.
+    /// Waits until a stream has reached the last record.
     fn cuEventSynchronize(event: Handle) {
         let world = world()?;
         let mut tables = world.lock();

@@ -87,7 +87,7 @@ fn launch(exec: Handle, stream: Handle) -> Res {
             crate::symbols::report_once("cuGraphLaunch in a capture, of a graph of another context,");
             return Err(NOT_SUPPORTED);
         }
-        // In one lane, the recorded order is order enough.
+        // In one lane, the recorded order suffices.
         recorded.graph.work().for_each(|work| capture.work(lane, work.clone()));
         return Ok(());
     }
@@ -247,7 +247,7 @@ api! {
         world()?.lock().graphs.remove(&graph).map(drop).ok_or(INVALID_VALUE)
     }
 
-    /// Destroys an instance of a graph. Launches that run go on.
+    /// Destroys an instance of a graph. Running launches continue.
     fn cuGraphExecDestroy(exec: Handle) {
         world()?.lock().executables.remove(&exec).map(drop).ok_or(INVALID_VALUE)
     }

@@ -24,8 +24,8 @@ fn function_of(world: &World, tables: &mut Tables, handle: Handle) -> Res<Functi
     tables.functions.get(&function).cloned().ok_or(INVALID_HANDLE)
 }
 
-/// Loads the code of a kernel. With `CUDA_MODULE_LOADING=LAZY` that waits for all that the context's
-/// streams have been given, as the driver may: also for a kernel that waits for this one.
+/// Loads the code of a kernel. With `CUDA_MODULE_LOADING=LAZY` that waits for all work that is
+/// enqueued in the context's streams, as the driver may: also for a kernel that waits for this one.
 fn load<'a>(
     world: &'a World,
     mut tables: MutexGuard<'a, Tables>,
@@ -180,7 +180,7 @@ struct Shape {
     dynamic_shared_bytes: c_uint,
     stream: Handle,
     residency: Residency,
-    /// Blocks of a cluster, where the launch names them.
+    /// Blocks of a cluster, where the launch specifies them.
     cluster: Option<[c_uint; 3]>,
 }
 
@@ -368,7 +368,7 @@ api! {
         best_block(least_grid, block, function, shared_of, dynamic_shared, limit)
     }
 
-    /// Dynamic shared memory of a block if so many are to fit on a multiprocessor.
+    /// Dynamic shared memory of a block if `blocks` of them are to fit on a multiprocessor.
     fn cuOccupancyAvailableDynamicSMemPerBlock(bytes: Out<usize>, function: Handle, blocks: c_int, threads: c_int) {
         let world = world()?;
         let mut tables = world.lock();

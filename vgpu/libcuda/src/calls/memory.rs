@@ -64,7 +64,7 @@ fn allocate_for(
     let mut tables = world.lock();
     let owner = (kind == Kind::Device).then_some(device);
     let made = region.map_err(memory_code).and_then(|region| {
-        // Another thread may have destroyed the context meanwhile, which frees what is entered.
+        // Another thread may have destroyed the context meanwhile, which frees all entered memory.
         tables.usable(context)?;
         Ok((world.share(&tables, owner, &region)?, region))
     });
@@ -133,9 +133,9 @@ fn register(addr: u64, bytes: usize, flags: u32) -> Res {
     Ok(())
 }
 
-/// Frees memory of this kind, after the work of its context. Memory that the program has lent is its
-/// own to free behind this, and kernels of all devices may access it: it waits for all contexts.
-/// Other memory stays mapped for kernels that still have its address.
+/// Frees memory of this kind, after the work of its context. The program may free memory that it
+/// has lent once this returns, and kernels of all devices may access it: so this waits for all
+/// contexts. Other memory stays mapped for kernels that still have its address.
 fn free(addr: u64, allowed: &[Kind]) -> Res {
     let world = world()?;
     let mut tables = world.lock();

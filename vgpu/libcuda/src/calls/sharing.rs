@@ -89,7 +89,7 @@ api! {
         bytes.put(GRANULARITY as usize)
     }
 
-    /// Reserves addresses. A wish for an address is not granted.
+    /// Reserves addresses. A requested address is ignored.
     fn cuMemAddressReserve(
         addr: Out<CUdeviceptr>,
         bytes: usize,

@@ -1,4 +1,4 @@
-//! The shared library, loaded once, and what the tests need of its calls.
+//! The shared library, loaded once, and wrappers of its calls for the tests.
 
 use std::ffi::{CString, c_void};
 use std::path::PathBuf;

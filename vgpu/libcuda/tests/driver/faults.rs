@@ -14,7 +14,7 @@ fn a_fault_makes_its_context_unusable_and_no_other() {
     let (bad, own) = (Module::load(), stream(1));
     ok!(cuStreamSynchronize(own => Handle));
     bad.add(own, [1, 1], 64, 1);
-    // Whether the kernel has failed already or not, the fault shows when somebody waits.
+    // Whether the kernel has failed already or not, the fault shows at the next wait.
     let mut end = event();
     std::thread::sleep(std::time::Duration::from_millis(50));
     record(end, own);
@@ -112,9 +112,9 @@ fn null_arguments_are_errors_and_never_crash() {
     let (out, report) = (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
     assert!(child.status.success() && out.contains("1 passed"), "{}: {out}\n{report}", child.status);
     // Each unsupported function is reported at its first call alone.
-    let said: Vec<&str> = report.lines().filter(|line| line.ends_with("is not supported")).collect();
-    let names: HashSet<&str> = said.iter().copied().collect();
-    assert!(said.len() > 200 && names.len() == said.len(), "{report}");
+    let lines: Vec<&str> = report.lines().filter(|line| line.ends_with("is not supported")).collect();
+    let names: HashSet<&str> = lines.iter().copied().collect();
+    assert!(lines.len() > 200 && names.len() == lines.len(), "{report}");
 }
 
 #[test]
@@ -217,7 +217,7 @@ fn call_everything_with_nulls() {
             }
             called += 1;
             if let Some(context) = &context {
-                // Some take the current context off.
+                // Some remove the current context.
                 context.make_current();
             }
         }

@@ -261,7 +261,7 @@ fn a_handle_of_a_multicast_object_is_shared_within_the_process() {
     assert_eq!(code, 0);
     let mut again = 0u64;
     ok!(cuMemImportFromShareableHandle(&mut again => *mut u64, fd as usize as *mut c_void => *mut c_void, 1 => i32));
-    // Memory of another device is not for it, and memory that cannot be shared neither.
+    // Neither memory of another device nor memory that cannot be shared can be bound.
     assert_eq!(bind_mem(again, 0, physical(0, UNIT), 0, UNIT), INVALID_DEVICE);
     let (mut private, mut prop) = (0u64, properties(1));
     prop.handle_types = 0;

@@ -1,4 +1,4 @@
-/* A CUDA driver program as a compiler sees one: it links libcuda and knows the API by declaration.
+/* A CUDA driver program, which links libcuda and declares the functions of the API itself.
    `add` checks a result; `race` launches a kernel whose blocks store to one word, and prints the
    code of the wait behind it. */
 #include <stdio.h>

@@ -185,7 +185,7 @@ fn the_default_stream_waits_for_blocking_streams_that_were_destroyed() {
 /// As measured on an H200 with driver 580.159.04.
 #[test]
 fn captures_forbid_calls_by_mode_and_thread() {
-    // A global capture forbids threads of other tests calls, too.
+    // A global capture also forbids calls of other tests' threads.
     if !alone("streams::captures_forbid_calls_by_mode_and_thread") {
         return;
     }

@@ -2,7 +2,7 @@
 
 use crate::cuda::*;
 
-/// 128 bytes, as programs have them.
+/// 128 bytes, in the alignment that programs use.
 #[repr(C, align(64))]
 struct Map([u8; 128]);
 

@@ -1,6 +1,6 @@
-//! The arguments of `cuTensorMapEncodeTiled` that an H200's driver takes, held against this library.
-//! One program makes both: over NVIDIA's driver it records, and here it compares. Recorded on
-//! 2026-11-28 with driver 580.159.04.
+//! The arguments of `cuTensorMapEncodeTiled` that an H200's driver accepts, compared with this
+//! library. One program makes both: over NVIDIA's driver it records, and here it compares. Recorded
+//! on 2026-11-28 with driver 580.159.04.
 
 use crate::cuda::*;
 
@@ -50,7 +50,7 @@ pub struct Map {
     pub fill: i32,
 }
 
-/// 128 bytes, as programs have them.
+/// 128 bytes, in the alignment that programs use.
 #[repr(C, align(64))]
 pub struct Bytes(pub [u8; 128]);
 
@@ -100,7 +100,7 @@ impl Map {
         [1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4][self.data_type as usize]
     }
 
-    /// A map that is right, of a tensor and a box that are small.
+    /// A valid map of a small tensor and a small box.
     pub fn random(rng: &mut Rng) -> Map {
         let mut map = Map::simple();
         map.data_type = rng.of(&[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]);

@@ -1,6 +1,6 @@
-//! The arguments of `cuTensorMapEncodeIm2col` that an H200's driver takes, held against this library.
-//! One program makes both: over NVIDIA's driver it records, and here it compares. Recorded on
-//! 2026-11-28 with driver 580.159.04.
+//! The arguments of `cuTensorMapEncodeIm2col` that an H200's driver accepts, compared with this
+//! library. One program makes both: over NVIDIA's driver it records, and here it compares. Recorded
+//! on 2026-11-28 with driver 580.159.04.
 
 use std::io::Write as _;
 use std::os::unix::process::ExitStatusExt as _;
@@ -62,7 +62,7 @@ impl Pixels {
         ))
     }
 
-    /// A map that is right, of a tensor that is small.
+    /// A valid map of a small tensor.
     pub fn random(rng: &mut Rng) -> Pixels {
         let mut map = Map::random(rng);
         map.rank = rng.from(3, 5) as u32;
@@ -218,7 +218,7 @@ fn codes(answer: &mut dyn FnMut(&dyn Fn() -> Code) -> char) -> String {
             .collect();
         lines += &format!("random {group}\t{codes}\n");
     }
-    // These come last, since NVIDIA's driver may crash by them.
+    // These come last, because they may crash NVIDIA's driver.
     lines += "with a null pointer\t";
     lines.extend((0..6).map(|at| answer(&|| null(at))));
     lines + "\n"

@@ -1,6 +1,6 @@
-//! Results of an H200 held against the virtual GPU: copies of boxes and of pixels of tensors, products
-//! of matrices, and reductions by bulk copies. One program makes both: over NVIDIA's driver it records,
-//! and here it compares. Recorded on 2026-11-28 with driver 580.159.04.
+//! Results of an H200 compared with those of the virtual GPU: copies of boxes and of pixels of
+//! tensors, products of matrices, and reductions by bulk copies. One program makes both: over
+//! NVIDIA's driver it records, and here it compares. Recorded on 2026-11-28 with driver 580.159.04.
 
 mod boxes;
 mod pixels;
@@ -67,7 +67,7 @@ impl Gpu {
         Gpu { ptx: Rc::clone(ptx), module: Module(module), _context: context }
     }
 
-    /// The bytes that a case leaves, or the code of the first call that failed.
+    /// The result of a case, or the code of the first call that failed.
     fn run(&self, case: &Case) -> Result<Vec<u8>, Code> {
         let mut params: Vec<Vec<u8>> = vec![];
         let mut addresses = vec![];
@@ -131,7 +131,7 @@ fn cases(first: usize) -> Vec<Case> {
     cases
 }
 
-/// Whether a kernel failed: it leaves nothing usable in its context. A map that is not taken is none.
+/// Whether a kernel failed, so that its context is unusable. A rejected map is no fault.
 fn is_fault(result: &Result<Vec<u8>, Code>) -> bool {
     result.as_ref().is_err_and(|code| ![INVALID_VALUE, NOT_SUPPORTED].contains(code))
 }
@@ -232,7 +232,8 @@ fn record() {
 fn record_from(first: usize) -> ! {
     use std::io::Write as _;
     let cases = cases(first);
-    // With this variable, what the virtual GPU gives is recorded, which helps to find a difference.
+    // With this variable, results of the virtual GPU are recorded, which helps to find a
+    // difference.
     if std::env::var_os("EPOXIDE_TEST_VIRTUAL").is_none() {
         OTHER_LIBRARY.set("libcuda.so.1".into()).expect("runs by itself");
     }

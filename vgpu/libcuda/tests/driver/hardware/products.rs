@@ -391,7 +391,7 @@ fn sparse(cases: &mut Vec<Case>, mut rng: Rng, kinds: &[Numbers]) {
 /// Bytes of shared memory for each of A and B of `wgmma`.
 const SHARED: usize = 24 << 10;
 
-/// A canonical layout of a matrix in shared memory, as far as its descriptor has it.
+/// The canonical layout of a matrix in shared memory that its descriptor specifies.
 #[derive(Clone, Copy)]
 struct Layout {
     /// Neighbouring rows of A, or columns of B, are neighbours in memory.
@@ -410,7 +410,7 @@ impl Layout {
     fn random(rng: &mut Rng, rows: u64, of_16_bits: bool, row: u64) -> Layout {
         let swizzle = if rows > 192 { rng.of(&[16, 32, 64]) } else { rng.of(&[16, 32, 64, 128]) };
         let transposed = of_16_bits && rng.from(0, 1) == 1;
-        // A row fits into one of the swizzle.
+        // A row must fit into a row of the swizzle.
         let swizzle = if !transposed && swizzle > 16 { row.max(swizzle) } else { swizzle };
         let (leading, stride) = match (transposed, swizzle) {
             (false, 16) => (128, 8 * row),
