@@ -12,7 +12,7 @@
 #   vgpu/peers/check.sh nccl-ep [WORK] CHECKOUT
 #   vgpu/peers/check.sh nccl-allreduce [WORK] CHECKOUT
 #
-# WORK keeps what is downloaded and compiled; without it, it is a folder that goes away. CHECKOUT is a
+# WORK keeps what is downloaded and compiled; without it, it is a temporary folder. CHECKOUT is a
 # git repository of the project, with or without a work tree.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -177,7 +177,7 @@ arguments=
 progress "compiles kernels of $project in $(echo "$steps" | wc -w) steps"
 for step in $steps; do
     ptx=$work/$project/$step/kernels.ptx
-    # Line information says which line a report is at.
+    # Line information gives reports the lines of the source.
     (cd "$work/$project/$step" && "$cuda/bin/nvcc" -std=c++17 -arch=sm_90a -ptx -lineinfo -w \
         --expt-relaxed-constexpr "-I$cuda/include/cccl" "$@" -o kernels.ptx "$file")
     arguments="$arguments $step=$ptx"

@@ -18,7 +18,7 @@ REPAIRS = [
         "acquire-at-the-barrier",
         [("utils.cuh", "ld_volatile_global(barrier_signal_ptrs", "ld_acquire_sys_global(barrier_signal_ptrs", None)],
     ),
-    # The comment above these lines says that every element is written.
+    # By the comment above these lines, every element is written.
     (
         "counts-in-all-columns",
         [

@@ -48,7 +48,7 @@ REPAIRS = [
     ),
     # The project's own switch, `DISABLE_AGGRESSIVE_PTX_INSTRS`.
     ("no-read-only-loads", [("utils.cuh", "#ifndef DISABLE_AGGRESSIVE_PTX_INSTRS", "#if 0", 0)]),
-    # Not `.read`: the flag tells the peer that the rows are there.
+    # Not `.read`: the flag publishes the rows to the peer.
     (
         "rows-complete-before-the-flag",
         [

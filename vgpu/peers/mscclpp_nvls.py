@@ -35,7 +35,7 @@ def ordered(which):
 
 
 REPAIRS = [
-    # Of the two meetings of the ranks, neither orders memory.
+    # Neither of the two meetings of the ranks orders memory.
     ("first-barrier-ordered", ordered(0)),
     ("last-barrier-ordered", ordered(1)),
     # Every warp stores all channels into the same shared memory.

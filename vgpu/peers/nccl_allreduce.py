@@ -44,7 +44,7 @@ BARRIER = "devComm.lsaBarrier, (uint32_t)blockIdx.x"
 def main():
     source, folder = pathlib.Path(sys.argv[1]), sys.argv[2]
     added = [(FOLDER + "peers.cu", WRAPPER), ("src/include/nccl.h", nccl_ep.nccl_h(source))]
-    # NCCL's barrier has a way over multicast addresses, which its symmetric kernels take.
+    # NCCL's barrier has a variant over multicast addresses, which its symmetric kernels use.
     multimem = ("multimem", [(SIMPLE, BARRIER, BARRIER + ", true, devComm.lsaMultimem", None)])
     relaxed = ("relaxed", [(SIMPLE, "cuda::memory_order_release", "cuda::memory_order_relaxed", None)])
     steps.write(source, folder, "as-shipped", [], added)

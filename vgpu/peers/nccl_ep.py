@@ -74,7 +74,7 @@ REPAIRS = [
     ),
     # DeepEP's own switch, `DISABLE_AGGRESSIVE_PTX_INSTRS`.
     ("no-read-only-loads", [(PRIMITIVES, "#ifndef DISABLE_AGGRESSIVE_PTX_INSTRS", "#if 0", 0)]),
-    # Not `.read`: the flag tells the peer that the rows are there.
+    # Not `.read`: the flag publishes the rows to the peer.
     (
         "rows-complete-before-the-flag",
         [

@@ -19,7 +19,7 @@ KEPT = {
 # Each step repairs one place, and keeps the repairs in front of it.
 STEPS = [
     ("as-shipped", None, None),
-    # Takes away the report that comes first, so that those behind it are seen.
+    # Removes the first report, so that later ones are found.
     ("counters-read-as-volatile", "= ptrs.send_counters[", "= *(int volatile const*)&ptrs.send_counters["),
     # In the source as a comment.
     ("dispatch-acquires", '// asm volatile("fence.acquire.sys;");', 'asm volatile("fence.acquire.sys;");'),

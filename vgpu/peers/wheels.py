@@ -31,7 +31,7 @@ TENSOR_CORES = re.compile(r"\b(mma|wmma|wgmma|tcgen05)\.")
 
 
 class Refused(Exception):
-    """The driver does not load the module, and says why."""
+    """The driver rejects the module, with a reason."""
 
 
 class Gpu:
@@ -169,7 +169,7 @@ def compiled(kernel, args, arch, warps, stages):
 
 
 def run_triton(gpu, case, arch, check_ptx):
-    """Runs a kernel of Triton. Returns the results that are wrong. `check_ptx` judges its PTX.
+    """Runs a kernel of Triton. Returns the results that are wrong. `check_ptx` checks its PTX.
 
     A result is its right numbers, the bound of differences, and, where a kernel chooses their order,
     a function that gives them one.

@@ -1,4 +1,4 @@
-//! Arguments of a kernel as the command line gives them: numbers and buffers.
+//! Arguments of a kernel on the command line: numbers and buffers.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -161,7 +161,7 @@ enum Contents {
 /// An argument of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Argument {
-    /// Bytes that are passed as they are.
+    /// Bytes that are passed unchanged.
     Value(Vec<u8>),
     /// The address of a buffer of this device.
     Buffer(Buffer),

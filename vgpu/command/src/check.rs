@@ -1,4 +1,4 @@
-//! `vgpu check`: everything in PTX files that the virtual GPU refuses.
+//! `vgpu check`: everything in PTX files that the virtual GPU rejects.
 
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,7 @@ pub struct Args {
     format: Format,
 }
 
-/// Lists what is refused in each file.
+/// Lists everything that is rejected in each file.
 ///
 /// # Errors
 /// A file cannot be read.
@@ -44,7 +44,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
     document.print(args.format)
 }
 
-/// The finding of a refusal in a file with this text.
+/// The finding of a rejection in a file with this text.
 pub fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal) -> Finding {
     let kernel = readable(kernel);
     let source = source_of(text, error.line);

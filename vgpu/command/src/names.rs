@@ -12,7 +12,7 @@ pub fn readable(name: &str) -> String {
     cpp_demangle::Symbol::new(name).ok().and_then(|symbol| symbol.demangle().ok()).unwrap_or(name.to_owned())
 }
 
-/// Puts readable names in the place of those that stand in quotes in a report.
+/// Replaces the quoted names in a report by readable ones.
 pub fn make_readable(text: &str, module: &Module) -> String {
     module.kernels().fold(text.to_owned(), |text, kernel| {
         let name = kernel.name();

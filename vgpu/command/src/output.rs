@@ -93,7 +93,7 @@ pub struct Finding {
     pub occurrences: u64,
     /// A run has ended with it.
     pub ended_run: bool,
-    /// Seeds of runs that showed it, the first few.
+    /// The first few seeds of runs with the finding.
     pub seeds: Vec<u64>,
     /// The reason for which a list accepts it.
     pub accepted: Option<String>,

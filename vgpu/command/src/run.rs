@@ -150,7 +150,7 @@ impl epoxide_vgpu::Argument for Packed {
 #[derive(Default)]
 struct Outcome {
     reports: Vec<Report>,
-    /// A launch that check mode refuses.
+    /// A launch that check mode rejects.
     other: Option<Finding>,
     /// The requested buffers.
     outputs: Vec<Output>,

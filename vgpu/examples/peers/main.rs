@@ -34,7 +34,7 @@ const LIVELOCK_LIMIT: u64 = 1 << 22;
 /// Results of a run: the name and the text of each report, or of a result that the oracle rejects.
 type Found = Vec<(String, String)>;
 
-/// Runs what is enqueued, and then the oracle, which returns the first wrong result. Reports come
+/// Runs all enqueued work, and then the oracle, which returns the first wrong result. Reports come
 /// before the oracle.
 fn outcome(
     machine: &mut Machine,
@@ -164,7 +164,7 @@ struct Outcome {
     seeds: u64,
     /// Seeds with a report, or with a wrong result.
     failed: u64,
-    /// Seeds with a wrong result or a stop under weak memory, and the first of those.
+    /// Seeds with a wrong result or a stop under weak memory, and the first such seed.
     failed_weak: u64,
     first_weak: Option<String>,
     /// Each report: seeds that have it, and its text.

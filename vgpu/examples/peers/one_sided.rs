@@ -1,4 +1,4 @@
-//! TensorRT-LLM's one-sided all-to-all (`moeAlltoAllKernels.cu`), as FlashInfer's wheel has it.
+//! TensorRT-LLM's one-sided all-to-all (`moeAlltoAllKernels.cu`), from FlashInfer's wheel.
 //!
 //! Two rounds of dispatch, experts and combine between virtual GPUs, against an oracle. Numbers are
 //! small whole ones, so that sums in bf16 are exact. The structures that kernels take as parameters

@@ -1,13 +1,13 @@
 //! Block barriers and warps whose lanes may be apart. By the manual every lane waits at
-//! `barrier.sync` for itself; an H200 did not hold lanes of a warp back of which others still
-//! waited in a loop (docs/KERNELS.md). So a program must bring the warp together first.
+//! `barrier.sync` for itself; an H200 let lanes pass while others of their warp still waited in a
+//! loop (docs/KERNELS.md). So a program must make the warp converge first.
 
 use epoxide_vgpu::{DeviceConfig, Fault, FaultKind};
 
 use crate::common::*;
 
-/// Lane 0 waits for a word and the others have nothing to wait for; all read what the word stands
-/// for behind `meeting`. Warp 1 writes it.
+/// Lane 0 waits for a word and the others have nothing to wait for; all read the data of the word
+/// behind `meeting`. Warp 1 writes it.
 fn fault_seen(meeting: &str) -> String {
     kernel(
         "",

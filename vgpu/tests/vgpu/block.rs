@@ -95,7 +95,7 @@ fn barriers_reduce_predicates() {
     assert_eq!(run_all("", body, 96, &[0; 96]), vec![2033_1096; 96]);
 }
 
-/// Warps 1 and 2 vote at the same barrier again while warp 0 has yet to read the votes before.
+/// Warps 1 and 2 vote at the same barrier again before warp 0 has read the earlier votes.
 #[test]
 fn a_later_vote_leaves_the_outcome_of_the_one_before() {
     let body = "

@@ -1,5 +1,5 @@
 //! Check mode, as a specification in files: faults that shipped in other people's communication
-//! kernels, each beside its mended twin, and the rules of the checker one by one.
+//! kernels, each beside its repaired version, and the rules of the checker one by one.
 //!
 //! A file of `cases/` is a correct kernel and the edits that break it; its README describes the
 //! format. The correct kernel must run without a report and compute the same under every seed, and
@@ -29,7 +29,7 @@ enum Seeds {
     Some,
 }
 
-/// A kernel, and what its runs must come to.
+/// A kernel, and the required outcome of its runs.
 struct Variant {
     /// File and variant, for messages.
     name: String,
@@ -194,7 +194,7 @@ fn variant(path: &Path, text: &str, name: &str, has_variants: bool) -> Variant {
 
 impl Variant {
     fn run(&self, mode: fn(u64) -> Option<CheckConfig>, seed: u64) -> Result<Vec<u64>, MachineError> {
-        // A class is decided of reports that are collected.
+        // Classes are decided for collected reports.
         let collect = usize::from(self.class.is_some());
         let check = mode(seed).map(|check| CheckConfig { assume: self.assume, collect, ..check });
         run_numbered(&self.module, self.shape, seed, check)

@@ -280,9 +280,9 @@ fn the_host_takes_what_was_released_to_it() {
     mov.u64 %rd1, 7;
     st.release.sys.global.u64 [%rd40+8], %rd1;
     st.global.u64 [%rd40], %rd1;";
-        let unheard = takes(body, seed, false);
+        let unpolled = takes(body, seed, false);
         let others = [body.replace("st.release", "st.relaxed"), body.replace(".sys", ".gpu"), early.into()];
-        for wrong in others.iter().map(|body| takes(body, seed, true)).chain([unheard]) {
+        for wrong in others.iter().map(|body| takes(body, seed, true)).chain([unpolled]) {
             let error = wrong.unwrap_err();
             assert!(error.contains("at 'request' + 0x0: a read by the host"), "{error}");
         }
@@ -339,7 +339,7 @@ fn atomics_that_compute_with_unwritten_memory_are_reported() {
         assert!(error.contains("unwritten global memory, at 'fresh' + 0x8"), "{body}: {error}");
         run(body, true).unwrap();
     }
-    // The exchange has written the word.
+    // The exchange wrote the word.
     let exchange = "atom.global.exch.b32 %r1, [%rd40+8], 1;";
     run(exchange, false).unwrap();
     run(&format!("{exchange}\natom.global.add.u32 %r1, [%rd40+8], 1;"), false).unwrap();
@@ -459,7 +459,7 @@ fn unwritten_memory_is_poison_that_depends_on_the_seed() {
     for (a, b) in one.iter().zip(&other) {
         assert_ne!(a, b, "the seed draws the poison");
         // Read as an integer it is far below zero, as a float as well, in both halves: nothing that
-        // passes for a result.
+        // looks like a result.
         for value in [a, b] {
             assert!(value >> 60 == 15 && value >> 28 & 15 == 15, "{value:#x}");
         }

@@ -307,7 +307,7 @@ fn threads_that_have_ended_count_as_arrived() {
     });
 }
 
-/// Block 0 initialises an mbarrier for `count` arrivals and passes on that it has.
+/// Block 0 initialises an mbarrier for `count` arrivals, and then signals the other blocks.
 fn with_mbarrier(count: u32, rest: &str) -> String {
     format!(
         "mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, MBAR; mov.u32 %r3, DATA;

@@ -1,5 +1,5 @@
-//! PTX that other compilers made from sources of our own: it loads, and what it computes is what
-//! the host computes.
+//! PTX that other compilers made from sources of our own: it loads, and its results are those of
+//! the host.
 //!
 //! The sources, the PTX and how to make it anew are in `foreign/`; its README lists the kernels.
 //! Every kernel runs on several schedules. Integers are compared exactly, floats too where the
@@ -200,7 +200,7 @@ fn block_sums_by_shuffles() {
     });
 }
 
-/// The sum as a tree makes it that adds the upper half to the lower one.
+/// The sum by a tree that adds the upper half to the lower one.
 fn tree_sum<T: Copy + std::ops::Add<Output = T>>(v: &[T]) -> T {
     let mut v = v.to_vec();
     while v.len() > 1 {
@@ -806,7 +806,7 @@ fn functions_of_the_library_keep_their_bounds() {
         x.iter()
             .flat_map(|v| {
                 let (v, e) = (f64::from(*v), f64::from(*v / 8.0));
-                // Beyond the range of f32 it is infinite or nothing.
+                // Beyond the range of f32 it is infinite or zero.
                 let exp = f64::from(e.exp() as f32);
                 let e = [v.sin(), v.cos(), v.abs().ln(), exp, v.abs().powf(0.7f32.into())]
                     .into_iter()

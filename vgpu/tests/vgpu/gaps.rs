@@ -353,7 +353,7 @@ READER:
         ] {
             assert!(text.contains(part), "without '{part}': {text}");
         }
-        // One change would not mend a race with another gap as well.
+        // One change would not also fix a race with another gap.
         let mut other = reports[1].clone();
         if let FaultKind::Race(race) = &mut other.fault.kind {
             let gap = race.gaps[0].clone();

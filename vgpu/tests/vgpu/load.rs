@@ -178,7 +178,7 @@ fn calls_that_cannot_be_inlined_are_refused() {
     }
 }
 
-/// Calls are inlined, so a short text must not make a kernel without end.
+/// Calls are inlined, so the size of a kernel must be bounded.
 #[test]
 fn calls_are_inlined_up_to_a_limit() {
     let chain = |functions: usize, innermost: &str, body: &dyn Fn(usize) -> String| {
@@ -204,7 +204,7 @@ fn calls_are_inlined_up_to_a_limit() {
     assert!(error(&long(256)).contains("'f0'"));
 }
 
-/// Programs have such calls in kernels that never come to them, as Taichi's runtime module does.
+/// Kernels contain such calls without executing them, for instance in Taichi's runtime module.
 #[test]
 fn calls_through_pointers_are_faults_of_lanes_that_come_to_them() {
     let body = |lane: u32| {
@@ -418,7 +418,7 @@ fn modules_that_are_too_large_are_rejected() {
     };
     Module::parse(&kernel(&jumps("T", 100))).unwrap();
     Module::parse(&kernel(".local .b8 v[524272]; .local .b8 w[16];")).unwrap();
-    // A function gives its local memory back, so that calls behind each other share it.
+    // A function frees its local memory, so that consecutive calls share it.
     let calls = |body: &str| {
         let function =
             |name: &str, body: &str| format!(".func {name}() {{ .local .b8 v[200000]; {body} ret; }}\n");

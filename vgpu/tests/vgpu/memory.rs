@@ -38,8 +38,8 @@ fn scalar_widths_and_extension() {
     assert_eq!(&got[2..14], &want);
 }
 
-/// A warp stores rows over 4 MiB, which pass the caches by, and then a flag. Another processor that
-/// has seen the flag finds the rows.
+/// A warp stores rows over 4 MiB, which bypass the caches, and then a flag. Another processor that
+/// has read the flag must read the rows.
 #[test]
 fn rows_that_pass_the_caches_by_come_before_a_release() {
     const PASSES: u32 = 100;
@@ -476,8 +476,7 @@ fn copies_of_single_threads() {
 
 #[test]
 fn matrices_go_to_registers_and_back() {
-    // Element c of row r of matrix m is 64 m + 8 r + c. Each lane reports what its four registers
-    // hold.
+    // Element c of row r of matrix m is 64 m + 8 r + c. Each lane stores its four registers.
     let fill = "
         mov.u32 %r1, S; mov.u32 %r2, 0; mad.lo.u32 %r3, %r40, 16, %r1;
     FILL:
@@ -563,7 +562,8 @@ const SHAPES: [(&str, &str, u64); 12] = [
     ("v2.s16", "%r", 4),
 ];
 
-/// A warp judges its addresses together where it can: the results are those of one lane at a time.
+/// A warp checks its addresses together where it can, with the same results as for one lane at a
+/// time.
 #[test]
 fn a_warp_accesses_what_its_lanes_access_one_by_one() {
     epoxide_vgpu::for_each_seed(tier(400, 4000), |seed| {

@@ -1,6 +1,6 @@
 //! `mma.sync` against a host oracle. The places of the elements in the registers are those of the
 //! PTX manual, section "Matrix multiply-accumulate operation using mma instruction", written down
-//! element by element as its tables have them.
+//! element by element as in its tables.
 
 use epoxide_vgpu::{CheckConfig, FaultKind, GridConfig, Machine, MachineError, Module, supported_opcode};
 use rand::{Rng, SeedableRng};

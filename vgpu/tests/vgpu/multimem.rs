@@ -14,7 +14,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::common::{broken_seeds, device, replaying, tier};
 
-/// PTX for types of 8 bits, which ptxas takes for no earlier target.
+/// PTX for types of 8 bits, which ptxas accepts for no earlier target.
 const HEAD: &str = ".version 8.6\n.target sm_100a\n.address_size 64\n";
 
 /// A form: its instruction, the type, and how many of them.
@@ -50,7 +50,7 @@ fn layout(ty: &str) -> (usize, usize, &'static str) {
 const SMALL: [&str; 6] = ["e4m3", "e4m3x2", "e4m3x4", "e5m2", "e5m2x2", "e5m2x4"];
 const HALF: [&str; 4] = ["f16", "f16x2", "bf16", "bf16x2"];
 
-/// All forms that ptxas 13.0.88 takes.
+/// All forms that ptxas 13.0.88 accepts.
 fn forms() -> Vec<Form> {
     let mut forms = vec![];
     let mut add = |kind, op, sums, types: &[&'static str]| {
@@ -82,7 +82,7 @@ fn forms() -> Vec<Form> {
         add("ld_reduce", op, "", &SMALL);
         add("red", op, "", &HALF);
     }
-    // ptxas takes them in vectors alone.
+    // ptxas accepts them in vectors alone.
     forms.retain(|f| !(f.kind == "red" && f.n == 1 && HALF.contains(&f.ty) && f.op != ".add"));
     forms
 }

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 /// A matrix, row by row.
 pub type Matrix = Vec<Vec<f64>>;
 
-/// A matrix of numbers that `value` gives.
+/// A matrix of the numbers of `value`.
 pub fn matrix(rows: usize, columns: usize, mut value: impl FnMut() -> f64) -> Matrix {
     (0..rows).map(|_| (0..columns).map(|_| value()).collect()).collect()
 }

@@ -1,4 +1,4 @@
-//! Reports that are collected: what goes on behind one, how they are counted, and what ends a run.
+//! Collected reports: how runs continue behind one, how they are counted, and what ends a run.
 
 use epoxide_vgpu::{
     CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module, Report,

@@ -152,7 +152,7 @@ fn how_much_of_a_grid_is_resident_at_first_is_drawn() {
 
 #[test]
 fn a_grid_without_progress_is_a_livelock() {
-    // Neither block only waits: one passes a word on, and the other passes it back.
+    // Both blocks make progress: one passes a word on, and the other passes it back.
     let ping_pong = "mov.u32 %r1, %ctaid.x; xor.b32 %r2, %r1, 1;
         L: atom.cas.relaxed.gpu.global.b32 %r3, [%rd40], %r1, %r2; bra L;";
     let endless = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; bra L;";
@@ -357,7 +357,7 @@ fn a_clock_that_stands_is_read_before_its_owner_moves_it_again() {
     assert_eq!(run.words(), [7, 0, 7, 2_000], "after {steps} steps");
 }
 
-/// The clock's owner is another thread, and moves it between two questions of this one.
+/// The clock's owner is another thread, which moves the clock between two checks of this one.
 #[test]
 fn a_clock_that_has_moved_since_it_was_read_is_read_again() {
     let time = Arc::new(AtomicU64::new(1_000));

@@ -1,4 +1,4 @@
-//! Counting what kernels store and load: by device, kernel, memory and part.
+//! Counts of stores and loads by kernels: by device, kernel, memory and part.
 
 use epoxide_vgpu::{
     CheckConfig, Checker, DeviceConfig, Grid, Loaded, Memory, Module, Progress, Region, Stored,

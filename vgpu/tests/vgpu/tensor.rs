@@ -67,7 +67,7 @@ impl Case {
             [Swizzle::None, Swizzle::Bytes32, Swizzle::Bytes64, Swizzle::Bytes128][rng.random_range(0..4)];
         let row = match swizzle {
             Swizzle::None => 16 * rng.random_range(1..=4),
-            // One row in three is shorter than those of the swizzle.
+            // One row in three is shorter than the rows of the swizzle.
             swizzle if rng.random_range(0..3) > 0 => 16 << swizzle as usize,
             swizzle => 16 * rng.random_range(1..=1 << swizzle as usize),
         };
@@ -480,7 +480,7 @@ fn check_mode_watches_copies_of_boxes() {
     let ends = replaced(&store, "cp.async.bulk.wait_group.read 0;", "");
     let fault = simple().fault(&ends, check());
     assert!(matches!(fault.kind, FaultKind::CopyOutlivesBlock { .. }), "{fault}");
-    // A row that is outside of the tensor in shared memory that nothing else wrote is no race.
+    // A row outside of the tensor, in shared memory that nothing else wrote, is no race.
     let (got, _) = simple().run(&Case::text(&load), &[0; ROOM], &vec![9; 192 * 8], 5, check()).unwrap();
     assert_eq!(got.iter().filter(|byte| **byte == 9).count(), 8 * 64);
 }
@@ -693,7 +693,7 @@ fn a_map_with_a_wrong_number_is_a_fault_of_the_copy() {
         let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
         assert!(message.contains(text) && message.contains("in the map at"), "{fault}");
     }
-    // Without the copy of the map to global memory there is the other map, whose tensor is not there.
+    // Without the copy, global memory holds the other map, whose tensor does not exist.
     let stale = |body: String| {
         let start = body.find("tensormap.cp_fenceproxy").unwrap();
         let end = start + body[start..].find('\n').unwrap();

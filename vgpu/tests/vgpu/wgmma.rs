@@ -679,7 +679,7 @@ fn registers_of_a_rest_until_the_wait() {
     assert_wgmma(&fault, "register '%d0' is read", "wgmma.mma_async");
 }
 
-/// Warp 2 commits only behind a barrier, and the others come to that behind their wait.
+/// Warp 2 commits only behind a barrier, which the others reach behind their wait.
 #[test]
 fn a_wait_for_a_warp_that_waits_itself_is_a_deadlock() {
     let product = line();

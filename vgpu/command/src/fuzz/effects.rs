@@ -88,7 +88,7 @@ fn moves(t: &mut Table) {
     t.form(Needs::Nothing, "mov.b64 {%hx, %hy, $0, %hx}, $1;", &[LONG], half);
 }
 
-/// Functions that a module has in front of its kernels.
+/// Functions in front of the kernels of a module.
 pub const FUNCTIONS: &str = "
 .func (.param .b32 result) mix(.param .b32 a, .param .b32 b)
 {

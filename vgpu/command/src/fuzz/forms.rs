@@ -648,7 +648,7 @@ fn float_arithmetic(t: &mut Table) {
             let k = [Float(F64)];
             let mode = Mode { round, ..Mode::plain(F64) };
             let eval = move |x: &[u64]| float::arithmetic(op, mode, x);
-            // The manual has payloads pass through f64, and leaves open which of several.
+            // By the manual payloads pass through f64, but which of several is left open.
             t.op(format!("{name}.{r}.f64"), &k.repeat(operands), k[0], eval).any_nan = true;
         }
         if !saturates || name == "mad" {

@@ -100,7 +100,7 @@ impl Kind {
     }
 
     /// Whether a literal may stand in its place. Not for floats: an assembler may then compute at
-    /// compile time, and it is the machine that is of interest.
+    /// compile time, and the machine is not tested.
     pub fn may_be_literal(self) -> bool {
         matches!(self, Kind::Int(_) | Kind::Divisor(_) | Kind::Count | Kind::ByteCount)
     }
@@ -190,7 +190,7 @@ fn float(format: Format, rng: &mut ChaCha8Rng) -> u64 {
     (value & top) | sign
 }
 
-/// Operands that have something to do with each other: equal, opposite, or neighbours.
+/// Related operands: equal, opposite, or neighbours.
 pub fn relate(kind: Kind, other: u64, rng: &mut ChaCha8Rng) -> u64 {
     let top = 1u64 << (kind.bits() - 1);
     let value = match rng.random_range(0..4) {

@@ -1,5 +1,5 @@
-//! `vgpu fuzz`: runs random programs on the virtual GPU and on another device, and compares all
-//! that they leave, bit for bit.
+//! `vgpu fuzz`: runs random programs on the virtual GPU and on another device, and compares all of
+//! their results, bit for bit.
 //!
 //! [`forms`] is the table of instructions with the formulas of the PTX manual, [`effects`] those
 //! without one, [`program`] draws programs of both and writes them as PTX, [`target`] has the
@@ -242,7 +242,7 @@ struct Difference {
     other: u64,
 }
 
-/// Both devices, and what was found.
+/// Both devices, and the findings.
 struct Session<'a> {
     forms: &'a [Form],
     virt: Virtual,
@@ -287,7 +287,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// The words that both devices leave; or which of them fails, and how.
+    /// The results of both devices; or which of them fails, and how.
     fn on_both(&mut self, runs: &[Run]) -> Result<Vec<Both>, (&'static str, Failure)> {
         let text = module(runs);
         let jobs: Vec<&Job> = runs.iter().map(|run| &run.job).collect();
@@ -326,7 +326,7 @@ impl Session<'_> {
             }
             return Ok(texts);
         }
-        if !self.report.wants(self.forms, run, outcome) {
+        if !self.report.is_worth_a_search(self.forms, run, outcome) {
             return Ok(texts);
         }
         let end = self.end.min(Instant::now() + LONGEST_SEARCH);
@@ -368,10 +368,10 @@ fn kernel(number: u64) -> String {
     format!("fuzz_{number}")
 }
 
-/// The words that the virtual GPU and the other device leave.
+/// The results of the virtual GPU and the other device.
 type Both = (Vec<u64>, Option<Vec<u64>>);
 
-/// Compares what both devices leave.
+/// Compares the results of both devices.
 fn compare(run: &Run, (virt, other): &Both) -> Outcome {
     let Some(other) = other else { return Outcome::Same };
     let lanes = run.program.lanes();
@@ -411,7 +411,7 @@ mod tests {
 
     use super::*;
 
-    /// A device that takes one opcode for another.
+    /// A device that executes one opcode as another.
     struct Wrong(&'static str, &'static str);
 
     impl Target for Wrong {

@@ -279,8 +279,7 @@ fn fit(kind: Kind, value: u64) -> u64 {
     }
 }
 
-/// Draws programs. The forms are dealt like cards: none comes a second time before all have come
-/// once.
+/// Draws programs from decks of forms: none comes a second time before all have come once.
 pub struct Dealer<'a> {
     forms: &'a [Form],
     seed: u64,
@@ -711,17 +710,17 @@ impl<'a> Writer<'a> {
     }
 
     /// Whether a step needs the mask of active lanes.
-    fn asks_for_mask(&self, steps: &[Step]) -> bool {
+    fn needs_mask(&self, steps: &[Step]) -> bool {
         steps.iter().any(|step| match &step.what {
             What::Do(one) => self.forms[one.form].needs > Needs::Nothing,
-            What::Branch { arms, .. } => arms.iter().any(|arm| self.asks_for_mask(arm)),
-            What::Loop { body, .. } => self.asks_for_mask(body),
+            What::Branch { arms, .. } => arms.iter().any(|arm| self.needs_mask(arm)),
+            What::Loop { body, .. } => self.needs_mask(body),
         })
     }
 
     fn branch(&mut self, on: Choice, arms: &[Vec<Step>], mask: &str) {
         let n = self.number();
-        let asks = arms.iter().any(|arm| self.asks_for_mask(arm));
+        let asks = arms.iter().any(|arm| self.needs_mask(arm));
         match on {
             Choice::Predicate(on) => {
                 let taken = self.source(Kind::Pred, on);
@@ -762,7 +761,7 @@ impl<'a> Writer<'a> {
                 self.line(&format!("and.b32 %l{n}, {name}, 3; add.u32 %l{n}, %l{n}, 1;"));
             }
         }
-        let asks = self.asks_for_mask(body);
+        let asks = self.needs_mask(body);
         self.line(&format!("mov.u32 %c{n}, 0;"));
         if asks {
             self.line(&format!("mov.b32 %m{n}_0, {mask};"));

@@ -1,4 +1,4 @@
-//! Output of `vgpu fuzz`: each difference, and the counts of what was compared.
+//! Output of `vgpu fuzz`: each difference, and the counts of comparisons.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -70,7 +70,7 @@ impl Report {
         }
     }
 
-    /// Holds the virtual GPU's results against the formulas of the manual.
+    /// Compares the virtual GPU's results with the formulas of the manual.
     pub fn against_the_manual(&mut self, forms: &[Form], run: &Run, virt: &[u64]) {
         if run.program.style != Style::Apart {
             return;
@@ -92,10 +92,10 @@ impl Report {
         }
     }
 
-    /// Whether a difference is worth the search for a small program: not where enough of the same
+    /// Whether a difference is worth the search for a small program: not if enough of the same
     /// instruction were shown. A program that stores each result names it by the first that
     /// differs.
-    pub fn wants(&mut self, forms: &[Form], run: &Run, outcome: &Outcome) -> bool {
+    pub fn is_worth_a_search(&mut self, forms: &[Form], run: &Run, outcome: &Outcome) -> bool {
         let known = match run.program.style {
             Style::Chained => None,
             _ => subject(forms, run, outcome),
@@ -108,7 +108,7 @@ impl Report {
         !known.is_some_and(|subject| self.enough(&subject))
     }
 
-    /// Counts a difference about an instruction; whether that is one more than are shown.
+    /// Counts a difference about an instruction. Returns whether more than the shown number exist.
     fn enough(&mut self, subject: &str) -> bool {
         match self.by_subject.get_mut(subject) {
             Some(count) if *count >= self.show => {
@@ -283,7 +283,7 @@ fn differences(forms: &[Form], run: &Run, found: &[Difference], other: &str) -> 
         }
     }
     let of_step = |one: &&Difference| matches!(run.written.outputs[one.output].of, Of::Step(_));
-    // Registers at the end hold what the step that differs has left there.
+    // Registers at the end hold the results of the step that differs.
     let at_end = found.iter().filter(|one| !of_step(one) && !found.iter().any(|other| of_step(&other)));
     for one in at_end.take(MOST_THREADS) {
         let what = match &run.written.outputs[one.output].of {

@@ -1,4 +1,4 @@
-//! Makes a program smaller while it still shows what it showed.
+//! Makes a program smaller while it still shows the difference.
 
 use std::collections::BTreeSet;
 

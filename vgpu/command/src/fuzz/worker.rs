@@ -87,7 +87,7 @@ impl Running {
         }
     }
 
-    /// The status of the process, which ends soon.
+    /// The exit status of the process, which ends soon.
     fn end(&mut self) -> Option<std::process::ExitStatus> {
         let begin = Instant::now();
         while begin.elapsed() < LONGEST_END {
@@ -102,7 +102,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It has ended already, or holds nothing that an end would spoil. A driver may keep a
+        // It has ended already, or holds nothing that a kill would damage. A driver may keep a
         // process whose kernel hangs for long, so the wait has an end.
         let _ = self.process.kill();
         self.end();
@@ -144,7 +144,7 @@ impl Target for Worker {
     }
 }
 
-/// Runs what comes by standard input on a device, up to the first fault or the end of the other
+/// Runs programs from standard input on a device, up to the first fault or the end of the other
 /// process.
 ///
 /// # Errors

@@ -12,7 +12,7 @@ python3 -m venv "$work/venv"
     nvidia-cuda-runtime==13.5.37 nvidia-cuda-cccl==13.3.5.0.6 triton==3.9.0
 cuda=$("$work/venv/bin/python" -c 'import nvidia.cu13 as m; print(list(m.__path__)[0])')
 
-# titled HEADER SOURCE DESTINATION: says in the file who made it.
+# titled HEADER SOURCE DESTINATION: adds a line with the compiler to the file.
 titled() {
     { echo "// $1"; cat "$2"; } >"$3"
 }

@@ -1,4 +1,4 @@
-// Copies that run beside the threads, and what tells of their end.
+// Copies that run beside the threads, and waits for their completion.
 #include <cuda/barrier>
 #include <cuda/ptx>
 #include <cuda_pipeline.h>
@@ -75,7 +75,7 @@ extern "C" __global__ void copy_pipeline(const uint4 *in, unsigned *out, int til
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
-        // What another thread has fetched.
+        // An element that another thread has fetched.
         uint4 v = stage[k % 2][63 - t];
         sum = sum * 31 + (v.x ^ v.y) + (v.z ^ v.w);
         __syncthreads();

@@ -53,7 +53,7 @@ extern "C" __global__ void transpose(const unsigned *in, unsigned *out, int widt
         if (x < height && y + j < width) out[(y + j) * height + x] = tile[threadIdx.x][threadIdx.y + j];
 }
 
-// Every thread of a grid in three dimensions says who it is.
+// Every thread of a grid in three dimensions stores its indices.
 extern "C" __global__ void grid_3d(uint4 *out) {
     unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;

@@ -57,9 +57,9 @@ extern "C" __global__ void scan_blelloch(const unsigned *in, unsigned *out) {
     out[blockIdx.x * 512 + 2 * t + 1] = tree[2 * t + 1];
 }
 
-// A scan over all blocks in one pass. A block publishes its own sum, then looks back over the blocks before it until
-// it finds one that knows its running sum. State and value are one word, so that they are seen together. Blocks are
-// numbered by a ticket, so that whoever waits waits for a block that runs.
+// A scan over all blocks in one pass. A block publishes its own sum, then reads the words of the blocks before it until
+// it finds one with a running sum. State and value are one word, so that they are read together. Blocks are numbered
+// by a ticket, so that a block waits only for blocks that run.
 extern "C" __global__ void scan_look_back(const unsigned *in, unsigned *out, unsigned long long *states,
                                           unsigned *ticket, int n) {
     constexpr unsigned long long SUM = 1, RUNNING = 2;

@@ -28,7 +28,7 @@ extern "C" __global__ void grid_barrier(unsigned *cells, unsigned *arrived, unsi
     }
 }
 
-// Every thread takes the same lock. Lanes of a warp do so too: each must get on by itself.
+// Every thread takes the same lock. Lanes of a warp do so too: each must make progress by itself.
 extern "C" __global__ void spin_lock(unsigned *lock, unsigned *value) {
     for (;;) {
         if (Word(*lock).exchange(1, cuda::memory_order_acquire) == 0) {
@@ -52,14 +52,14 @@ extern "C" __global__ void named_barriers(const unsigned *in, unsigned *out) {
     }
 }
 
-// What all threads of a block think of their element: how many, all, any.
+// Votes of all threads of a block on their elements: how many, all, any.
 extern "C" __global__ void block_votes(const int *in, int4 *out) {
     int v = in[blockIdx.x * blockDim.x + threadIdx.x];
     int odd = __syncthreads_count(v & 1), positive = __syncthreads_and(v > 0), zero = __syncthreads_or(v == 0);
     if (threadIdx.x == 0) out[blockIdx.x] = make_int4(odd, positive, zero, blockDim.x);
 }
 
-// Lanes talk through shared memory within their warp; no barrier of the block.
+// Lanes exchange words of shared memory within their warp, without a barrier of the block.
 extern "C" __global__ void warp_mailbox(const unsigned *in, unsigned *out) {
     __shared__ unsigned box[4][32];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, i = blockIdx.x * 128 + threadIdx.x;
