@@ -155,7 +155,7 @@ impl Trail {
                 let others = (0..actors.len()).filter(|at| *at != first);
                 let mut rest: Vec<usize> = std::iter::once(first).chain(others).collect();
                 match self.bound {
-                    // Only the current actor goes on without a preemption.
+                    // Only the current actor continues without a preemption.
                     Some(bound) if current.is_some() && self.preemptions >= bound => {
                         self.left_out |= rest.len() > 1;
                         rest.truncate(1);

@@ -135,7 +135,7 @@ pub enum LaunchError {
     NotResident {
         /// Kernel name.
         kernel: String,
-        /// Blocks asked for.
+        /// Requested blocks.
         blocks: u64,
         /// Blocks that fit on the device together.
         resident: u64,
@@ -147,7 +147,7 @@ pub enum LaunchError {
     TooLargeToCheck {
         /// Kernel name.
         kernel: String,
-        /// Blocks asked for.
+        /// Requested blocks.
         blocks: u64,
     },
     /// Check mode: the kernel reads a register that nothing has written.
@@ -168,10 +168,10 @@ fn indented(lines: &[String]) -> String {
     lines.iter().map(|line| format!("\n  {line}")).collect()
 }
 
-/// In which launch an access was, as seen from another.
+/// The launch of an access, relative to another access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Launch {
-    /// In the same one, or seen from none.
+    /// The same launch, or there is no other access.
     #[default]
     Same,
     /// In another one on the same device.
@@ -991,7 +991,7 @@ pub enum WaitingFor {
         /// Phase bit.
         phase: u32,
     },
-    /// Another warp of its warpgroup, which has not come to the products that `wgmma.wait_group`
+    /// Another warp of its warpgroup, which has not reached the products that `wgmma.wait_group`
     /// waits for.
     Warpgroup {
         /// Index of that warp within the block.

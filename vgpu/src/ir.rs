@@ -878,11 +878,11 @@ pub(crate) enum Op {
         arguments: u32,
         d: u32,
     },
-    /// Gives way to other warps.
+    /// Yields to other warps.
     Sleep,
     Exit,
     Trap,
-    /// A fault of the lanes that come to it.
+    /// A fault of the lanes that execute it.
     CallThroughPointer,
     /// Hints, and fences whose order always holds here.
     Nop,

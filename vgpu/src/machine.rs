@@ -263,7 +263,7 @@ impl<T: Number> Array<T> {
     /// It has too little room for them; or in check mode, a kernel that is not done uses it.
     pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
         if numbers.len() > self.len {
-            // The region of a variable goes on behind it.
+            // The region of a variable is longer than the variable.
             return Err(MachineError::TooMany {
                 label: self.region.label().to_owned(),
                 len: self.len,

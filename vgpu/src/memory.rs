@@ -58,7 +58,7 @@ enum UnmappedBy {
 }
 
 /// A range of addresses for mappings that [`Memory::import_at`] places. Nothing else gets these
-/// addresses until the reservation and everything that was placed in it are gone.
+/// addresses until the reservation and all mappings in it are dropped.
 #[derive(Clone, Debug)]
 pub struct Reservation(Arc<Mapping>);
 
@@ -441,7 +441,7 @@ impl Memory {
     }
 
     /// Allocates zeroed memory that plain host code writes, as page-locked host memory is; checks
-    /// leave it out, unless [`Region::watch`] asks for them.
+    /// leave it out, unless [`Region::watch`] enables them.
     pub fn alloc_host(&self, bytes: u64, label: &str) -> Result<Region, MemoryError> {
         let region = self.alloc_zeroed(bytes, label)?;
         region.hide();
@@ -596,10 +596,9 @@ impl Memory {
     /// registered is. Checks leave it out, because plain host code writes it. It does not count
     /// against the limit.
     ///
-    /// # Safety
-    /// `bytes` bytes at `ptr` can be read and written until the region and all that
-    /// [`Memory::share`] has made of it are gone and no grid runs that was launched before. Others
-    /// access them by raw pointers and atomics alone meanwhile.
+    /// # Safety `bytes` bytes at `ptr` can be read and written until the region and all that
+    /// [`Memory::share`] has made of it are dropped and no grid runs that was launched before.
+    /// Others access them by raw pointers and atomics alone meanwhile.
     pub unsafe fn lend(&self, ptr: NonNull<u8>, bytes: usize, label: &str) -> Region {
         let mapping = Arc::new(Mapping { ptr, mapped: bytes, unmapped_by: UnmappedBy::Program });
         // No file has this number, and no other memory this address.

@@ -98,7 +98,7 @@ pub struct NearRegion {
     /// otherwise counted from the region's end to the start of the access (0 when the access
     /// straddles the end).
     pub distance: i64,
-    /// The region is gone, and the access starts inside of where it was: use after free. The
+    /// The region was freed, and the access starts inside of its old range: use after free. The
     /// distance is 0 then.
     pub freed: bool,
 }

@@ -148,7 +148,7 @@ impl MulticastObject {
 
     /// Binds `bytes` bytes of a device's memory from the offset `from` of a region on to the offset
     /// `at` of the object. The offsets are multiples of 4096. The region stays allocated until
-    /// [`unbind`](Self::unbind), or until the object and all addresses of it are gone.
+    /// [`unbind`](Self::unbind), or until the object and all addresses of it are dropped.
     ///
     /// # Errors
     /// The device has not been added, the range lies outside of the region or of the object, or

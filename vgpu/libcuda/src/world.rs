@@ -586,7 +586,8 @@ impl Tables {
                         self.remove_streams_of_ended_threads();
                         let stream = self.new_stream(current, 0, 0)?;
                         self.context(current)?.of_threads.insert(thread, stream);
-                        // A thread whose local data is gone leaves its stream to the context's end.
+                        // If the thread's local data is already dropped, the stream ends with its
+                        // context.
                         let _ = ENDS.try_with(|_| ());
                         stream
                     }

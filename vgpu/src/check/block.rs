@@ -564,7 +564,7 @@ impl BlockCheck {
         Some((last, wider))
     }
 
-    /// Accesses before fences that stood ahead of a barrier, as seen from `lane` behind it.
+    /// Accesses before fences that stood ahead of a barrier, for `lane` behind it.
     pub(crate) fn fenced_ahead(&self, warp: u32, lane: usize) -> Option<Fenced> {
         self.warps[warp as usize].ahead(lane).cloned()
     }

@@ -59,7 +59,7 @@ impl<'a> Peers<'a> {
         }
     }
 
-    /// The barrier of a cluster of these blocks completes: each of them goes on behind all.
+    /// The barrier of a cluster of these blocks completes: each of them continues behind all.
     pub(crate) fn complete_barrier<'b>(blocks: impl Iterator<Item = &'b mut BlockCheck>) {
         let barrier = CLUSTER_BARRIER as usize;
         let mut all = CausalPast::default();

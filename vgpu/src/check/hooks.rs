@@ -812,7 +812,7 @@ impl Hooks for CheckHooks<'_> {
         for mut new in release.into_iter().chain(wider) {
             world.chains += 1;
             new.chain = world.chains;
-            // A chain of read-modify-writes goes on from the releases before it.
+            // A chain of read-modify-writes continues the releases before it.
             let same_chain =
                 |r: &&mut Release| r.scope == new.scope && world.grids.same_scopes(new.scope, r.by, new.by);
             match patterns.last.iter_mut().find(same_chain) {

@@ -115,7 +115,7 @@ impl ReleaseMap {
         })
     }
 
-    /// A piece of memory is gone.
+    /// Discards the releases of a freed piece of memory.
     pub(crate) fn forget(&mut self, memory: u32) {
         self.0.retain(|(of, _), _| *of != memory);
     }

@@ -69,7 +69,7 @@ impl Counts {
         }
     }
 
-    /// A piece of memory is gone.
+    /// Discards the counts of a freed piece of memory.
     pub(super) fn forget(&mut self, number: u32) {
         if let Some(counts) = &mut self.0 {
             counts.retain(|(_, _, shadow, _), _| *shadow != number);

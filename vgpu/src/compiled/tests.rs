@@ -552,7 +552,7 @@ fn branching(rng: &mut Rng, accesses: bool) -> String {
         // The lanes that run together, and the time, become part of the results.
         let now = ["activemask.b32 %r4;\n", "mov.u32 %r5, %clock;\n", "fence.acq_rel.gpu;\n", ""];
         body += now[rng.below(4) as usize];
-        // Lanes that leave the loop early do not come to a collective within it.
+        // Lanes that leave the loop early do not reach a collective within it.
         match rng.below(if accesses { 2 } else { 4 }) {
             0 => body += &format!("@%p{} bra M{part};\nadd.u32 %r3, %r3, %r0;\nM{part}:\n", rng.below(8)),
             1 => {

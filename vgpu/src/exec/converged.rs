@@ -5,7 +5,8 @@
 //! `bar.warp.sync` of theirs, and behind an aligned block barrier. In front of the latter, the
 //! assembler converges the warp. They are together nowhere else.
 
-/// Sets of lanes without a common one. Lanes of one set have gone the same way since they last met.
+/// Sets of lanes without a common one. Lanes of one set have taken the same path since they last
+/// met.
 #[derive(Debug, Default)]
 pub(super) struct Converged {
     sets: Vec<u32>,

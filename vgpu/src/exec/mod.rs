@@ -159,7 +159,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
         let code = &self.kernel.code[self.pc as usize..];
         let mut run = u64::from(code[0].straight).min(budget - self.executed);
-        // Late loads come in before the instruction that uses them.
+        // Late loads are delivered before the instruction that uses them.
         if run == 0 || W::ON && !self.warp.late.is_empty() {
             return None;
         }
@@ -205,7 +205,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
     #[inline(always)]
     fn compiled_run(&mut self, budget: u64) -> Option<Run<Flow>> {
         let code = self.kernel.compiled.code(W::ON, self.mask)?;
-        // Late loads come in before the instruction that uses them.
+        // Late loads are delivered before the instruction that uses them.
         if W::ON && !self.warp.late.is_empty() {
             return None;
         }

@@ -256,8 +256,8 @@ impl<W: Hooks> Exec<'_, W> {
         stop(FaultKind::ApartAtBarrier { barrier, together, live, parted_on }, Some(first as usize))
     }
 
-    /// An aligned barrier is one instruction for all lanes of the warp. Lanes may come to it late,
-    /// for they may have waited for something else meanwhile, but none may come to another barrier.
+    /// An aligned barrier is one instruction for all lanes of the warp. Lanes may reach it late,
+    /// after another wait, but none may reach another barrier.
     pub(super) fn one_aligned_barrier(&self, barrier: u32) -> Run<()> {
         if self.warp.groups.iter().any(|g| g.waits_for_its_warp() && g.pc != self.pc) {
             let kind = FaultKind::DivergentBarrier { barrier, lanes: self.mask, live: self.warp.live };
@@ -266,8 +266,8 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
-    /// The lanes `leaving` exit. Others of the warp that already wait at a barrier, an aligned one
-    /// therefore, wait for them as well. The barrier of the cluster waits for no thread that has
+    /// The lanes `leaving` exit. A fault if other lanes of the warp already wait for them at a
+    /// barrier, which is an aligned one. The barrier of the cluster waits for no thread that has
     /// exited.
     pub(super) fn none_waits(&mut self, leaving: u32) -> Run<()> {
         let code = &self.kernel.code;

@@ -1,13 +1,13 @@
-//! `wgmma`: products of matrices by the four warps of a warpgroup, which run on behind the
+//! `wgmma`: products of matrices by the four warps of a warpgroup, which continue behind the
 //! instruction.
 //!
-//! Each warp computes 16 rows of D when it comes to the instruction. Uses that the PTX manual leaves
+//! Each warp computes 16 rows of D when it reaches the instruction. Uses that the PTX manual leaves
 //! undefined are faults: an access to a register that a product under way uses, products without
 //! `wgmma.fence`, warps that execute different instructions. In check mode the product reads shared
 //! memory until `wgmma.wait_group`, through the async proxy.
 //!
-//! A product is one operation of the warpgroup. So `wgmma.wait_group` waits for all four warps to
-//! have come to the products of its groups. Programs rely on that: one warp's wait lets it release
+//! A product is one operation of the warpgroup. So `wgmma.wait_group` waits until all four warps
+//! have reached the products of its groups. Programs rely on that: one warp's wait lets it release
 //! memory that the others' products read.
 
 use std::collections::VecDeque;
@@ -144,7 +144,7 @@ struct Step {
 /// Four warps that execute `wgmma` together.
 #[derive(Debug, Default)]
 pub(crate) struct Warpgroup {
-    /// Steps that not all warps have come to, and how many there were before.
+    /// Steps that not all warps have reached, and how many there were before.
     steps: VecDeque<Step>,
     before: u64,
     /// Steps of each warp, and the groups that it has committed.
@@ -159,8 +159,8 @@ impl Warpgroup {
         self.before + self.steps.len() as u64
     }
 
-    /// Counts a step of warp `warp`. The first warp that comes to it decides on it; the error is
-    /// the step of the others.
+    /// Counts a step of warp `warp`. The first warp at a step determines it; the error is the step
+    /// of the others.
     fn arrive(&mut self, warp: usize, step: Step) -> Result<(), Step> {
         match self.steps.get((self.done[warp] - self.before) as usize) {
             Some(other) if *other != step => return Err(*other),
@@ -292,7 +292,7 @@ impl<W: Hooks> Exec<'_, W> {
         fault(message, None)
     }
 
-    /// A warp with `wgmma` ends. The error is that the others have gone on.
+    /// A warp with `wgmma` ends. The error: other warps of the warpgroup have later steps.
     pub(super) fn leave_warpgroup(&mut self) -> Run<()> {
         let index = self.warp.index;
         let Some(group) = self.block.warpgroups.get_mut((index / WARPS) as usize) else { return Ok(()) };

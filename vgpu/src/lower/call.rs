@@ -3,7 +3,7 @@
 //! The interpreter then needs no stack, and lanes that return at different places meet again as
 //! after any branch. Arguments lie in local memory, in the caller's `.param` variables; the
 //! function uses the same bytes under its own names. Recursion cannot be supported this way, and a
-//! call through a pointer is a fault of the lanes that come to it. Lanes of a warp that call the
+//! call through a pointer is a fault of the lanes that execute it. Lanes of a warp that call the
 //! same function from different places do not meet at the warp-wide instructions in it.
 
 use super::state::{self, Binding, Call, Lower, Lowered, describe};

@@ -16,8 +16,8 @@ pub(crate) struct Leave {
     pub(crate) continues: bool,
 }
 
-/// The basic blocks, in the order of the code, and where control goes on behind each. The first one
-/// is the entry.
+/// The basic blocks, in the order of the code, and where control continues behind each. The first
+/// one is the entry.
 #[derive(Debug)]
 pub struct Flow {
     /// The elements of each block.
@@ -29,7 +29,7 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// `leave` is `None` for an element that just goes on to the next one.
+    /// `leave` is `None` for an element that always continues with the next one.
     pub(crate) fn new(len: usize, leave: impl Fn(usize) -> Option<Leave>) -> Self {
         let mut leader = vec![false; len + 1];
         leader[0] = true;

@@ -134,7 +134,7 @@ fn place_d(thread: usize, i: usize) -> (usize, usize) {
 /// Row and column in A of element `i` of a thread.
 fn place_a(thread: usize, i: usize, bytes: usize) -> (usize, usize) {
     let (warp, lane) = (thread / 32, thread % 32);
-    // Elements of a register, and registers: the rows alternate, then k goes on.
+    // Elements of a register, and registers: the rows alternate, then k increases.
     let each = 4 / bytes;
     let register = i / each;
     let row = 16 * warp + lane / 4 + 8 * (register % 2);

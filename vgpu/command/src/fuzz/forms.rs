@@ -34,7 +34,7 @@ pub struct Form {
     pub eval: Option<Eval>,
 }
 
-/// The threads that must come to a form together.
+/// The threads that must reach a form together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Needs {
     /// Each thread is for itself.

@@ -20,7 +20,7 @@ pub const BLOCKS: usize = 2;
 pub const APART: usize = 24;
 /// Steps of another program, control flow aside.
 const STEPS: std::ops::Range<usize> = 12..40;
-/// Forms of each deck that a program of these goes on from the one before.
+/// Forms of each deck by which such a program starts behind the one before.
 pub const DEALT: usize = 5;
 /// Registers that the steps of a program share, by their letter.
 const POOLS: [(char, usize); 4] = [('p', 6), ('h', 6), ('r', 10), ('d', 8)];
