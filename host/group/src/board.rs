@@ -12,7 +12,7 @@ pub(super) const OVERHEAD: usize = 64;
 /// Longest text of a counter.
 const MAX_COUNTER_TEXT: usize = 20;
 
-/// Values and queues by key. They have name spaces of their own, as in PyTorch.
+/// Values and queues by key. Values and queues have separate name spaces, as in PyTorch.
 #[derive(Debug, Default)]
 pub(super) struct Board {
     values: HashMap<Shared, Shared>,
@@ -20,7 +20,7 @@ pub(super) struct Board {
     meter: Meter,
 }
 
-/// The bytes of a key or of a value. Answers that go out in slices hold them without copying them.
+/// The bytes of a key or of a value. Answers sent in slices share them without a copy.
 #[derive(Debug, Clone)]
 pub(super) struct Shared(Arc<Metered>);
 
@@ -108,8 +108,8 @@ pub(super) enum CounterError {
 }
 
 impl Board {
-    /// Bytes that keys and values take, each with [`OVERHEAD`]; those that only answers under way
-    /// still hold are among them.
+    /// Bytes of all keys and values, each with [`OVERHEAD`], including replaced values that unsent
+    /// answers still hold.
     pub(super) fn bytes(&self) -> usize {
         self.meter.0.load(Ordering::Relaxed)
     }
@@ -163,8 +163,8 @@ impl Board {
         }
     }
 
-    /// Most memory that appending to a key needs in addition: its memory may double, and is new
-    /// where an answer holds the old.
+    /// Most additional memory that an append needs: the value's allocation may double, and is
+    /// copied while an answer holds the old one.
     pub(super) fn append_size(&self, key: &[u8], more: usize) -> usize {
         let Some(value) = self.values.get(key) else { return key.len() + more + 2 * OVERHEAD };
         let shared = Arc::strong_count(&value.0) > 1;

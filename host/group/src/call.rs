@@ -4,7 +4,7 @@
 use crate::element::{ElementType, ReduceOp};
 use crate::error::{Error, Result};
 
-/// Which operation it is: on the wire, in errors and in the flight recorder.
+/// The kind of an operation, on the wire, in errors and in the flight recorder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[allow(missing_docs)]
@@ -28,7 +28,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// Its name as the API spells it.
+    /// The operation's name as the API spells it.
     pub fn name(self) -> &'static str {
         match self {
             Operation::Barrier => "barrier",
@@ -90,7 +90,7 @@ pub enum P2p {
         /// The message.
         data: Vec<u8>,
     },
-    /// Takes the next message with `tag`, from one rank or from whichever comes first.
+    /// Receives the next message with `tag`, from one rank or from any rank.
     Recv {
         /// The sender; `None` is any.
         from: Option<u32>,
@@ -99,7 +99,7 @@ pub enum P2p {
     },
 }
 
-/// A message that came.
+/// A received message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Message<T = Vec<u8>> {
     /// The rank that sent it.
@@ -113,13 +113,13 @@ pub struct Message<T = Vec<u8>> {
 /// An operation with its data. Byte counts of reductions are multiples of the dtype's size.
 #[derive(Debug, Clone)]
 pub enum Call {
-    /// All ranks meet. Gives [`CallResult::Done`].
+    /// Waits for all ranks. Gives [`CallResult::Done`].
     Barrier,
-    /// All ranks meet; an error names every rank that did not come. Gives [`CallResult::Done`].
+    /// Waits for all ranks; an error names every missing rank. Gives [`CallResult::Done`].
     MonitoredBarrier,
-    /// `data` of `root` everywhere; the others' is not looked at. Gives [`CallResult::Data`].
+    /// Sends `data` of `root` to all ranks; other `data` is ignored. Gives [`CallResult::Data`].
     Broadcast {
-        /// The rank whose bytes go out.
+        /// The rank whose bytes are sent.
         root: u32,
         /// Its bytes.
         data: Vec<u8>,
@@ -182,11 +182,11 @@ pub enum Call {
         /// The payload for each receiver, by its rank.
         parts: Vec<Vec<u8>>,
     },
-    /// Sends and receives that go on at the same time. Gives [`CallResult::Messages`], one for each
-    /// receive in order.
+    /// Concurrent sends and receives. Gives [`CallResult::Messages`], one for each receive in
+    /// order.
     P2p(Vec<P2p>),
-    /// Several collectives in one turn; reductions of one kind that stand side by side travel as
-    /// one. Gives [`CallResult::Several`].
+    /// Several collectives in one turn; adjacent reductions of one kind are sent as one. Gives
+    /// [`CallResult::Several`].
     Coalesced(Vec<Call>),
 }
 
@@ -299,7 +299,7 @@ impl Call {
 /// The result of a [`Call`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CallResult {
-    /// Nothing but that it is over.
+    /// Completion without data.
     Done,
     /// Bytes.
     Data(Vec<u8>),

@@ -64,9 +64,9 @@ impl fmt::Display for ElementType {
 
 /// How a reduction combines two elements.
 ///
-/// Integers wrap around. The order of the operands is fixed by the ranks and the size, and of two
-/// operands neither is preferred, so that every rank gets the same bits, in every run. All NaNs of
-/// results are the same.
+/// Integers wrap around. The ranks and the size fix the order of the operands, and the operations
+/// are commutative, so every rank gets the same bits in every run. All NaNs of results have the
+/// same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
@@ -105,7 +105,7 @@ impl ReduceOp {
         ReduceOp::ALL.into_iter().find(|op| *op as u8 == code)
     }
 
-    /// Refuses bitwise operations on floats.
+    /// Rejects bitwise operations on floats.
     pub(crate) fn check(self, dtype: ElementType) -> Result<()> {
         let bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);
         if bitwise && dtype.is_float() {

@@ -5,7 +5,7 @@ pub const RANK: &str = "RANK";
 /// Variable with the number of ranks.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
 /// Variable with the store's address: `file:///absolute/path` of a directory that is fresh for each
-/// run, or `tcp://host:port` of a server that runs already. Goes before `MASTER_ADDR` and
+/// run, or `tcp://host:port` of a server that runs already. Takes precedence over `MASTER_ADDR` and
 /// `MASTER_PORT`, where rank 0 is the server.
 pub const STORE: &str = "EPOXIDE_STORE";
 /// Variable with the rank's number among the ranks of its host.
@@ -23,8 +23,8 @@ pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
 /// next launch finds remaining processes by it.
 pub const LAUNCH: &str = "EPOXIDE_LAUNCH";
 
-/// Most ranks of a group. Each keeps something for every other, so that a number that is a mistake
-/// would take all memory.
+/// Most ranks of a group. Each rank keeps state for every other, so a mistaken number could exhaust
+/// memory.
 pub const MAX_RANKS: u32 = 1 << 16;
 /// Most ranks that a launch starts on a host.
 pub const MAX_RANKS_PER_NODE: u32 = 1024;
@@ -34,10 +34,10 @@ pub fn too_many_ranks() -> String {
     format!("a group has at most {MAX_RANKS} ranks; give the number of ranks of the whole job")
 }
 
-/// A look at the environment, or what a test says is there. An empty variable counts as unset.
+/// Reads a variable of the environment, or of a test's. An empty variable counts as unset.
 pub type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Looks a variable up in this process's environment; an empty one counts as unset.
+/// Reads a variable of this process's environment; an empty one counts as unset.
 pub fn environment(name: &str) -> Option<String> {
     let value = std::env::var_os(name)?;
     Some(value.to_string_lossy().trim().to_owned()).filter(|value| !value.is_empty())

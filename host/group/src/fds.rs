@@ -6,9 +6,9 @@
 //! all ranks send first and then receive, in any order.
 //!
 //! Both ends check that the other is of the same user. If the job has a secret, the sender also
-//! proves that it knows it, for this mailbox, whose token is new. The group vouches that the
-//! mailbox is the rank's: both ranks have proven the secret over its connections, and the address
-//! came over them.
+//! proves it for this mailbox, whose token is new. The group guarantees that the mailbox is the
+//! rank's: its address came over the group's connections, over which both ranks have proven the
+//! secret.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 /// Most descriptors that one rank can give in one exchange; the kernel's limit per packet is 253.
 pub const MAX_FDS: usize = 250;
 
-/// How often a wait looks whether the group was given up.
+/// How often a wait checks whether the group was aborted.
 const HEALTH_CHECK: Duration = Duration::from_millis(50);
 const TOKEN_BYTES: usize = 16;
 /// Token, rank and number of descriptors.
@@ -44,7 +44,7 @@ pub(super) struct Mailbox {
     /// Token, then the socket's abstract name.
     address: Vec<u8>,
     secret: Option<JobSecret>,
-    /// Accepted, packet not yet seen.
+    /// Accepted connections whose packet has not been read.
     strangers: Strangers,
 }
 
@@ -53,7 +53,7 @@ pub(super) struct Mailbox {
 pub(super) enum Received {
     /// Every rank's descriptors, by rank.
     All(Vec<Vec<OwnedFd>>),
-    /// The time is over, and nothing came from these ranks.
+    /// The timeout has passed without a packet from these ranks.
     Missing(Vec<u32>),
 }
 
@@ -78,8 +78,8 @@ impl Mailbox {
         &self.address
     }
 
-    /// Takes one packet of every rank but `rank`; that entry stays empty. `alive` is asked now and
-    /// then; its error ends the wait once no more packets are there.
+    /// Takes one packet of every rank but `rank`; that entry stays empty. `alive` is called
+    /// regularly; its error ends the wait once no packet is pending.
     pub(super) fn receive(
         mut self,
         rank: u32,
@@ -113,7 +113,7 @@ impl Mailbox {
             }
             for _ in 0..ACCEPT_SLICE {
                 match self.strangers.accept(&self.socket) {
-                    // Its packet is looked at when `poll` says that it is there.
+                    // Its packet is read once `poll` reports it.
                     Next::Greet(_) => {}
                     Next::LastLook(id) => self.hear(id, rank, &mut received)?,
                     Next::Nobody => break,
@@ -123,7 +123,7 @@ impl Mailbox {
         Ok(Received::All(received.into_iter().flatten().collect()))
     }
 
-    /// Takes what a connection has to say, which ends it.
+    /// Reads the packet of a connection and closes the connection.
     fn hear(&mut self, id: u64, rank: u32, received: &mut [Option<Vec<OwnedFd>>]) -> Result<()> {
         let packet = match self.strangers.get_mut(id) {
             Some(stranger) => take_packet(&self.address, self.secret.as_ref(), rank, &stranger.socket),
@@ -339,10 +339,10 @@ mod tests {
             })
         };
         let mailbox = open(None);
-        // Its own check is what keeps it from sending; the kernel lets it connect.
+        // The sender's own check rejects the mailbox; the kernel allows the connection.
         let error = as_nobody(&mailbox.address).unwrap_err();
         assert!(error.contains("of user 0; only processes of user 65534"), "{error}");
-        // One that does not look.
+        // A sender without that check.
         crate::same_user::tests::as_user(65534, || {
             let name = SocketAddrUnix::new_abstract_name(&mailbox.address[TOKEN_BYTES..]).unwrap();
             let socket = open_socket().unwrap();

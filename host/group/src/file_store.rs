@@ -30,7 +30,7 @@ const POISON_FILE: &str = "poison";
 
 /// A [`Store`] in a directory, with one file per key, replaced by rename. Operations that depend on
 /// the old value, such as counters and queues, hold a lock file. [`Store::set`] takes no lock: a
-/// key that one rank sets while another adds to it, appends or compares may end as either made it.
+/// set that races with an add, append or compare of the same key may be lost or may replace it.
 ///
 /// Works across processes of one host, and across hosts where the file system has working `rename`
 /// and `flock`. The directory should be fresh for each run: keys of an earlier run would be taken
@@ -49,8 +49,7 @@ pub struct FileStore {
 /// Rejects a directory in which another user may write.
 fn check_owner(directory: &Path) -> Result<()> {
     let fail = |reason: String| store_error("open", &directory.to_string_lossy(), reason);
-    // Without following links, as the path was resolved: another user may have put a link there in
-    // between.
+    // Without following links: another user may have put a link there since the path was resolved.
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW;
     let opened = OpenOptions::new().read(true).custom_flags(flags.bits() as i32).open(directory);
     let metadata = opened.and_then(|file| file.metadata()).map_err(|error| fail(error.to_string()))?;
@@ -92,7 +91,7 @@ impl FileStore {
     /// Where it cannot be created, is another user's, or may be written in by all.
     pub fn new(directory: impl Into<PathBuf>) -> Result<FileStore> {
         let directory = directory.into();
-        // Without following links: the checked directory must be the one that is used from now on.
+        // Without following links: the store must use the directory that was checked.
         let directory = DirBuilder::new()
             .recursive(true)
             .mode(0o700)
@@ -150,7 +149,7 @@ impl FileStore {
         }
     }
 
-    /// Writes `value` to `path` so that a reader sees all of it or nothing.
+    /// Writes `value` to `path` atomically: a reader gets all of it or nothing.
     fn replace(&self, operation: &'static str, key: &str, path: &Path, value: &[u8]) -> Result<()> {
         let number = NEXT_TEMPORARY.fetch_add(1, Ordering::Relaxed);
         // Containers have the same process numbers.
@@ -386,7 +385,7 @@ fn split_entries(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
     Some(entries)
 }
 
-/// Reads the files of a store: a queue's, whose entries are all of it, and a counter's.
+/// Parses the files of a store: a queue's, which holds nothing but entries, and a counter's.
 pub fn fuzz_store_files(bytes: &[u8]) {
     if let Some(entries) = split_entries(bytes) {
         let again = entries.iter().flat_map(|entry| [&(entry.len() as u64).to_le_bytes(), *entry].concat());

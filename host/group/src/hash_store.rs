@@ -34,7 +34,7 @@ impl HashStore {
         self.changed.notify_all();
     }
 
-    /// Looks at the board.
+    /// Reads the board.
     fn read<T>(&self, operation: &'static str, key: &str, look: impl FnOnce(&Board) -> T) -> Result<T> {
         let state = lock(&self.state);
         match &state.poison {

@@ -1,4 +1,4 @@
-//! Items for the other crates of this repository; users do not need them. They are no public
+//! Items for the other crates of this repository; users do not need them. These items are no public
 //! interface: any version may change them.
 
 pub mod fuzz;
@@ -75,7 +75,7 @@ pub fn host_on(listener: TcpListener, options: &TcpStoreOptions) -> Result<TcpSt
     TcpStore::host_on(listener, options)
 }
 
-/// [`TcpStore::host_with`] for clients that are told `host`: a loopback address is listened at
+/// [`TcpStore::host_with`] for clients that connect to `host`: a loopback address is listened at
 /// alone.
 ///
 /// # Errors

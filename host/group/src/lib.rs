@@ -4,7 +4,7 @@
 //! for threads of one process, [`FileStore`] for processes that share a directory, and [`TcpStore`]
 //! for all others, those of PyTorch included. [`PrefixStore`] is a part of another store. A
 //! [`ProcessGroup`] is built over a store and offers the collectives that the setup of a buffer
-//! needs. This is the control plane: tokens never go through it.
+//! needs. This is the control plane: it never carries tokens.
 //!
 //! Where the job has a [`JobSecret`], stores and groups accept only processes that have it.
 //!

@@ -20,7 +20,7 @@ use epoxide_base::meeting::meet;
 /// When the ranks of a [`MeshGroup`] connect to each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Connect {
-    /// When they first talk. Joining does not wait for the others, but the store must stay until
+    /// At their first message. Joining does not wait for the others, but the store must exist until
     /// then.
     #[default]
     Lazy,
@@ -51,8 +51,8 @@ pub struct MeshOptions {
     pub limits: ConnectionLimits,
     /// How many operations the flight recorder keeps.
     pub recorded: usize,
-    /// Gets the flight recorder's dumps, beside the file that
-    /// [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER) names.
+    /// Gets the flight recorder's dumps, in addition to the file of
+    /// [`FLIGHT_RECORDER`](super::FLIGHT_RECORDER).
     pub recorder: Option<Writer>,
 }
 
@@ -93,7 +93,7 @@ impl std::fmt::Debug for MeshOptions {
     }
 }
 
-/// A [`ProcessGroup`] whose ranks talk to each other directly: over Unix sockets on one host, over
+/// A [`ProcessGroup`] whose ranks exchange messages directly: over Unix sockets on one host, over
 /// TCP between hosts.
 ///
 /// An error of an operation ends the group on this rank and, through it, on all others. Each
@@ -101,8 +101,8 @@ impl std::fmt::Debug for MeshOptions {
 /// the group. Wrong arguments do not end the group.
 ///
 /// Operations run one at a time, in the order of the calls, on this rank. Background operations
-/// (see [`ProcessGroup::start`]) run on one thread that the first of them starts. A group that is
-/// dropped tells the others that it left; [`ProcessGroup::destroy`] waits for them first.
+/// (see [`ProcessGroup::start`]) run on one thread that the first of them starts. A dropped group
+/// informs the others that this rank left; [`ProcessGroup::destroy`] waits for them first.
 #[derive(Debug)]
 pub struct MeshGroup {
     pub(super) core: Arc<Core>,
@@ -159,8 +159,8 @@ impl MeshGroup {
             );
             return Err(store_error("join", &key, reason));
         }
-        // Ranks that connect while they join learn of each other's hosts first; others have to be
-        // ready for any.
+        // Ranks that connect while they join read each other's hosts first; others must accept
+        // connections from any host.
         let network = options.connect == Connect::Lazy;
         let listener = options.listen(size, network)?;
         let address =
@@ -201,8 +201,8 @@ impl MeshGroup {
         self.core.recorder.entries()
     }
 
-    /// Ranks that are known to have failed once an operation ended with an error: those whose
-    /// connections broke, and those that it blames. Ranks may know of different ones.
+    /// The failed ranks after an operation ended with an error: ranks whose connections broke, and
+    /// ranks that the error blames. The result may differ between ranks.
     pub fn failed_ranks(&self) -> Vec<u32> {
         self.core.failed_ranks()
     }

@@ -1,4 +1,4 @@
-//! TCP ports that no other program comes by.
+//! TCP ports that the kernel assigns to no other program.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;
@@ -12,14 +12,14 @@ use crate::error::{Error, Result};
 /// A free TCP port of this host, held until this is dropped.
 ///
 /// The port is bound, for IPv4 and IPv6, but not listened on. Meanwhile the kernel assigns it to no
-/// socket that asks for any port, neither to bind nor to connect from. A server that asks for this
+/// socket that requests any port, neither to bind nor to connect from. A server that binds this
 /// very port with `SO_REUSEADDR`, as the servers of Rust's standard library, PyTorch and libuv do,
 /// gets it. The port can be used again after the server has closed it.
 ///
-/// So no program comes by the port by chance. A process that tries all ports with `SO_REUSEADDR`
-/// can take it as long as no socket listens, even as another user. The server then fails with
-/// "address in use". A program that must not fail listens at once, and hands on the socket or
-/// serves itself. The launcher of several nodes does so for its ranks.
+/// So no program gets the port by chance. A process that tries all ports with `SO_REUSEADDR` can
+/// take it as long as no socket listens, even as another user. The server then fails with "address
+/// in use". A program that must not fail listens at once, and passes on the socket or serves
+/// itself. The launcher of several nodes does so for its ranks.
 ///
 /// ```
 /// let port = epoxide_group::internal::HeldPort::any()?;

@@ -34,7 +34,7 @@ pub trait ProcessGroup: Send + Sync + Debug {
     /// Every rank's bytes, indexed by rank. Lengths may differ between ranks.
     fn all_gather(&self, data: &[u8]) -> Result<Vec<Vec<u8>>>;
 
-    /// The bytes of `root`. The other ranks' `data` is not looked at.
+    /// The bytes of `root`. The other ranks' `data` is ignored.
     fn broadcast(&self, root: u32, data: &[u8]) -> Result<Vec<u8>>;
 
     /// Gives every rank a duplicate of every rank's descriptors, indexed by rank and then in the
@@ -59,8 +59,8 @@ pub trait ProcessGroup: Send + Sync + Debug {
         "world"
     }
 
-    /// The back end of its operations: `mesh` for sockets between the ranks, `store` for a board
-    /// that all see.
+    /// The back end of its operations: `mesh` for sockets between the ranks, `store` for a shared
+    /// board.
     fn backend(&self) -> &'static str {
         "store"
     }
@@ -76,7 +76,7 @@ pub trait ProcessGroup: Send + Sync + Debug {
         JobSecret::from_env()
     }
 
-    /// True where all members are known to be on one host, so that nothing has to be reached from
+    /// True if all members are certainly on one host, so that no address has to be reachable from
     /// another. By default false.
     fn shares_host(&self) -> bool {
         false
@@ -95,35 +95,35 @@ pub trait ProcessGroup: Send + Sync + Debug {
 
     /// Runs an operation. [`Collectives`](super::Collectives) has all of them with types.
     ///
-    /// By default they are made of [`ProcessGroup::all_gather`], which has its own timeout, and
-    /// there is no send and receive.
+    /// The default uses [`ProcessGroup::all_gather`], which has its own timeout, and has no send
+    /// and receive.
     #[doc(hidden)]
     fn call(&self, call: Call, timeout: Duration) -> Result<CallResult> {
         call_by_gathering(self, call, timeout)
     }
 
-    /// Starts an operation, to go on in the background. Operations run in the order of the calls;
-    /// sends and receives that directly follow each other run at the same time. By default it is
-    /// over when this returns.
+    /// Starts an operation in the background. Operations run in the order of the calls; sends and
+    /// receives that directly follow each other run at the same time. The default runs the
+    /// operation before it returns.
     #[doc(hidden)]
     fn start(&self, call: Call, timeout: Duration) -> Work {
         Work::ready(self.call(call, timeout))
     }
 
-    /// The ranks that have died or left, or have not joined. Not collective: only this rank looks,
-    /// for `wait`, once the calls ahead of this one have ended, or until this rank gives the group
-    /// up. Meant for the time behind an error such as [`Error::PeerTimeout`], which names one rank.
-    /// The result is an argument of
+    /// The ranks that have died or left, or have not joined. Not collective: only this rank checks,
+    /// for `wait`, once the calls ahead of this one have ended, or until this rank aborts the
+    /// group. Meant for the time after an error such as [`Error::PeerTimeout`], which names one
+    /// rank. The result is an argument of
     /// [`MeshGroup::shrink_group`](super::MeshGroup::shrink_group).
     ///
-    /// A rank that hangs, or that was stopped, is there. So is a rank whose host lost its network
-    /// or its power, until the system gives up the connection. Once a call of the group has failed,
-    /// the ranks are those of [`MeshGroup::failed_ranks`](super::MeshGroup::failed_ranks), and
-    /// `wait` is not waited for.
+    /// A rank that hangs, or that was stopped, counts as present. So does a rank whose host lost
+    /// its network or its power, until the system closes the connection. Once a call of the group
+    /// has failed, the ranks are those of
+    /// [`MeshGroup::failed_ranks`](super::MeshGroup::failed_ranks), and `wait` is not waited for.
     ///
     /// # Errors
-    /// By default [`Error::Unavailable`]: not every group knows. Else the error of the store or of
-    /// a socket; the group works as before.
+    /// By default [`Error::Unavailable`]: not every group can check. Else the error of the store or
+    /// of a socket; the group works as before.
     fn missing_ranks(&self, _wait: Duration) -> Result<Vec<u32>> {
         Err(Error::Unavailable {
             what: format!("the missing ranks of group {:?}", self.name()),
@@ -132,18 +132,17 @@ pub trait ProcessGroup: Send + Sync + Debug {
     }
 
     /// Gives the group up: operations under way here and on the other ranks end with an error that
-    /// has `reason`, and later ones fail. By default nothing: the others see their timeout.
+    /// has `reason`, and later ones fail. The default does nothing: calls of the others time out.
     fn abort(&self, _reason: &str) {}
 
-    /// Waits for all ranks and leaves in order; no operation works from then on. By default a
-    /// barrier.
+    /// Waits for all ranks and leaves in order; later operations fail. By default a barrier.
     fn destroy(&self) -> Result<()> {
         self.barrier(self.timeout())
     }
 }
 
-/// Runs `call` with what every group has, such as one whose ranks run one at a time. Meant for
-/// small data: everything goes everywhere.
+/// Runs `call` with the methods of every group. Meant for small data, because every rank gathers
+/// all data.
 fn call_by_gathering<G: ProcessGroup + ?Sized>(
     group: &G,
     call: Call,

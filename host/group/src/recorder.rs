@@ -1,4 +1,4 @@
-//! The flight recorder: the last operations of a group, for the time after something went wrong.
+//! The flight recorder: the last operations of a group, for the analysis of failures.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -149,7 +149,7 @@ impl Recorder {
         lock(&self.entries).iter().cloned().collect()
     }
 
-    /// Writes the ring to where the user wants it; a failure to do so is only logged.
+    /// Writes the ring to the user's file and writer; a failure to do so is only logged.
     pub fn dump(&self, reason: &str) {
         let prefix = std::env::var_os(FLIGHT_RECORDER).filter(|prefix| !prefix.is_empty());
         if self.writer.is_none() && prefix.is_none() {

@@ -5,11 +5,11 @@ use std::os::fd::AsFd;
 use rustix::net::AddressFamily;
 use rustix::net::sockopt::{socket_domain, socket_peercred};
 
-/// Refuses a process of another user at the other end of a Unix socket, with the reason. Other
+/// Rejects a process of another user at the other end of a Unix socket, with the reason. Other
 /// sockets pass.
 ///
 /// Sockets with abstract names have no owner and no mode. So any process on the host can connect to
-/// one, or take a name that has become free. Root is no exception: it needs no socket of ours. A
+/// one, or take a name that has become free. Root is rejected too: it needs no socket of ours. A
 /// job whose ranks run as several users is a mistake, and an early error is better.
 pub(crate) fn check(socket: impl AsFd) -> Result<(), String> {
     let socket = socket.as_fd();

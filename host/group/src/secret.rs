@@ -1,14 +1,13 @@
-//! The secret that the processes of a job share, and how two of them show each other that they know
-//! it.
+//! The secret that the processes of a job share, and the challenge by which two of them prove it.
 //!
 //! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: the
 //! owner of the socket carries the bytes. The connecting side sends an *opening*, its nonce. The
 //! other side answers with a *reply*, its own nonce and its proof. The first then sends its own
 //! *proof*. Where the other's nonce is known beforehand the proof goes with the opening, and one
-//! message each way is enough. A proof is the HMAC-SHA256 of all that was said, and of:
+//! message each way is enough. A proof is the HMAC-SHA256 of all messages so far, and of:
 //! - the proving side, so that no proof can be sent back to its origin;
-//! - the purpose of the connection ([`Purpose`]), so that a proof is of no use at another door;
-//! - both nonces, which are new for each connection, so that none is of use a second time;
+//! - the purpose of the connection ([`Purpose`]), so that a proof is of no use for another purpose;
+//! - both nonces, which are new for each connection, so that no proof is of use a second time;
 //! - the claims of the two sides, such as ranks and the called address, so that a proof vouches for
 //!   nothing else.
 //!
@@ -33,7 +32,7 @@ use crate::error::{Error, Result};
 /// the same for all processes of the job. `epoxide launch` gives it to the ranks.
 pub const JOB_SECRET: &str = "EPOXIDE_JOB_SECRET";
 /// Variable with the path of a file that holds the job's secret, of this user and closed to all
-/// others (mode 0600). [`JOB_SECRET`] goes before it.
+/// others (mode 0600). [`JOB_SECRET`] takes precedence.
 pub const JOB_SECRET_FILE: &str = "EPOXIDE_JOB_SECRET_FILE";
 
 /// Shortest secret, in bytes. A connecting process gets a proof to try guesses on.
@@ -134,10 +133,10 @@ impl JobSecret {
     pub fn from_file(path: impl AsRef<Path>) -> Result<JobSecret> {
         let path = path.as_ref();
         let fail = |rule: String| Err(Error::argument(JOB_SECRET_FILE, path.display(), rule));
-        // Without waiting for the other end, should it be a pipe.
+        // Non-blocking: opening a pipe would wait for the other end.
         let flags = rustix::fs::OFlags::NONBLOCK.bits() as i32;
         let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
-        // Looked at once it is open, so that it is this file that is read.
+        // Checked on the open descriptor, so that the checked file is the one that is read.
         let (mut file, metadata) = match opened.and_then(|file| file.metadata().map(|data| (file, data))) {
             Ok(opened) => opened,
             Err(error) => return fail(format!("cannot be read: {error}")),
@@ -200,7 +199,7 @@ impl JobSecret {
         let mut mac = HMAC::new(self.0.as_bytes());
         mac.update(label);
         mac.update([side as u8, purpose as u8]);
-        // All that varies in length comes behind its length, so that no two conversations give the
+        // Each part of variable length follows its length, so that no two conversations give the
         // same bytes.
         for part in [nonces[0], nonces[1], claims] {
             mac.update((part.len() as u64).to_le_bytes());
@@ -241,7 +240,7 @@ pub const REPLY: usize = OPENING + PROOF;
 
 type Nonce = [u8; OPENING];
 
-/// The other side does not know the secret.
+/// The other side did not prove the secret.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WrongSecret;
 
@@ -369,8 +368,8 @@ impl Initiator {
         Ok((self.proof(&theirs), keys))
     }
 
-    /// The proof for a responder whose nonce is known beforehand, and as new as the connection: it
-    /// goes with the opening.
+    /// The proof for a responder whose nonce is known beforehand and new for the connection. The
+    /// proof is sent with the opening.
     pub fn proof(&self, theirs: &[u8]) -> [u8; PROOF] {
         self.prove(Side::Initiator, theirs).finalize()
     }
@@ -419,8 +418,8 @@ impl Responder {
         Ok((responder, reply))
     }
 
-    /// With a nonce that the other side knows beforehand, and that is as new as the connection.
-    /// Returns the proof to send, and the state that waits for the other's.
+    /// With a nonce that the other side has beforehand, and that is new for the connection. Returns
+    /// the proof to send, and the state that waits for the other's.
     pub fn known(
         secret: &JobSecret,
         purpose: Purpose,
@@ -436,7 +435,7 @@ impl Responder {
 
     /// Takes the proof. Returns the keys that sign all later messages.
     pub fn check(self, proof: &[u8; PROOF]) -> Result<Keys, WrongSecret> {
-        // In constant time, for any error in it.
+        // In constant time, wherever the proof differs.
         if self.expected.finalize_verify(proof) { Ok(self.keys) } else { Err(WrongSecret) }
     }
 }
@@ -565,7 +564,7 @@ mod tests {
         let mut sender = initiator.check(b"nonce", &theirs).unwrap();
         let tag = sender.send.sign(b"first");
         assert_eq!(receiver.receive.check(b"first", &tag), Ok(()));
-        // At another door, and with another secret.
+        // With another nonce, and with another secret.
         assert_eq!(known(&secret, b"other").0.check(&initiator.proof(b"nonce")).unwrap_err(), WrongSecret);
         let other = JobSecret::new(&"o".repeat(32)).unwrap();
         let (responder, theirs) = known(&other, b"nonce");

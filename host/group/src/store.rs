@@ -1,4 +1,4 @@
-//! The board that ranks meet at.
+//! The key-value store through which ranks find each other.
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 /// A key-value board shared by all ranks. Keys are short UTF-8 strings, values are bytes.
 ///
 /// Counters made by [`Store::add`] live in the same name space; [`Store::get`] reads them as
-/// decimal text. Queues are apart: a key may name a value and a queue, and [`Store::check`] and
-/// [`Store::wait`] are content with either.
+/// decimal text. Queues are separate: a key may name a value and a queue, and [`Store::check`] and
+/// [`Store::wait`] accept either.
 ///
 /// Calls that wait take a timeout; a timeout of zero checks once. Other calls end within the
 /// store's own timeout, if it goes through a network.
@@ -40,13 +40,13 @@ pub trait Store: Send + Sync + Debug {
         Ok(true)
     }
 
-    /// Returns once every one of `keys` has been seen to pass [`Store::check`]; an error, naming a
-    /// missing key, after `timeout`.
+    /// Returns once each of `keys` has passed [`Store::check`]; after `timeout`, an error that
+    /// names a missing key.
     fn wait(&self, keys: &[&str], timeout: Duration) -> Result<()>;
 
     /// Sets `key` to `desired` if it holds `expected`, or if it is missing and `expected` is empty.
-    /// Returns what `key` holds then; if it is missing and `expected` is not empty, `expected`. One
-    /// step: of several ranks that replace the same value, one wins.
+    /// Returns the value of `key` afterwards; if it is missing and `expected` is not empty,
+    /// `expected`. The operation is atomic: if several ranks replace the same value, one wins.
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8]) -> Result<Vec<u8>>;
 
     /// Appends `value` to what `key` holds; a missing key counts as empty.

@@ -22,7 +22,7 @@ use super::{JobSecret, same_user};
 /// Connections taken from a listener before what is connected gets its turn.
 pub const ACCEPT_SLICE: usize = 64;
 /// Connections that may wait at a listener: all ranks of a job connect at the same time, perhaps
-/// behind strangers. They take no descriptor; the kernel may allow fewer.
+/// behind strangers. Waiting connections take no descriptor; the kernel may allow fewer.
 pub const BACKLOG: i32 = 4096;
 /// How long a listener rests after the system had nothing left for a new connection.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -38,21 +38,21 @@ const QUIET: Duration = Duration::from_secs(10);
 /// listener, a client of a store server by the protocol's first message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionLimits {
-    /// How many strangers one listener has, beside the connections that it expects. One more, and
-    /// the oldest is closed. Never more than an eighth of the descriptors that the process may have
-    /// (`ulimit -n`). Default: 256.
+    /// Most strangers of one listener, in addition to the connections that it expects. For one
+    /// more, the oldest is closed. Never more than an eighth of the descriptors that the process
+    /// may have (`ulimit -n`). Default: 256.
     pub strangers: usize,
     /// Longest time for a stranger to authenticate. Those of a [`MeshGroup`](super::MeshGroup) have
     /// at least the group's timeout, because a rank sends only while it is in an operation.
     /// Default: 30 s.
     pub patience: Duration,
-    /// How many clients a store server has. One more is refused, and those there stay: a client may
-    /// idle for hours in a job. Never more than three quarters of the descriptors that the process
-    /// may have. Default: 16384.
+    /// How many clients a store server has. One more is rejected, and existing clients stay: a
+    /// client may idle for hours in a job. Never more than three quarters of the descriptors that
+    /// the process may have. Default: 16384.
     pub clients: usize,
-    /// Bytes that a store server holds for its clients in all: requests that have not come in full,
-    /// keys waited for, answers not yet read. When there are more, the client that holds the most
-    /// is closed. Default: 512 MiB.
+    /// Bytes that a store server holds for its clients in all: incomplete requests, awaited keys,
+    /// answers not yet read. When there are more, the client that holds the most is closed.
+    /// Default: 512 MiB.
     pub client_bytes: usize,
     /// Bytes that the keys and values of a store server may take, each counted with 64 more. A
     /// request that would exceed it closes its connection, and the log records it. Default: 1 GiB.
@@ -85,22 +85,22 @@ pub struct Stranger {
     pub id: u64,
     pub socket: OwnedFd,
     since: Instant,
-    /// Bytes that it has sent, as far as [`Stranger::read`] was asked for.
+    /// Bytes that [`Stranger::read`] has read.
     pub hello: Vec<u8>,
-    /// How far it has come with showing that it knows the job's secret.
+    /// The progress of its proof of the job's secret.
     pub challenge: Challenge,
     /// The keys that sign all later messages, once it has proved the job's secret.
     pub keys: Option<Keys>,
 }
 
-/// How far a stranger has come with a challenge.
+/// The progress of a challenge.
 #[derive(Debug)]
 pub enum Challenge {
     /// It has not been challenged.
     Unasked,
     /// Its proof is to come.
     Asked(Box<Responder>),
-    /// It knows the secret, or there is none.
+    /// It has proven the secret, or the job has none.
     Passed,
 }
 
@@ -146,7 +146,7 @@ impl Stranger {
         Ok(reply)
     }
 
-    /// Takes the proof that begins at `at` of what it has said.
+    /// Checks the proof that begins at `at` of its hello.
     pub fn prove(&mut self, at: usize) -> Result<(), String> {
         let proof = self.hello.get(at..).and_then(<[u8]>::first_chunk::<PROOF>).ok_or("no proof")?;
         match mem::replace(&mut self.challenge, Challenge::Unasked) {
@@ -163,9 +163,9 @@ impl Stranger {
 /// The next step for a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// This stranger is new: its hello may be there.
+    /// This stranger is new: its hello may have arrived.
     Greet(u64),
-    /// This one has to go, unless its hello has come meanwhile: look, then [`Strangers::close`].
+    /// This stranger must be closed, unless its hello has arrived: read, then [`Strangers::close`].
     LastLook(u64),
     /// No connection waits, or the listener rests.
     Nobody,
@@ -238,15 +238,15 @@ impl Strangers {
     pub fn accept(&mut self, listener: impl AsFd) -> Next {
         let knocks = || {
             let mut polled = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
-            // Where the system does not say, `accept` does.
+            // If `poll` fails, `accept` returns the reason.
             poll(&mut polled, Some(&Timespec::default())).is_err() || !polled[0].revents().is_empty()
         };
         let accept = || rustix::net::accept_with(&listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
         self.accept_by(knocks, accept)
     }
 
-    /// Takes a connection from `accept`. `knocks` tells whether there is one: without one, no
-    /// stranger has to make room.
+    /// Takes a connection from `accept`. `knocks` returns whether one waits: only then is a
+    /// stranger closed to make room.
     fn accept_by(
         &mut self,
         knocks: impl FnOnce() -> bool,
@@ -298,8 +298,7 @@ impl Strangers {
                     | Errno::HOSTUNREACH
                     | Errno::NONET,
                 ) => {}
-                // No descriptor or no memory: a stranger's is the first to be given up for another
-                // try.
+                // No descriptor or no memory: close the oldest stranger and try again.
                 Err(error) => {
                     self.complain(&format!("accept: {error}; raise the limit on open files (ulimit -n)"));
                     self.accept_again = Some(Instant::now() + self.pause);
@@ -311,7 +310,7 @@ impl Strangers {
         Next::Nobody
     }
 
-    /// The oldest, when its time is over: look at it once more, then [`Strangers::close`].
+    /// The oldest stranger, once its time is over: read it once more, then [`Strangers::close`].
     pub fn overdue(&self) -> Option<u64> {
         let oldest = self.waiting.front()?;
         (oldest.since.elapsed() > self.patience).then_some(oldest.id)
@@ -322,7 +321,7 @@ impl Strangers {
         self.accept_again.is_some_and(|when| Instant::now() < when)
     }
 
-    /// When to look again though nothing comes in: the end of a rest, or of the oldest one's time.
+    /// Time to the next check without input: to the end of a rest or of the oldest one's time.
     pub fn next_look(&self) -> Option<Duration> {
         let left = |when: Instant| when.saturating_duration_since(Instant::now());
         let rest = self.accept_again.map(left).filter(|left| !left.is_zero());
@@ -407,7 +406,7 @@ mod tests {
     /// Longer than a test takes: no wait for it returns.
     const LONG: Duration = Duration::from_secs(600);
 
-    /// Strangers of a listener that rests for long, and whose strangers are young for long.
+    /// Strangers whose listener rests, and who stay young, for longer than a test.
     fn young(strangers: usize) -> Strangers {
         Strangers { grace: LONG, pause: LONG, ..Strangers::new("test", &limits(strangers, LONG), 1) }
     }
@@ -427,7 +426,7 @@ mod tests {
         ConnectionLimits { strangers, patience, ..ConnectionLimits::default() }
     }
 
-    /// Has a connection come in; the other end, if it was taken.
+    /// Makes a connection arrive, and returns its other end.
     fn come(strangers: &mut Strangers) -> (Next, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut ours = Some(OwnedFd::from(ours));
@@ -439,7 +438,7 @@ mod tests {
         let mut strangers = young(3);
         let mut ends: Vec<_> = (0..4).map(|_| come(&mut strangers)).collect();
         assert!((0..).zip(&ends).all(|(id, (next, _))| *next == Next::Greet(id)), "{ends:?}");
-        // One that spoke leaves from the middle.
+        // A stranger that sent bytes leaves from the middle.
         ends[1].1.write_all(b"hello").unwrap();
         let spoke = strangers.wait_readable(&ends[0].1, LONG).unwrap().strangers;
         assert_eq!(spoke, [1]);
@@ -478,7 +477,7 @@ mod tests {
         for error in [Errno::CONNABORTED, Errno::INTR, Errno::PERM, Errno::PROTO, Errno::AGAIN] {
             assert_eq!(fail(&mut strangers, error), (Next::Nobody, false), "{error}");
         }
-        // One that broke does not hide the one behind it.
+        // A broken connection does not hide the next one.
         let mut outcomes = vec![Ok(UnixStream::pair().unwrap().0.into()), Err(Errno::CONNABORTED)];
         assert_eq!(strangers.accept_by(|| true, || outcomes.pop().unwrap()), Next::Greet(0));
         grow_old(&mut strangers);

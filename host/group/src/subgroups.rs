@@ -75,7 +75,7 @@ impl MeshGroup {
     ) -> Result<Option<MeshGroup>> {
         let options = &self.options;
         let listener = match color {
-            // Where this group needs none, a part of it does not either.
+            // A group on one host needs no network, and neither does a part of it.
             Some(_) => Some(options.listen(self.size(), !self.shares_host())?),
             None => None,
         };
@@ -133,7 +133,7 @@ impl MeshGroup {
     /// ends.
     ///
     /// # Errors
-    /// When this rank is in the list, the survivors' lists differ, or one of them does not come
+    /// When this rank is in the list, the survivors' lists differ, or one of them does not join
     /// within the timeout.
     pub fn shrink_group(&self, dead: &[u32]) -> Result<MeshGroup> {
         let mut dead = dead.to_vec();

@@ -37,9 +37,9 @@ impl From<RankFailure> for Error {
 /// Runs `rank_main(rank, group)` on `size` threads that form a group over a [`HashStore`];
 /// collectives wait up to `timeout`. Returns the results, indexed by rank.
 ///
-/// The first rank that fails or panics is reported. The store is then given up
-/// ([`Error::GivenUp`](crate::Error::GivenUp)), so that ranks which wait in a call of the group fail
-/// at once. All threads are joined in every case.
+/// The first rank that fails or panics is reported. The store is then poisoned
+/// ([`Error::GivenUp`](crate::Error::GivenUp)), so ranks that wait in a call of the group fail at
+/// once. All threads are joined in every case.
 ///
 /// ```
 /// use std::time::Duration;
@@ -78,8 +78,8 @@ where
         });
         outcome
             .map_err(|error| {
-                // The report comes first, so that consequences on other ranks come later. Then the
-                // group is aborted, so that no rank waits for this one.
+                // Report first, before the consequences on other ranks. Then abort the group, so
+                // that no rank waits for this one.
                 let reason = error.to_string();
                 report(rank, error);
                 group.abort(&reason);

@@ -48,8 +48,8 @@ struct Job {
     promise: Promise,
 }
 
-/// Gives the turn to the next when an operation is over. A panic breaks the group, because the
-/// engine is left in the middle of the operation.
+/// Passes the turn to the next operation when dropped. A panic breaks the group, because the engine
+/// is left in the middle of the operation.
 struct Turn<'a>(&'a Core);
 
 impl Drop for Turn<'_> {
@@ -64,7 +64,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// Fails what is queued when the worker ends, panicking or not.
+/// Fails queued operations when the worker ends, by a panic or not.
 struct FailQueued<'a>(&'a Core);
 
 impl Drop for FailQueued<'_> {
@@ -120,7 +120,7 @@ impl Core {
         }
     }
 
-    /// Runs `body` in the calling thread when its turn comes. An error breaks the group.
+    /// Waits for its turn and runs `body` in the calling thread. An error breaks the group.
     pub(crate) fn run<T>(&self, body: impl FnOnce(&mut Engine, &Recorder) -> Result<T>) -> Result<T> {
         let ticket = {
             let mut turns = lock(&self.turns);
@@ -175,7 +175,7 @@ impl Core {
         turns.jobs.push_back(Job { ticket, call, timeout, promise });
         drop(turns);
         self.turned.notify_all();
-        // A worker in send and receive takes more of them in.
+        // A worker in send and receive adds the call to its batch.
         self.wake.ring();
         work
     }
@@ -210,7 +210,7 @@ impl Core {
         }
     }
 
-    /// Runs a batch together with those queued right behind it, so that none waits for another.
+    /// Runs a batch together with those queued right behind it, so that none waits for others.
     fn send_and_receive(&self, engine: &mut Engine, list: Vec<P2p>, timeout: Duration, promise: Promise) {
         let sequence = self.message_number();
         let promises = std::cell::RefCell::new(vec![Some(promise)]);
@@ -218,7 +218,7 @@ impl Core {
             let mut promises = promises.borrow_mut();
             let mut lists = Vec::new();
             let mut turns = lock(&self.turns);
-            // Tickets between these belong to other threads' operations, which then come first.
+            // Tickets in between are other threads' operations, which run first.
             while let Some(job) = turns.jobs.front() {
                 let next = turns.serving + promises.len() as u64;
                 if job.ticket != next || !matches!(job.call, Call::P2p(_)) {
@@ -251,7 +251,7 @@ impl Core {
         }
     }
 
-    /// Ends the group after an error: tells the others, keeps the record.
+    /// Ends the group after an error: dumps the record and sends the reason to the other ranks.
     fn fail(&self, engine: &mut Engine, error: &Error) {
         let reason = error.to_string();
         {
@@ -267,21 +267,21 @@ impl Core {
         engine.current = None;
     }
 
-    /// Gives the group up; an operation under way in another thread ends with an error.
+    /// Aborts the group; a running operation of another thread ends with an error.
     pub(crate) fn abort(&self, reason: &str) {
         self.wake.give_up(reason);
-        // The one in the mesh, if any, sees the reason soon and leaves.
+        // The thread that holds the engine, if any, reads the reason soon and releases it.
         let mut engine = lock(&self.engine);
         let error = engine.error(Vec::new(), format!("the group was given up: {reason}"));
         self.fail(&mut engine, &error);
     }
 
-    /// Ranks known to be dead, or to blame for the group's end.
+    /// Ranks found dead, or to blame for the group's end.
     pub(crate) fn failed_ranks(&self) -> Vec<u32> {
         lock(&self.turns).failed.clone()
     }
 
-    /// Ranks that are not there any more, or not yet. Does not break the group.
+    /// Ranks that have ended or have not joined. Does not break the group.
     pub(crate) fn missing_ranks(&self, wait: Duration) -> Result<Vec<u32>> {
         if self.is_broken() {
             return Ok(self.failed_ranks());
@@ -293,8 +293,8 @@ impl Core {
         lock(&self.turns).broken.is_some()
     }
 
-    /// No operation from now on; tells the peers that this rank leaves. Waits for the worker, whose
-    /// queue fails.
+    /// Rejects further operations and sends the peers a goodbye. Fails queued operations and waits
+    /// for the worker.
     pub(crate) fn close(&self, reason: &str) {
         let worker = {
             let mut turns = lock(&self.turns);

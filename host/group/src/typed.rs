@@ -1,4 +1,4 @@
-//! Collectives over slices and over anything that serde knows.
+//! Collectives over slices and over types that serde serialises.
 
 use std::time::Duration;
 
@@ -11,14 +11,14 @@ use super::element::{ReduceOp, Reducible};
 use super::work::Work;
 use crate::error::{Error, Result};
 
-/// The collectives of a [`ProcessGroup`] with types. In scope, they are there on every group, `dyn`
-/// ones included.
+/// The collectives of a [`ProcessGroup`] with types. Every group implements the trait, `dyn` ones
+/// included.
 ///
 /// All but the getters and send/recv are collective: every rank makes the same call, in the same
 /// order. The `start_*` ones run in the background, in the order of the calls, and give their
 /// result through [`Work::wait`].
 pub trait Collectives: ProcessGroup {
-    /// A barrier whose error names every rank that did not come within `timeout`.
+    /// A barrier whose error names every rank that did not arrive within `timeout`.
     fn monitored_barrier(&self, timeout: Duration) -> Result<()> {
         self.call(Call::MonitoredBarrier, timeout).map(drop)
     }
@@ -43,8 +43,8 @@ pub trait Collectives: ProcessGroup {
         }
     }
 
-    /// This rank's part of those that `root` has, one for each rank. The others' `parts` are not
-    /// looked at.
+    /// This rank's part of the `parts` of `root`, one for each rank. The others' `parts` are
+    /// ignored.
     fn scatter<T: Reducible>(&self, root: u32, parts: &[Vec<T>]) -> Result<Vec<T>> {
         let parts =
             if self.rank() == root { parts.iter().map(|part| bytes(part)).collect() } else { Vec::new() };
@@ -84,7 +84,7 @@ pub trait Collectives: ProcessGroup {
         elements(&self.call(call, self.timeout())?.data()?)
     }
 
-    /// Part `p` goes to rank `p`; gives what each rank sent here, by rank. Lengths may differ.
+    /// Sends part `p` to rank `p`; returns the parts for this rank, by rank. Lengths may differ.
     fn all_to_all<T: Reducible>(&self, parts: &[Vec<T>]) -> Result<Vec<Vec<T>>> {
         let parts = parts.iter().map(|part| bytes(part)).collect();
         elements_of(self.call(Call::AllToAll { parts }, self.timeout())?.parts()?)
@@ -152,7 +152,7 @@ pub trait Collectives: ProcessGroup {
         self.start(call, self.timeout()).map(|outcome| elements_of(outcome.parts()?))
     }
 
-    /// [`Collectives::broadcast_slice`] in the background; `data` is not looked at outside `root`.
+    /// [`Collectives::broadcast_slice`] in the background; `data` is ignored outside `root`.
     fn start_broadcast<T: Reducible>(&self, root: u32, data: &[T]) -> Work<Vec<T>> {
         let data = if self.rank() == root { bytes(data) } else { Vec::new() };
         self.start(Call::Broadcast { root, data }, self.timeout()).map(|outcome| elements(&outcome.data()?))
@@ -175,7 +175,7 @@ pub trait Collectives: ProcessGroup {
         self.start(recv, self.timeout()).map(|outcome| typed(only(outcome.messages()?)?))
     }
 
-    /// The object of `root`, everywhere. The others' is not looked at.
+    /// Sends the object of `root` to all ranks. The others' is ignored.
     fn broadcast_object<T: Serialize + DeserializeOwned>(&self, root: u32, object: &T) -> Result<T> {
         let data = if self.rank() == root { encode(object)? } else { Vec::new() };
         decode(root, &self.call(Call::Broadcast { root, data }, self.timeout())?.data()?)

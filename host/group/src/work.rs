@@ -1,4 +1,4 @@
-//! Handles of operations that go on in the background.
+//! Handles of operations in the background.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -8,7 +8,7 @@ use super::call::CallResult;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
-/// Where an operation under way is looked at.
+/// The state of a running operation.
 pub trait Pending: Send + Sync {
     /// How it ended, if it has.
     fn outcome(&self) -> Option<Result<CallResult>>;
@@ -80,7 +80,7 @@ impl Work {
 }
 
 impl<T: 'static> Work<T> {
-    /// The same operation, its result turned into another by `convert` once it is asked for.
+    /// The same operation; `convert` maps its result when the caller waits.
     pub(crate) fn map<U>(self, convert: impl FnOnce(T) -> Result<U> + Send + 'static) -> Work<U> {
         let first = self.convert;
         Work { operation: self.operation, convert: Box::new(move |outcome| convert(first(outcome)?)) }
@@ -98,10 +98,10 @@ impl<T> Work<T> {
         }
     }
 
-    /// Waits for the end up to `timeout`; true when it is over. The operation goes on in either
+    /// Waits for the end up to `timeout`; true when it is over. The operation continues in either
     /// case.
     pub fn wait_timeout(&self, timeout: Duration) -> bool {
-        // A time too far away to be told is none.
+        // A time beyond the clock's range is none.
         self.operation.wait(Instant::now().checked_add(timeout));
         self.is_completed()
     }

@@ -16,7 +16,7 @@ use super::recorder::Recorder;
 use crate::error::{Error, Result};
 
 impl Run<'_> {
-    /// Dissemination: in round `k` each rank tells the one 2^k after it.
+    /// Dissemination: in round `k` each rank signals the rank 2^k after it.
     pub(crate) fn barrier(&mut self) -> Result<()> {
         let mut distance = 1;
         while distance < self.size {
@@ -28,7 +28,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Each rank tells every other, so that each can name all that did not come.
+    /// Each rank signals every other, so that each can name all missing ranks.
     fn monitored_barrier(&mut self) -> Result<()> {
         let others: Vec<u32> = (0..self.size).filter(|peer| *peer != self.rank).collect();
         let sends: Vec<(u32, &[u8])> = others.iter().map(|peer| (*peer, &[][..])).collect();

@@ -21,7 +21,7 @@ impl Batch {
         Batch { list, received: vec![None; receives], posted: false }
     }
 
-    /// Takes what has come; true when all is done. Notes the ranks that it waits for.
+    /// Takes received messages; true when all is done. Records the ranks still awaited.
     fn advance(&mut self, engine: &mut Engine) -> Result<bool> {
         if !self.posted {
             self.posted = true;

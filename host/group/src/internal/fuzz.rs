@@ -1,6 +1,6 @@
-//! The parsers of bytes from strangers and of files that a user names, each as a function of bytes.
-//! The fuzz targets call them, and so do the tests that stand for those targets. A parser must not
-//! panic, nor take more memory than a few times its input.
+//! The parsers of unauthenticated bytes and of files that a user names, each as a function of
+//! bytes. The fuzz targets call the parsers, and so do the tests that replace those targets. A
+//! parser must not panic, nor take more memory than a few times its input.
 
 pub use crate::file_store::fuzz_store_files as store_files;
 pub use crate::mesh::{fuzz_frames as mesh_frames, fuzz_hello as mesh_hello};

@@ -1,4 +1,4 @@
-//! Where a rank listens, and how the others learn it.
+//! The addresses at which ranks listen, and their announcement.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::OwnedFd;
@@ -36,9 +36,9 @@ pub(crate) struct Address {
     host: String,
     /// The abstract name of its Unix socket.
     unix: String,
-    /// None as long as all ranks that it knows of share its host.
+    /// None while all ranks that have announced an address share its host.
     tcp: Option<SocketAddr>,
-    /// A connecting process has to know the job's secret.
+    /// A connecting process must prove the job's secret.
     pub secret: bool,
 }
 
@@ -112,7 +112,7 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Takes connections from other hosts as well, from now on; `theirs` is of one, where that is
+    /// Starts to listen for other hosts as well; `theirs` is the address of a rank on one, if
     /// known.
     pub(super) fn open_network(&mut self, theirs: Option<&Address>) -> Result<()> {
         let interface = wanted(self.interface.as_deref());
@@ -172,8 +172,7 @@ pub(crate) fn no_delay(socket: &OwnedFd) {
     let _ = rustix::net::sockopt::set_tcp_nodelay(socket, true);
 }
 
-/// The same for all processes that can reach each other's abstract Unix sockets; empty where that
-/// cannot be told.
+/// Equal for all processes that can reach each other's abstract Unix sockets; empty if unknown.
 pub fn host_id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
@@ -183,8 +182,8 @@ pub fn host_id() -> String {
     format!("{} {}", boot.trim(), space.display())
 }
 
-/// The address to be reached by: that of the interface asked for, else the one that leads out, else
-/// one that leads anywhere, else loopback.
+/// This host's address for others: that of the requested interface, else of the default route, else
+/// of any route, else loopback.
 pub fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
     let wanted = wanted(interface);
     if let Some(ip) = wanted.as_ref().and_then(|wanted| wanted.parse().ok()) {
@@ -213,13 +212,13 @@ pub fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
     }
 }
 
-/// The interface asked for.
+/// The requested interface.
 fn wanted(interface: Option<&str>) -> Option<String> {
     let wanted = interface.map(str::to_owned).or_else(|| std::env::var(SOCKET_IFNAME).ok());
     wanted.filter(|wanted| !wanted.is_empty())
 }
 
-/// This host's address on the way to the rest of the world, by IPv4 or else by IPv6.
+/// This host's address on its default route, by IPv4 or else by IPv6.
 fn route_out() -> Option<IpAddr> {
     // Connecting a datagram socket sends nothing; it only picks the route. The addresses are those
     // of documentation.

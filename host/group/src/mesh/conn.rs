@@ -1,8 +1,7 @@
-//! One connection: bytes in and out without waiting.
+//! One connection: non-blocking reads and writes.
 //!
 //! Where the job has a secret, each header and each payload is followed by its signature. A header
-//! is believed only once its signature has been checked, and a frame is handed on only once both
-//! have been.
+//! is used only after its signature has been checked, and a frame is returned only after both.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -14,7 +13,7 @@ use super::frame::{HEADER, Header};
 use crate::error::{Error, Result};
 use crate::secret::{Forged, Initiator, Keys, REPLY, Signer, TAG};
 
-/// Largest piece of a payload that is reserved before its bytes come.
+/// Most memory reserved for a payload before its bytes arrive.
 const RESERVE: u64 = 64 << 20;
 
 #[derive(Debug)]
@@ -25,21 +24,21 @@ pub(crate) struct Conn {
     /// Not yet taken by the kernel: bytes from `sent` on.
     out: Vec<u8>,
     sent: usize,
-    /// Until it is answered nothing but the hello goes out.
+    /// Until it is answered, only the hello is sent.
     challenge: Option<Initiator>,
-    /// The part of the answer that has come.
+    /// The received part of the answer.
     reply: Vec<u8>,
     /// Frames that wait for the answer.
     held: Vec<(Header, Vec<u8>)>,
     /// Where the job has a secret: signs what is sent.
     signer: Option<Signer>,
     frames: Frames,
-    /// True once its goodbye came.
+    /// True once its goodbye has been received.
     pub farewell: bool,
     heard: bool,
 }
 
-/// Why nothing more comes.
+/// Why a connection ended.
 #[derive(Debug)]
 pub(crate) enum Broken {
     /// The connection broke.
@@ -48,17 +47,17 @@ pub(crate) enum Broken {
     Stranger(String),
 }
 
-/// The frame that has not come in full.
+/// The frame that has not been received in full.
 #[derive(Debug, Default)]
 pub(crate) struct Frames {
-    /// Where the job has a secret: checks what comes.
+    /// Where the job has a secret: checks received messages.
     signer: Option<Signer>,
     header: Vec<u8>,
     payload: Option<(Header, Vec<u8>)>,
 }
 
 impl Conn {
-    /// A connection that this rank opened to `peer`, which has not said anything.
+    /// A connection that this rank opened to `peer`, before anything was received.
     pub(crate) fn opened(socket: OwnedFd, peer: u32) -> Conn {
         Conn {
             socket,
@@ -75,14 +74,13 @@ impl Conn {
         }
     }
 
-    /// Holds back what is sent from now on until the other side has answered, as the hello that was
-    /// sent asks it to.
+    /// Holds back all further frames until the other side has answered the challenge in the hello.
     pub(crate) fn challenge(&mut self, initiator: Initiator) {
         self.challenge = Some(initiator);
     }
 
-    /// A connection that `peer` opened, and has said its hello on; frames are signed with `keys`
-    /// where the job has a secret.
+    /// A connection that `peer` opened and sent its hello on; `keys` sign its frames where the job
+    /// has a secret.
     pub(crate) fn accepted(socket: OwnedFd, peer: u32, keys: Option<Keys>) -> Conn {
         let mut conn = Conn { heard: true, ..Conn::opened(socket, peer) };
         if let Some(keys) = keys {
@@ -107,7 +105,7 @@ impl Conn {
         !self.out.is_empty()
     }
 
-    /// True when anything came but the answer to a challenge.
+    /// True once anything but the answer to a challenge was received.
     pub(crate) fn heard(&self) -> bool {
         self.heard
     }
@@ -218,7 +216,7 @@ impl Conn {
 }
 
 impl Frames {
-    /// Takes bytes as they come, and gives the frames that they complete.
+    /// Parses received bytes, and appends the frames that they complete.
     pub(crate) fn parse(&mut self, mut bytes: &[u8], frames: &mut Vec<(Header, Vec<u8>)>) -> Result<()> {
         let tag = if self.signer.is_some() { TAG } else { 0 };
         loop {
@@ -273,7 +271,7 @@ mod tests {
     use super::*;
     use crate::mesh::frame::Kind;
 
-    /// The frames that a rank sends, as they go over its connection.
+    /// The bytes of a rank's frames on its connection.
     fn sent(keys: Keys, payloads: &[&[u8]]) -> Vec<u8> {
         let (socket, _) = UnixStream::pair().unwrap();
         let mut conn = Conn::accepted(socket.into(), 1, Some(keys));

@@ -118,11 +118,11 @@ impl Engine {
                 }
             }
             engine.waiting = missing;
-            // The called rank knows this rank by its hello alone.
+            // Only its hello identifies this rank to the called rank.
             let unsent = (0..engine.size).filter(|peer| !engine.flushed(*peer));
             let unsent: Vec<u32> = unsent.collect();
             engine.waiting.extend(unsent);
-            // A higher rank that died here shows as one that never came.
+            // A higher rank that died at this point looks like one that never joined.
             for peer in engine.waiting.clone() {
                 engine.look_up(peer)?;
             }
@@ -136,9 +136,9 @@ impl Engine {
         format!("{}/gone/{peer}", self.name)
     }
 
-    /// How `peer` went, whose connection ended for `reason`. The store tells whether it gave up or
-    /// left; else it died. A store that a launcher gave up tells nothing of `peer`, but which rank
-    /// failed first.
+    /// The health of `peer`, whose connection ended for `reason`. The store records whether `peer`
+    /// gave up or left; otherwise it died. A store that a launcher gave up has no record of `peer`,
+    /// but names the rank that failed first.
     pub(super) fn last_words(&self, peer: u32, reason: &str) -> Health {
         match self.left_in_store(peer) {
             Ok(Some(words)) => words,
@@ -153,13 +153,13 @@ impl Engine {
             let reason = self.board.get(&key, Duration::from_secs(1))?;
             return Ok(Some(Health::GaveUp(escaped(&reason))));
         }
-        // A rank that leaves takes its address back; one that is killed does not.
+        // A rank that leaves deletes its address; one that is killed does not.
         let left = matches!(self.directory, Directory::Store)
             && !self.board.check(&address_key(&self.name, peer))?;
         Ok(left.then_some(Health::Left))
     }
 
-    /// Listens for connections from other hosts, and announces it, once a rank of one is known.
+    /// Listens for connections from other hosts and announces it, once a rank on one joins.
     fn join_network(&mut self, theirs: &Address) -> Result<()> {
         if self.ours.on_network() {
             return Ok(());
@@ -182,7 +182,7 @@ impl Engine {
                 }
                 let bytes = match self.board.get(&key, Duration::from_secs(1)) {
                     Ok(bytes) => bytes,
-                    // It left in between, and took its address back.
+                    // The rank left in between and deleted its address.
                     Err(_) if !self.board.check(&key)? => return Ok(None),
                     Err(error) => return Err(error),
                 };
@@ -205,7 +205,7 @@ impl Engine {
                     self.join_network(&address)?;
                 }
                 if !address.reachable(&self.ours) {
-                    // Until it knows of this host.
+                    // The rank does not listen for other hosts yet.
                     return Ok(None);
                 }
                 Some(address)
@@ -272,7 +272,7 @@ mod tests {
         second.write_all(&goodbye).unwrap();
         engine.progress(Duration::from_secs(120)).unwrap();
         assert_eq!((engine.peers[0].inbox.len(), engine.peers[0].health.clone()), (1, Health::Left));
-        // A connection that breaks once the peer has said goodbye somewhere is no death either.
+        // A connection that breaks after the peer's goodbye on another is no death either.
         engine.peers[0].health = Health::Alive;
         drop(second);
         until_connections(&mut engine, 0);
@@ -289,7 +289,7 @@ mod tests {
             store.set(&address_key("test", rank), &address).unwrap();
             engine
         });
-        // `here` knows the address of `gone`, and is not run while that one comes and leaves.
+        // `here` has the address of `gone`, and is not run while `gone` connects and leaves.
         here.look_up(0).unwrap().unwrap();
         gone.outgoing(1).unwrap();
         while !gone.flushed(1) {

@@ -1,4 +1,4 @@
-//! The sockets of a group and what came through them.
+//! The sockets of a group and the messages received through them.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -29,15 +29,15 @@ const LISTENER: u64 = 1;
 const FIRST_CONN: u64 = 16;
 const FIRST_STRANGER: u64 = 1 << 63;
 const SCRATCH: usize = 256 << 10;
-/// Slices of connections taken where one may wait that says a goodbye.
+/// Most slices of connections accepted in search of one that carries a goodbye.
 const MOST_SLICES: usize = 64;
-/// Operations whose signatures are remembered, for ranks that ask later.
+/// Operations whose signatures are kept, for later queries of other ranks.
 const HISTORY: usize = 16;
 
-/// Where the peers' addresses come from.
+/// The source of the peers' addresses.
 #[derive(Debug)]
 pub(crate) enum Directory {
-    /// Keys `NAME/mesh/RANK` of the group's store; they come as the ranks join.
+    /// Keys `NAME/mesh/RANK` of the group's store, which ranks set when they join.
     Store,
     /// All known from the start.
     Known(Vec<Address>),
@@ -57,7 +57,7 @@ impl Current {
         self.timeout.saturating_sub(self.start.elapsed())
     }
 
-    /// Asks a rank that this one waits for what it does.
+    /// The query for the state of an awaited rank.
     pub(super) fn question(&self) -> Header {
         let (signature, sequence) = (self.signature, self.sequence);
         Header { kind: Kind::Query, signature, sequence, tag: 0, len: 0 }
@@ -70,7 +70,7 @@ pub(crate) struct Engine {
     pub rank: u32,
     pub size: u32,
     pub(super) directory: Directory,
-    /// Where a rank that gave up leaves its reason, for those it has no connection with.
+    /// Where a rank that gave up stores its reason for ranks without a connection to it.
     pub(super) board: Arc<dyn Store>,
     listener: Option<Listener>,
     /// False while the listeners rest.
@@ -85,7 +85,7 @@ pub(crate) struct Engine {
     /// The connections, by epoll key; `None` once closed.
     pub(super) conns: Vec<Option<Conn>>,
     scratch: Vec<u8>,
-    /// Messages of send and receive, as they came.
+    /// Messages of send and receive, in the order of arrival.
     pub messages: VecDeque<Message>,
     pub current: Option<Current>,
     /// Ranks that the operation waits for now.
@@ -221,7 +221,7 @@ impl Engine {
         }
     }
 
-    /// A failed send: the peer is gone, but what it sent before may still be read.
+    /// A failed send: the peer has closed, but frames that it sent before may still be read.
     fn send_failed(&mut self, index: usize, error: Errno) {
         self.read(index);
         self.close(index, &format!("sending to it: {error}"));
@@ -349,8 +349,8 @@ impl Engine {
         }
     }
 
-    /// Reads the hello of a stranger. Nothing that stands behind a hello is read before the hello
-    /// is found to be right.
+    /// Reads the hello of a stranger. Bytes behind a hello are read only after the hello has been
+    /// checked.
     fn greet(&mut self, id: u64) {
         let check = HelloCheck {
             name: &self.name,
@@ -377,7 +377,7 @@ impl Engine {
         self.read(index);
     }
 
-    /// Closes a stranger, unless its hello came in the meantime.
+    /// Closes a stranger, unless its hello has arrived in the meantime.
     fn look_last(&mut self, id: u64) {
         self.greet(id);
         self.strangers.close(id);
@@ -388,7 +388,7 @@ impl Engine {
         let mut frames = Vec::new();
         let waited = conn.blocked();
         let outcome = conn.read(&mut self.scratch, &mut frames);
-        // The answer to a challenge lets go what waited for it.
+        // The answer to a challenge releases the frames that waited for it.
         if !waited && conn.blocked() {
             self.watch(index, EventFlags::IN | EventFlags::OUT);
         }
@@ -418,8 +418,7 @@ impl Engine {
                 self.close(index, &reason);
             }
         }
-        // Only now: an answer that fails ends the connection, and a goodbye may have stood behind
-        // the question.
+        // Answer last: a failed answer closes the connection, and a goodbye may follow the query.
         if let Some(peer) = asking {
             self.answer(peer);
         }
@@ -475,7 +474,7 @@ impl Engine {
         }
         let state = &self.peers[peer as usize];
         if state.health == Health::Alive && state.conns.is_empty() {
-            // It may have gone with this connection still in its queue.
+            // The peer may have left with this connection still in its accept queue.
             let dead = || Health::Dead(reason.to_owned());
             let health = if conn.heard() { dead() } else { self.last_words(peer, reason) };
             self.peers[peer as usize].health = health;
@@ -510,7 +509,7 @@ impl Engine {
                 peer.health = Health::GaveUp(reason.clone());
                 self.aborted.get_or_insert((from, header.sequence, reason));
             }
-            // It speaks of a connection, not of the rank: `read` takes it.
+            // A goodbye concerns one connection: `read` handles it.
             Kind::Goodbye => {}
         }
     }
@@ -518,13 +517,13 @@ impl Engine {
     /// Sends a last frame to everyone connected, gives the kernel a moment to take it, and closes
     /// all sockets.
     pub(crate) fn close_all(&mut self, kind: Kind, text: &str) {
-        // Peers that connected meanwhile want to know as well.
+        // Accept peers that connected meanwhile, so that the frame reaches them as well.
         let _ = self.progress(Duration::ZERO);
-        // One of send and receive, or between operations, counts at once.
+        // An end during send and receive, or between operations, applies at once.
         let collective = self.current.as_ref().filter(|current| current.signature.operation.is_collective());
         let sequence = collective.map_or(0, |current| current.sequence);
         let header = Header { sequence, ..Header::control(kind, 0, text.len()) };
-        // On every connection: which of two is seen to end first is open.
+        // On every connection, because a peer may read the end of either of two first.
         for index in 0..self.conns.len() {
             self.send_on(index, &header, text.as_bytes());
         }
@@ -545,9 +544,9 @@ impl Engine {
         }
     }
 
-    /// Gives the group up, telling everyone connected.
+    /// Aborts the group and sends the reason on all connections.
     pub(crate) fn abort(&mut self, reason: &str) {
-        // A rank that comes later finds no socket, but this. Without a store it sees a dead rank.
+        // A rank that connects later reads this key. Without a store it finds a dead rank.
         let _ = self.board.set(&self.gone_key(self.rank), reason.as_bytes());
         self.close_all(Kind::Abort, reason);
     }
@@ -557,7 +556,7 @@ impl Engine {
         // First, so that a rank that finds no socket finds no address either, and concludes that
         // this rank left.
         if let Directory::Store = &self.directory {
-            // The store may be gone already; then there is nothing to clean.
+            // The store may have ended already; then nothing is left to clean.
             let _ = self.board.delete(&address_key(&self.name, self.rank));
         }
         self.close_all(Kind::Goodbye, "");

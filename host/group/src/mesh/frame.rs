@@ -9,7 +9,7 @@ pub(crate) const HEADER: usize = 48;
 /// Largest payload; a longer one means that the stream is garbage.
 pub(crate) const MAX_PAYLOAD: u64 = 1 << 36;
 const MAGIC: u32 = u32::from_le_bytes(*b"EPXG");
-/// Root of an operation that has none; count of one whose sizes may differ between ranks.
+/// Root of an operation without one; count of an operation whose sizes may differ between ranks.
 const NONE_ROOT: u32 = u32::MAX;
 const NONE_COUNT: u64 = u64::MAX;
 
@@ -28,7 +28,7 @@ pub(crate) enum Kind {
     Query = 4,
     /// The ranks this one waits for in vain, as little-endian `u32`s.
     Status = 5,
-    /// The group is given up; the payload is the reason.
+    /// The group is aborted; the payload is the reason.
     Abort = 6,
     /// The sender leaves in order.
     Goodbye = 7,

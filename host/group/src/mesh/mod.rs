@@ -1,4 +1,4 @@
-//! Sockets from every rank to every rank that it talks to, and the waiting on them.
+//! Sockets between ranks that exchange messages, and waits on them.
 //!
 //! The mesh has no thread: the caller of an operation of the group drives all its sockets while it
 //! waits. So a peer's bytes are always taken, and two ranks that send to each other never block

@@ -9,9 +9,9 @@ use super::frame::{Header, Signature};
 /// How a peer is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Health {
-    /// It lives, as far as is known.
+    /// Nothing shows that it has ended.
     Alive,
-    /// It said goodbye.
+    /// It sent a goodbye.
     Left,
     /// It gave the group up, with this reason.
     GaveUp(String),
@@ -28,12 +28,12 @@ pub(crate) struct Peer {
     pub conns: Vec<usize>,
     /// The one that this side sends on, always the same, so that frames keep their order.
     pub send_on: Option<usize>,
-    /// Steps of collectives that came and have not been taken.
+    /// Received steps of collectives that have not been taken.
     pub inbox: VecDeque<(Header, Vec<u8>)>,
     pub health: Health,
-    /// It said goodbye on some connection.
+    /// It sent a goodbye on some connection.
     pub farewell: bool,
-    /// The newest operation it was seen in.
+    /// The newest operation that a frame of the rank named.
     pub seen: Option<(u64, Signature)>,
     /// When it last reported that it waits, and for which ranks.
     pub status: Option<(Instant, Vec<u32>)>,
@@ -53,7 +53,7 @@ impl Peer {
         }
     }
 
-    /// When its last frame came, for error texts.
+    /// When its last frame arrived, for error texts.
     pub(crate) fn last_seen(&self) -> String {
         match &self.seen {
             Some((sequence, signature)) => format!("last seen in {} #{sequence}", signature.operation.name()),

@@ -8,11 +8,11 @@ use super::peers::Health;
 use crate::call::Message;
 use crate::error::{Error, Result};
 
-/// How often a rank that has not joined is looked for.
+/// How often the store is polled for a rank that has not joined.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 impl Engine {
-    /// Fails when the group was given up, here or by a peer, or when a mismatch was seen.
+    /// Fails when the group was aborted, here or by a peer, or when a mismatch was found.
     pub(crate) fn check_given_up(&self) -> Result<()> {
         if let Some(reason) = self.wake.reason() {
             return Err(self.error(Vec::new(), format!("the group was given up: {reason}")));
@@ -20,7 +20,7 @@ impl Engine {
         if let Some(mismatch) = &self.mismatch {
             return Err(mismatch.clone());
         }
-        // Where it is of an operation after this one, it does not keep this one from ending.
+        // An abort in a later operation does not end this one.
         let collective = self.current.as_ref().filter(|current| current.signature.operation.is_collective());
         let now = collective.map_or(u64::MAX, |current| current.sequence);
         if let Some((peer, sequence, reason)) = &self.aborted
@@ -32,7 +32,7 @@ impl Engine {
     }
 
     /// One step of the current collective: sends each payload to its rank and takes one payload
-    /// from each of `from`. The same rank may stand several times on both sides.
+    /// from each of `from`. The same rank may appear several times in both lists.
     pub(crate) fn exchange(&mut self, sends: &[(u32, &[u8])], from: &[u32]) -> Result<Vec<Vec<u8>>> {
         let Some(current) = self.current.clone() else {
             return Err(self.error(Vec::new(), "no operation is under way"));
@@ -131,7 +131,7 @@ impl Engine {
             if let Some(reason) = self.wake.reason() {
                 return Err(self.error(Vec::new(), format!("the group was given up: {reason}")));
             }
-            // Received data counts, even if its sender gave up since.
+            // Received data is used, even if its sender has given up since.
             if done(self)? {
                 return Ok(());
             }
@@ -151,14 +151,14 @@ impl Engine {
         }
     }
 
-    /// How often the ranks waited for are asked how they are.
+    /// How often awaited ranks are queried for their state.
     fn beat(&self) -> Duration {
         let timeout = self.current.as_ref().map_or(Duration::ZERO, |current| current.timeout);
         (timeout / 10).clamp(Duration::from_millis(20), Duration::from_millis(250))
     }
 
     /// Queries the awaited ranks for their state. Connects to ranks without a connection, which
-    /// shows whether they live.
+    /// shows whether their processes run.
     pub(super) fn ask(&mut self) -> Result<()> {
         let Some(current) = self.current.clone() else { return Ok(()) };
         let query = current.question();
@@ -173,8 +173,8 @@ impl Engine {
     }
 
     /// The ranks at the root of this rank's wait: those it waits for, or those that they wait for.
-    /// The age of an answer is taken when this rank last polled its sockets: answers are not read
-    /// while the machine does not run its thread.
+    /// An answer's age counts up to this rank's last poll of its sockets: while its thread is not
+    /// scheduled, it reads no answers.
     pub(crate) fn culprits(&self) -> Vec<u32> {
         let (fresh, looked) = (self.beat() * 3, self.looked.unwrap_or_else(Instant::now));
         let mut ranks = Vec::new();
@@ -244,9 +244,9 @@ impl Engine {
 }
 
 impl Engine {
-    /// The ranks that are not there: looks for up to `wait`, or until the group is given up, and
-    /// connects to those that this rank has no connection with. A connection shows whether a
-    /// process lives, regardless of its work.
+    /// The missing ranks: polls for up to `wait`, or until the group is aborted, and connects to
+    /// ranks without a connection. A connection shows whether a process lives, regardless of its
+    /// work.
     pub(crate) fn missing(&mut self, wait: Duration) -> Result<Vec<u32>> {
         let start = Instant::now();
         loop {
@@ -271,7 +271,7 @@ impl Engine {
             let state = &self.peers[*peer as usize];
             match state.health {
                 Health::Alive => *peer != self.rank && state.conns.is_empty(),
-                // It sent a reason, so it lives.
+                // It sent a reason, so its process runs.
                 Health::GaveUp(_) => false,
                 Health::Left | Health::Dead(_) | Health::Stranger(_) => true,
             }
@@ -284,7 +284,7 @@ impl Engine {
         let dead =
             |peer: &u32| matches!(self.peers[*peer as usize].health, Health::Dead(_) | Health::Stranger(_));
         let mut ranks: Vec<u32> = (0..self.size).filter(dead).collect();
-        // A rank that gave the group up sent a reason, so it lives.
+        // A rank that gave the group up sent a reason, so its process runs.
         if let (Error::Group { peers, .. }, None) = (error, &self.aborted) {
             ranks.extend(peers);
         }

@@ -8,7 +8,7 @@ use rustix::event::EventfdFlags;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
-/// An event counter and the reason to give up, if there is one.
+/// An event counter and the reason of an abort, if any.
 #[derive(Debug)]
 pub(crate) struct Wake {
     pub event: OwnedFd,
@@ -22,7 +22,7 @@ impl Wake {
         Ok(Wake { event, reason: Mutex::default() })
     }
 
-    /// Ends the current wait, and has it look around.
+    /// Wakes the current wait, which then checks its conditions again.
     pub(crate) fn ring(&self) {
         // Fails only when the counter is full, and then the wait ends anyway.
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());

@@ -89,9 +89,9 @@ impl Member {
     /// Returns this process's place among the ranks of a job, from its environment; `None` if
     /// nothing there makes it a rank.
     ///
-    /// `RANK` goes before all others: a torchrun on each of several hosts may itself have been
-    /// started by mpirun or srun. Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables
-    /// count only in a step that srun started: a job's script has them, too, and is not a rank.
+    /// `RANK` takes precedence: a torchrun on each of several hosts may itself have been started by
+    /// mpirun or srun. Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables count only
+    /// in a step that srun started: a job's script has them, too, and is not a rank.
     pub fn detect() -> Result<Option<Member>> {
         Member::from_variables(&env::environment)
     }

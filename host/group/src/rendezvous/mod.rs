@@ -57,7 +57,7 @@ pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
 
 /// A rank with an identity and a connection to the store, from which process groups are made.
 ///
-/// With an address in the program's own words in place of the environment; here two ranks meet in a
+/// With an address from the program in place of the environment; here two ranks meet in a
 /// directory, as processes do:
 ///
 /// ```
@@ -95,10 +95,10 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// Meets where the environment says (`env://`).
+    /// Joins at the place that the environment names (`env://`).
     ///
-    /// The launcher's variables give this rank's number: see [`Member::detect`]. Where the ranks
-    /// meet, the first of these tells:
+    /// The launcher's variables give this rank's number: see [`Member::detect`]. The first of these
+    /// names the place where the ranks meet:
     /// - `EPOXIDE_STORE`, a `file://` directory or the `tcp://` address of a server that runs
     ///   already;
     /// - `MASTER_ADDR` and `MASTER_PORT`: rank 0 serves the store there; with
@@ -108,7 +108,7 @@ impl Rendezvous {
     ///   the job's number.
     ///
     /// If the environment has a job's secret ([`JobSecret::from_env`]), a store that a rank serves
-    /// and the groups admit only processes that know it. torchrun's own store is PyTorch's, which
+    /// and the groups admit only processes that prove it. torchrun's own store is PyTorch's, which
     /// supports no secret.
     ///
     /// Waits up to `timeout` for the store.
@@ -118,7 +118,7 @@ impl Rendezvous {
 
     /// Meets at an address: `env://` (see [`Rendezvous::from_env`]),
     /// `tcp://host:port?rank=R&world_size=N`, where rank 0 is the server, or
-    /// `file:///directory?rank=R&world_size=N`. Without rank and size the environment has them.
+    /// `file:///directory?rank=R&world_size=N`. Rank and size default to those of the environment.
     pub fn at(address: &str, timeout: Duration) -> Result<Rendezvous> {
         Rendezvous::at_with(address, timeout, JobSecret::from_env()?, ConnectionLimits::default())
     }
@@ -190,7 +190,7 @@ fn open(
     let of_run = || TcpStoreOptions { run, ..options.clone() };
     let store = match site {
         Site::Directory(path) => return Ok(Arc::new(FileStore::new(path)?)),
-        // PyTorch's, which knows no secret. The groups over it still demand one.
+        // PyTorch's, which supports no secret. The groups over it still require one.
         Site::Agent { host, port } => TcpStore::connect_with(host, *port, &TcpStoreOptions::new(timeout))?,
         Site::Rank0 { host, port } if member.rank == 0 => TcpStore::host_at(host, *port, &of_run())?,
         Site::Rank0 { host, port } => TcpStore::connect_with(host, *port, &of_run())?,
@@ -201,7 +201,7 @@ fn open(
     Ok(Arc::new(PrefixStore::new(start, Arc::new(store))))
 }
 
-/// The first to come writes down how many ranks there are; the others compare.
+/// The first rank stores the number of ranks; the others compare.
 fn agree_on_size(store: &dyn Store, member: &Member) -> Result<()> {
     let ours = member.size.to_string();
     let theirs = store.compare_set(SIZE_KEY, b"", ours.as_bytes())?;

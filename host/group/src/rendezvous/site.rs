@@ -42,7 +42,7 @@ pub(super) enum Site {
 }
 
 impl Site {
-    /// Where the environment says.
+    /// The place that the environment names.
     pub(super) fn from_variables(member: &Member, variable: Lookup<'_>) -> Result<Site> {
         if let Some(address) = variable(STORE) {
             return store_address(&address);
@@ -64,7 +64,7 @@ impl Site {
         }
     }
 
-    /// Where a launcher that sets none of PyTorch's variables says.
+    /// The place that the variables of a launcher name that sets none of PyTorch's.
     fn of_launcher(member: &Member, variable: Lookup<'_>) -> Result<Site> {
         match member.launcher {
             Launcher::OpenMpi => {

@@ -1,4 +1,4 @@
-//! The identity of a group before it exists, as users of NCCL know it.
+//! The identity of a group before it exists, as in NCCL.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -35,9 +35,9 @@ static SERVERS: LazyLock<Mutex<HashMap<[u8; UniqueId::BYTES], TcpStore>>> = Lazy
 /// The identity of a group for its ranks: 128 bytes, as NCCL's `ncclUniqueId` has.
 ///
 /// One process makes it; the caller brings its bytes to all ranks, which join with
-/// [`UniqueId::group`]. It is good for one group. It has the address and the port of a store that
-/// the process serves, and a secret that all connections of the group prove: share it like a
-/// password. The environment's secret and addresses play no part, but for [`SOCKET_IFNAME`].
+/// [`UniqueId::group`]. The id is good for one group. It holds the address and the port of a store
+/// that the process serves, and a secret that all connections of the group prove: share it like a
+/// password. The environment's secret and addresses are ignored, except [`SOCKET_IFNAME`].
 ///
 /// [`SOCKET_IFNAME`]: crate::SOCKET_IFNAME
 ///

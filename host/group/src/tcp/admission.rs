@@ -23,10 +23,10 @@ const REFUSED: u32 = 1 << 31;
 /// Longest reason that a client takes.
 const MAX_REASON: u32 = 1024;
 
-/// The claims on which both sides agree: the run, if it has a name, and where the server takes the
-/// connection. An address that means another host elsewhere has its host named. A process that
-/// listens at another address and forwards what it gets is thereby found out before the client has
-/// proved or asked anything.
+/// The claims on which both sides agree: the run, if it has a name, and the address at which the
+/// server accepts. A loopback address, which means another host elsewhere, includes its host. A
+/// process that forwards from another address therefore fails the challenge before the client sends
+/// a proof or a request.
 pub(super) fn claims(run: &str, served: SocketAddr) -> Vec<u8> {
     // An IPv4 client of an IPv6 socket has called an IPv4 address.
     let ip = served.ip().to_canonical();
@@ -49,12 +49,12 @@ pub(super) struct Terms {
     pub run: String,
 }
 
-/// Goes on with what comes before the first request. True once requests may come, which are left in
+/// Continues the challenge before the first request. True once requests may follow, which stay in
 /// the socket.
 ///
 /// # Errors
 /// Admits the stranger or returns the reason for its rejection. The stranger got the reason too, if
-/// it can act on it.
+/// it can use it.
 pub(super) fn admit(stranger: &mut Stranger, terms: &Terms) -> Result<bool, String> {
     loop {
         match (&stranger.challenge, &terms.secret) {
@@ -107,18 +107,18 @@ fn answer(length: u32, bytes: &[u8]) -> Vec<u8> {
     [&MARK, length.to_le_bytes().as_slice(), bytes].concat()
 }
 
-/// Tells a stranger why it is not let in.
+/// Sends a stranger the reason of its rejection.
 fn refuse(stranger: &Stranger, reason: &'static str) -> String {
     // It is closed in any case.
     let _ = stranger.send(&answer(REFUSED | reason.len() as u32, reason.as_bytes()));
     reason.to_owned()
 }
 
-/// The meaning of the length of a server's answer.
+/// The meaning of the length word of a server's answer.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Answer {
     Reply,
-    /// So many bytes of text.
+    /// Text of this many bytes.
     Reason(usize),
 }
 

@@ -18,9 +18,9 @@ use crate::secret;
 use crate::store::{Store, get_timed_out, store_error, wait_timed_out};
 use crate::{ConnectionLimits, JobSecret};
 
-/// How often the host looks whether all have joined.
+/// How often the host polls for the last ranks to join.
 const JOIN_POLL: Duration = Duration::from_millis(10);
-/// How often a client asks again for a key of which it lacks the value, or the queue's entry.
+/// How often a client polls for a missing value or queue entry.
 const QUEUE_POLL: Duration = Duration::from_millis(1);
 
 /// A [`Store`] on a server over TCP: [`TcpStoreServer`], or PyTorch's `TCPStore`.
@@ -57,12 +57,12 @@ impl Drop for Host {
 /// How to open a [`TcpStore`].
 #[derive(Debug, Clone)]
 pub struct TcpStoreOptions {
-    /// How long to try to connect, as the server may start later; it stays the time that the server
-    /// may take to answer.
+    /// How long to try to connect, as the server may start later; also the time that the server may
+    /// take to answer.
     pub timeout: Duration,
-    /// The job's secret. Server and client prove that they know it before anything else, so that a
-    /// host admits none of PyTorch's clients. Without one any server will do, PyTorch's among them,
-    /// and any process that reaches a host's port can read and write all keys.
+    /// The job's secret. Server and client prove it before anything else, so a host admits none of
+    /// PyTorch's clients. Without a secret any server is accepted, also PyTorch's, and any process
+    /// that reaches a host's port can read and write all keys.
     pub secret: Option<JobSecret>,
     /// The name of the run: where there is a secret, server and clients must have the same.
     pub run: String,
@@ -109,8 +109,8 @@ impl TcpStore {
     /// Connects to the server at `host` and `port`.
     ///
     /// # Errors
-    /// Where no server answers in time; at once where only one of the two has a secret, or they
-    /// have different ones.
+    /// Where no server answers in time; at once where only one side has a secret, or the secrets
+    /// differ.
     pub fn connect_with(host: &str, port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
         TcpStore::new(options.address(host, port), options.timeout, None)
     }
@@ -138,7 +138,7 @@ impl TcpStore {
         TcpStore::serve(vec![listener], options)
     }
 
-    /// Like [`TcpStore::host_with`] for clients that are told `host`: a loopback address is
+    /// Like [`TcpStore::host_with`] for clients that connect to `host`: a loopback address is
     /// listened at alone.
     pub(crate) fn host_at(host: &str, port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
         TcpStore::serve(listen_for(host, port)?, options)
@@ -194,8 +194,8 @@ impl TcpStore {
         self.address.port
     }
 
-    /// Counts this client as arrived, as PyTorch's clients that know the world size do. Returns how
-    /// many have.
+    /// Counts this client as arrived, as PyTorch's clients with a world size do. Returns the number
+    /// of arrived clients.
     pub fn join(&self) -> Result<u64> {
         let joined = self.call("join", INIT_KEY, self.timeout, |connection, deadline| {
             let message = Message::query(Query::Add).string(INIT_KEY.as_bytes()).number(1);
@@ -226,8 +226,8 @@ impl TcpStore {
         }
     }
 
-    /// The keys that have values, in no order. PyTorch 2.15's server knows this request; older ones
-    /// may not, and then close the connection.
+    /// The keys that have values, in no order. PyTorch 2.15's server supports this request; older
+    /// ones may close the connection instead.
     pub fn list_keys(&self) -> Result<Vec<String>> {
         self.call("list_keys", "", self.timeout, |connection, deadline| {
             connection.send(&Message::query(Query::ListKeys), deadline)?;
@@ -243,7 +243,7 @@ impl TcpStore {
     }
 
     /// Returns once `size` clients have called it with this `key`, which serves once. PyTorch
-    /// 2.15's server knows this request; older ones may not, and then close the connection.
+    /// 2.15's server supports this request; older ones may close the connection instead.
     pub fn barrier(&self, key: &str, size: u32, timeout: Duration) -> Result<()> {
         check_key("barrier", key)?;
         let message = Message::query(Query::Barrier).key(key).number(size.into());
@@ -279,7 +279,7 @@ impl TcpStore {
                 lock(&self.pool).push(connection);
                 Ok(value)
             }
-            // The connection is in the middle of something: it goes.
+            // The connection is in the middle of an exchange, so it is closed.
             Err(error) => Err(store_error(operation, key, self.explain(&error, timeout))),
         }
     }
@@ -326,8 +326,8 @@ impl TcpStore {
     /// The value of `key` if it has one.
     fn look(&self, operation: &'static str, key: &str) -> Result<Option<Vec<u8>>> {
         let (ready, value) = self.call(operation, key, self.timeout, |connection, deadline| {
-            // In one packet, which the server handles in one go: no other client can delete the key
-            // in between.
+            // In one packet, which the server handles in one step: no other client can delete the
+            // key in between.
             let message = Message::query(Query::Check).keys(&[key]).then(Query::Get).key(key);
             connection.send(&message, deadline)?;
             Ok((connection.check(deadline)?, connection.string(deadline)?))
@@ -358,7 +358,7 @@ impl Store for TcpStore {
             if let Some(value) = self.look("get", key)? {
                 return Ok(value);
             }
-            // A key that has a queue and no value is "there" at once; do not ask without a pause.
+            // A key with a queue and no value passes at once; do not poll without a pause.
             std::thread::sleep(pause.min(timeout.saturating_sub(start.elapsed())));
             let left = timeout.saturating_sub(start.elapsed());
             if left.is_zero() || !self.wait_for("get", &[key], left)? {
@@ -490,8 +490,7 @@ impl Store for TcpStore {
             if value.is_some() || start.elapsed() >= timeout {
                 return Ok(value);
             }
-            // A key that holds a value but has no queue is "there" at once; do not ask without a
-            // pause.
+            // A key with a value and no queue passes at once; do not poll without a pause.
             std::thread::sleep(QUEUE_POLL.min(timeout.saturating_sub(start.elapsed())));
         }
     }

@@ -1,4 +1,4 @@
-//! One connection of a client: finding the server, and what goes over the wire.
+//! One connection of a client: the search for the server, and the exchange of messages.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
@@ -24,17 +24,17 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// Time without success after which a warning gives the reason.
 const WARN: Duration = Duration::from_secs(5);
 
-/// How often a server may close the connection when it is asked to show that it knows the secret.
-/// It may have ended just then, or be turning connections away; PyTorch's does it every time.
+/// How often a server may close the connection during the challenge. A server may have just ended,
+/// or reject connections for now; PyTorch's closes every time.
 const CLOSED: u32 = 8;
 
-/// Bytes of an answer read at a time: memory is taken as they come, not as the answer's length
-/// says.
+/// Bytes of an answer read at a time: memory is allocated as they arrive, not by the length in the
+/// answer.
 const CHUNK_BYTES: usize = 1024 * 1024;
 /// Bytes of records read at a time.
 const RECORD_BYTES: usize = 32 * 1024;
 
-/// Where a server is, and what it has to know.
+/// The address of a server, and what it must prove.
 #[derive(Debug, Clone)]
 pub(super) struct Address {
     pub host: String,
@@ -86,8 +86,8 @@ impl Signed {
 }
 
 impl Connection {
-    /// Connects and has the server answer once. Tries again, as the server may not be there yet,
-    /// until `deadline`.
+    /// Connects and waits for a first answer. Retries until `deadline`, as the server may start
+    /// later.
     pub fn open(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
         Connection::open_unless(address, deadline, timeout, |_| false)
     }
@@ -108,7 +108,7 @@ impl Connection {
         loop {
             match Connection::attempt(address, deadline) {
                 Ok(connection) => return Ok(connection),
-                // The last attempt may have had no time left; the one before says more.
+                // The last attempt may have had no time left; the error before explains more.
                 Err(error) if error.kind() == ErrorKind::TimedOut && cause.is_some() => {}
                 Err(error) => cause = Some(error),
             }
@@ -170,7 +170,7 @@ impl Connection {
         let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
         let deadline = deadline.min(epoxide_base::deadline(CONNECT));
         if terms.secret.is_some() {
-            // Not what was asked for: 0.0.0.0 means a loopback address.
+            // The actual peer, not the requested address: 0.0.0.0 means a loopback address.
             let served = connection.stream.peer_addr()?;
             connection.challenge(terms, served, deadline)?;
         }
@@ -179,7 +179,7 @@ impl Connection {
         Ok(connection)
     }
 
-    /// Has the server at `served` show that it knows the secret, and shows it the same.
+    /// Runs the challenge with the server at `served`: both sides prove the secret.
     fn challenge(&mut self, terms: &Terms, served: SocketAddr, deadline: Instant) -> io::Result<()> {
         let Some(secret) = &terms.secret else { return Ok(()) };
         let initiator = Initiator::new(secret, Purpose::Store, claims(&terms.run, served))
@@ -216,8 +216,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes the length of an answer that begins with the mark, and the reason where it is a
-    /// refusal.
+    /// Reads the length of an answer that begins with the mark, and the reason if it is a
+    /// rejection.
     fn refusal(&mut self, deadline: Instant) -> io::Result<Option<String>> {
         let length = u32::from_le_bytes(self.word(deadline)?);
         match Answer::of(length) {
@@ -264,7 +264,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Fills `buffer`. Bytes that came before an error are in it.
+    /// Fills `buffer`. After an error it has the bytes read before.
     fn receive(&mut self, buffer: &mut [u8], deadline: Instant) -> io::Result<()> {
         let mut filled = 0;
         while filled < buffer.len() {
@@ -290,7 +290,7 @@ impl Connection {
         signed.receive.open(&chunk[..length], &mut signed.plain).map_err(|Violation(reason)| broken(reason))
     }
 
-    /// Reads once, and again where a signal came first.
+    /// Reads once, and again after a signal.
     fn read(
         &mut self,
         deadline: Instant,
@@ -389,8 +389,8 @@ impl Connection {
     }
 }
 
-/// The addresses of a host. The system may take long for a name, and knows no deadline: a thread
-/// that is still at it then is left behind.
+/// The addresses of a host. The system's resolver may take long and has no deadline: a thread that
+/// still runs then is leaked.
 fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(vec![(ip, port).into()]);
@@ -399,7 +399,7 @@ fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAdd
     let name = host.to_owned();
     let resolve = move || {
         let addresses = (name.as_str(), port).to_socket_addrs().map(Iterator::collect);
-        // The caller has given up where it took too long.
+        // Fails if the caller has stopped waiting.
         let _ = found.send(addresses);
     };
     std::thread::Builder::new().name("epoxide-resolve".to_owned()).spawn(resolve)?;

@@ -35,10 +35,10 @@ pub(super) fn listen_all(port: u16) -> Result<TcpListener> {
     }
 }
 
-/// Listens where clients come that were given `host`. An address is listened on alone. A name for
-/// loopback means both loopback addresses, because clients may try either first. Any other name may
-/// mean one address here and another elsewhere, and an address may be translated by a network. Then
-/// it listens at all addresses of this host.
+/// Listens where clients of `host` connect. An address is listened on alone. A name for loopback
+/// means both loopback addresses, because clients may try either first. Any other name may mean one
+/// address here and another elsewhere, and an address may be translated by a network. For such
+/// names the server listens at all addresses of this host.
 pub(super) fn listen_for(host: &str, port: u16) -> Result<Vec<TcpListener>> {
     if host.eq_ignore_ascii_case("localhost") {
         return listen_loopback(port);

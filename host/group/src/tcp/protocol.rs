@@ -6,11 +6,11 @@
 //! that a wait is answered once it is over. The first request of a connection is `VALIDATE`. Client
 //! keys begin with `/`; only the counter of arrivals, [`INIT_KEY`], does not.
 
-/// The port that PyTorch's store listens on unless told otherwise.
+/// The default port of PyTorch's store.
 pub const DEFAULT_PORT: u16 = 29500;
 /// The payload of a `VALIDATE` request.
 pub(super) const MAGIC: u32 = 0x3C85_F7CE;
-/// Comes before each key of a client.
+/// Precedes each key of a client.
 pub(super) const KEY_PREFIX: &str = "/";
 /// The counter of clients that have joined; it has no prefix.
 pub(super) const INIT_KEY: &str = "init/";
@@ -24,11 +24,11 @@ pub(super) const MAX_VALUE_BYTES: u64 = 8 * 1024 * 1024;
 /// other run out of memory.
 pub(super) const MAX_MESSAGE_BYTES: usize = 256 * 1024 * 1024;
 
-/// Answer of `CHECK`: all keys are there.
+/// Answer of `CHECK`: all keys exist.
 pub(super) const READY: u8 = 0;
 /// Answer of `CHECK`: a key is missing.
 pub(super) const NOT_READY: u8 = 1;
-/// Answer of `WAIT` and `BARRIER`: all have come.
+/// Answer of `WAIT` and `BARRIER`: all keys or clients have arrived.
 pub(super) const STOP_WAITING: u8 = 0;
 /// Answer of `CANCEL_WAIT`.
 pub(super) const WAIT_CANCELED: u8 = 1;
@@ -88,7 +88,7 @@ impl Query {
             .ok_or_else(|| Violation(format!("{byte} is not a request")))
     }
 
-    /// The request's fields, and those that repeat as often as its count says.
+    /// The request's fields, and the fields that repeat as often as its count specifies.
     fn layout(self) -> (&'static [Field], &'static [Field]) {
         use Field::{Count, Key, Number, Value, Word};
         match self {
@@ -120,15 +120,15 @@ enum Field {
 #[derive(Debug)]
 pub(super) struct Violation(pub(super) String);
 
-/// Finds the end of the request that begins at the start of a buffer, which may still grow.
-/// Remembers how far it got, so that each byte is looked at once, however slowly they come.
+/// Finds the end of the request that begins at the start of a buffer, which may still grow. Keeps
+/// its position, so that each byte is parsed once, however slowly bytes arrive.
 #[derive(Debug, Default)]
 pub(super) struct Framer {
     /// Where the next field begins; 0 before the first byte.
     position: usize,
     head: &'static [Field],
     entry: &'static [Field],
-    /// Fields seen.
+    /// Fields found.
     fields: u64,
     /// Entries to come after the head.
     entries: u64,
@@ -181,7 +181,7 @@ impl Framer {
     }
 }
 
-/// Bytes of the field that `rest` begins with; `None` when that cannot be told yet.
+/// Bytes of the field that `rest` begins with; `None` if more bytes are needed.
 fn field_length(field: Field, rest: &[u8]) -> Result<Option<usize>, Violation> {
     let (most, what) = match field {
         Field::Word => return Ok(Some(4)),

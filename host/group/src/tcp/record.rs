@@ -1,8 +1,8 @@
 //! Signed records: the traffic of a connection behind the challenge, if the job has a secret.
 //!
 //! A record is a length of 4 bytes, as many bytes of PyTorch's protocol (1 to [`MOST`]), and their
-//! signature. Requests and answers are split into records as it comes; nothing of a record is used
-//! before its signature has been checked.
+//! signature. Requests and answers are split into records at any byte; a record is used only after
+//! its signature has been checked.
 
 use super::protocol::Violation;
 use crate::secret::{Signer, TAG};
@@ -21,11 +21,11 @@ pub(super) fn seal(signer: &mut Signer, bytes: &[u8], records: &mut Vec<u8>) {
     }
 }
 
-/// Takes records as their bytes come.
+/// Parses records as their bytes arrive.
 #[derive(Debug)]
 pub(super) struct Opener {
     signer: Signer,
-    /// Bytes of the record that has not come in full.
+    /// Bytes of the incomplete record.
     partial: Vec<u8>,
 }
 
@@ -60,7 +60,7 @@ impl Opener {
         self.partial.capacity()
     }
 
-    /// How long the partial record has to become before it can be looked at.
+    /// The length that the partial record needs for its next step.
     fn wanted(&self) -> Result<usize, Violation> {
         let Some(length) = self.partial.first_chunk().map(|length| u32::from_le_bytes(*length)) else {
             return Ok(LENGTH);
@@ -142,10 +142,10 @@ mod tests {
             let outcome = opener.open(&records, &mut plain);
             let kept: &[u8] = if at < first { b"" } else { b"first" };
             assert_eq!(plain, kept, "byte {at}");
-            // A longer record is one that has not come in full.
+            // A longer record is incomplete.
             assert!(outcome.is_err() || at == 0 || at == first || opener.partial.len() > 4, "byte {at}");
         }
-        // One of another connection, and one that is left out.
+        // A record of another connection, and a missing record.
         let (mut ours, theirs) = Keys::pair();
         let records = records(&mut ours);
         let (_, others) = Keys::pair();

@@ -58,7 +58,7 @@ fn requests_behind_a_challenge_that_was_forwarded_change_nothing() {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, store.port()));
     let hello = Message::query(Query::Validate).word(MAGIC).0;
     let set = |key| Message::query(Query::Set).key(key).string(b"v").0;
-    // PyTorch's client would go on like this, or a process that has taken the connection over.
+    // PyTorch's client would continue like this, or a process that has taken the connection over.
     let (mut socket, _) = proven(address, "").unwrap();
     let _ = socket.write_all(&[&*hello, &set("plain")].concat());
     assert!(is_closed(socket));
@@ -106,7 +106,7 @@ fn large_requests_and_answers_travel_in_records() {
     assert_eq!(client.multi_get(&["a", "b", "c"], PATIENCE).unwrap(), vec![value; 3]);
 }
 
-/// Answers that are not the server's are no answers.
+/// Forged answers are rejected.
 #[test]
 fn a_client_believes_no_answer_that_the_server_has_not_signed() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();

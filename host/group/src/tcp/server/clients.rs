@@ -42,7 +42,7 @@ impl Clients {
         Some(connection)
     }
 
-    /// Does what a request asks for. Those that wait are answered later.
+    /// Carries out a request. Requests that wait are answered later.
     pub(super) fn answer(&mut self, id: u64, request: Request<'_>) -> Result<(), Violation> {
         let message = Message::default();
         let answer = match request {
@@ -162,8 +162,7 @@ impl Clients {
         Ok(())
     }
 
-    /// Refuses what would make the store larger than it may be. The protocol has no answer for
-    /// that.
+    /// Rejects a request that would exceed the store's limit. The protocol has no answer for that.
     fn make_room(&self, needed: usize) -> Result<(), Violation> {
         let (held, most) = (self.board.bytes(), self.store_bytes);
         if needed > 0 && held + needed > most {
@@ -231,7 +230,7 @@ impl Clients {
         Ok(())
     }
 
-    /// Wakes the next one for a queue whose entry a woken client was to take, and has not.
+    /// Wakes the next client of a queue if a woken client did not take its entry.
     fn pass_on(&mut self, queue: Option<Vec<u8>>) {
         if let Some(key) = queue.filter(|key| self.board.queue_len(key) > 0) {
             self.wake(&key, true);

@@ -22,13 +22,13 @@ pub(super) struct End {
     pub(super) closed: bool,
     /// The client sends nothing more.
     pub(super) ended: bool,
-    /// Requests are left that have come in full.
+    /// Complete requests are left.
     pub(super) busy: bool,
-    /// The queue it was woken for, and has not looked at yet.
+    /// The queue that it was woken for and has not read yet.
     pub(super) woken_for: Option<Vec<u8>>,
     /// Bytes that it was last found to hold.
     pub(super) counted: usize,
-    /// Where the job has a secret: checks what comes.
+    /// Where the job has a secret: checks received records.
     opener: Option<Opener>,
     input: Input,
     output: Output,
@@ -42,8 +42,8 @@ pub(super) struct Input {
     framer: Framer,
 }
 
-/// Bytes to send; those before `sent` are gone. Behind them the rest, of which the next slice is
-/// made when these are gone.
+/// Bytes to send; bytes before `sent` have been sent. `rest` follows; its next slice is encoded
+/// once `bytes` are sent.
 #[derive(Debug, Default)]
 struct Output {
     bytes: Vec<u8>,
@@ -53,7 +53,7 @@ struct Output {
     ready: usize,
     /// Where the job has a secret: signs what is sent.
     signer: Option<Signer>,
-    /// Signed; those before `signed_sent` are gone.
+    /// Signed bytes; bytes before `signed_sent` have been sent.
     signed: Vec<u8>,
     signed_sent: usize,
 }
@@ -83,7 +83,7 @@ impl End {
         }
     }
 
-    /// True when its next request may be looked at.
+    /// True when its next request may be read.
     pub(super) fn takes_requests(&self) -> bool {
         !self.closed && self.output.rest.is_empty() && self.output.unsent() <= MAX_UNREAD_BYTES
     }
@@ -98,7 +98,7 @@ impl End {
         self.output.unsent() > 0 || !self.output.rest.is_empty() || self.output.unsent_records() > 0
     }
 
-    /// Bytes that it holds. The values of answers under way are the store's.
+    /// Bytes held. The values of unsent answers count for the store.
     pub(super) fn bytes(&self) -> usize {
         let rest = self.output.rest.capacity() * size_of::<Piece>();
         let woken_for = self.woken_for.as_ref().map_or(0, Vec::len);
@@ -106,7 +106,7 @@ impl End {
         self.input.bytes.capacity() + self.output.bytes.capacity() + records + rest + woken_for
     }
 
-    /// Takes a slice of what has come.
+    /// Reads a slice of the received bytes.
     pub(super) fn receive(&mut self) -> Result<(), Violation> {
         let mut chunk = [0; SLICE];
         match (self.socket.read(&mut chunk), &mut self.opener) {
@@ -182,7 +182,7 @@ impl Input {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// The next request, once it has come in full.
+    /// The next request, once it is complete.
     pub(super) fn next(&mut self) -> Result<Option<&[u8]>, Violation> {
         let rest = &self.bytes[self.taken..];
         let length = self.framer.advance(rest)?;
@@ -236,7 +236,7 @@ impl Output {
         Some((&self.signed[self.signed_sent..], &mut self.signed_sent))
     }
 
-    /// Makes the next slice ready once the last is gone. False when there is none.
+    /// Encodes the next slice once the last is sent. False when none is left.
     fn refill(&mut self) -> bool {
         self.bytes.clear();
         self.sent = 0;

@@ -1,5 +1,5 @@
-//! The server: one thread, all sockets in one `poll`. It works in slices, so that no client blocks
-//! the others: each turn it reads, does and sends a bounded part for each client.
+//! The server: one thread, all sockets in one `poll`. The server works in slices, so that no client
+//! blocks the others: each turn it reads, runs and sends a bounded part for each client.
 
 mod clients;
 mod end;
@@ -31,29 +31,29 @@ use crate::strangers::{
 const MAX_LINGER: Duration = Duration::from_secs(24 * 3600);
 /// Requests of one client before the others get their turn.
 const REQUESTS: usize = 1024;
-/// How often a server that ends looks whether it may.
+/// How often a server that ends checks whether all clients have left.
 const ENDING: Duration = Duration::from_millis(10);
-/// A client's host that says nothing for this long is asked whether it is there ...
+/// A client's host that sends nothing for this long is probed ...
 const KEEPALIVE: Duration = Duration::from_secs(60);
 /// ... this often ...
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
-/// ... and is gone when it has not answered as many times.
+/// ... and counts as dead after as many unanswered probes.
 const KEEPALIVE_COUNT: u32 = 4;
 
 /// A server of the store protocol, for [`TcpStore`](super::TcpStore) and for PyTorch's clients.
 ///
 /// Without a secret any process that reaches the port can read and write the store, as with
-/// PyTorch's. If the job has one, only a [`TcpStore`](super::TcpStore) that knows it can. The
-/// resources of all clients together are bounded by [`ConnectionLimits`]. A client may be idle for
-/// as long as it likes, but its host must be there: the kernel asks it now and then. Dropping the
-/// server closes the port and all connections, and ends its thread; [`TcpStoreServer::finish`] lets
-/// the clients leave first.
+/// PyTorch's. If the job has one, only a [`TcpStore`](super::TcpStore) that proves it can. The
+/// resources of all clients together are bounded by [`ConnectionLimits`]. A client may be idle
+/// forever, but its host must respond to the kernel's keep-alive probes. Dropping the server closes
+/// the port and all connections, and ends its thread; [`TcpStoreServer::finish`] lets the clients
+/// leave first.
 #[derive(Debug)]
 pub struct TcpStoreServer {
     address: SocketAddr,
     /// Closing it wakes the thread.
     wake: Option<UnixStream>,
-    /// Until when the thread goes on after that, while there are clients.
+    /// Until when the thread continues after that, while it has clients.
     until: Arc<Mutex<Option<Instant>>>,
     held: Arc<Held>,
     thread: Option<JoinHandle<()>>,
@@ -62,7 +62,7 @@ pub struct TcpStoreServer {
 /// Memory of a server, in bytes; for tests.
 #[derive(Debug, Default)]
 pub struct Held {
-    /// For its clients: requests that have not come in full, waits, answers not yet sent.
+    /// For its clients: incomplete requests, waits, answers not yet sent.
     pub clients: AtomicUsize,
     /// Keys and values.
     pub store: AtomicUsize,
@@ -89,8 +89,8 @@ impl TcpStoreServer {
         TcpStoreServer::start(vec![listener], Terms::default(), limits)
     }
 
-    /// A server that lets in only clients that know the secret of `terms`, where there is one. It
-    /// listens at all of `listeners`; its address is that of the first.
+    /// A server that admits only clients that prove the secret of `terms`, if any. It listens at
+    /// all of `listeners`; its address is that of the first.
     pub(super) fn start(
         listeners: Vec<TcpListener>,
         terms: Terms,
@@ -151,7 +151,7 @@ impl TcpStoreServer {
         *lock(&self.until) = Some(Instant::now() + linger.min(MAX_LINGER));
         drop(self.wake.take());
         if let Some(thread) = self.thread.take() {
-            // It has said why, if it panicked; its sockets are closed in any case.
+            // A panic has printed its reason; the sockets are closed in any case.
             let _ = thread.join();
         }
     }
@@ -214,7 +214,7 @@ impl Server {
             ending |= ready.woken;
             for id in ready.readable {
                 if let Some(connection) = self.clients.connections.get_mut(&id) {
-                    // One that has gone while its answers wait for it to read them cannot be read.
+                    // Not polled for reading, so this is HUP or ERR: the client has closed it.
                     if !connection.takes_requests() {
                         connection.closed = true;
                     } else if let Err(Violation(reason)) = connection.receive() {
@@ -333,14 +333,14 @@ impl Server {
         }
     }
 
-    /// Closes a stranger, unless it has spoken in the meantime.
+    /// Closes a stranger, unless its hello has arrived in the meantime.
     fn look_last(&mut self, id: u64) {
         self.greet(id);
         self.strangers.close(id);
     }
 
     fn welcome(&mut self, socket: TcpStream, keys: Option<Keys>) {
-        // Without this the connection would only be slower ...
+        // A failure only makes the connection slower ...
         let _ = socket.set_nodelay(true);
         // ... and without these stay when the client's host vanishes.
         let _ = sockopt::set_tcp_keepidle(&socket, KEEPALIVE);
@@ -359,13 +359,13 @@ impl Server {
         self.serve(id);
     }
 
-    /// Connections with requests that have come in full and wait for their turn.
+    /// Connections with complete requests that wait for their turn.
     fn busy(&self) -> Vec<u64> {
         let busy = self.clients.connections.iter().filter(|(_, connection)| connection.busy);
         busy.map(|(id, _)| *id).collect()
     }
 
-    /// Answers a slice of the requests that a connection has sent in full.
+    /// Answers a slice of a connection's complete requests.
     fn serve(&mut self, id: u64) {
         let Some(connection) = self.clients.connections.get_mut(&id) else { return };
         // Out of the connection while the requests, which borrow it, change other connections.
@@ -393,7 +393,7 @@ impl Server {
         match outcome {
             Ok(busy) => {
                 connection.busy = busy;
-                // All that it has asked for is done.
+                // All its requests are done.
                 connection.closed |= connection.ended && !busy;
             }
             Err(Violation(reason)) => self.reject(id, &reason),
@@ -412,7 +412,7 @@ impl Server {
     /// Sends what is to be sent.
     fn flush_changed(&mut self) {
         loop {
-            // Which may wake others.
+            // The closed connection's wakes may pass to others.
             self.remove_closed();
             if self.clients.changed.is_empty() {
                 return;
@@ -457,7 +457,7 @@ impl Server {
     }
 }
 
-/// Checks that a stranger speaks the protocol.
+/// Checks the first request of a stranger.
 fn validate(stranger: &mut Stranger) -> std::result::Result<bool, String> {
     let validate = Message::query(Query::Validate).word(MAGIC).0;
     let all = stranger.read(validate.len())?;

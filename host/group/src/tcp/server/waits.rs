@@ -20,7 +20,7 @@ pub(super) struct Waits {
 #[derive(Debug, Default)]
 struct Wait {
     keys: Vec<(Arc<[u8]>, u64)>,
-    /// How many of them have not come.
+    /// Number of keys that are still missing.
     missing: usize,
     bytes: usize,
 }
