@@ -25,7 +25,7 @@ pub fn is_narrow(ids: &Tensor<'_>) -> u32 {
     (ids.dtype() == super::DType::I32).into()
 }
 
-/// Where the rows of each local expert are, on the device, where rows came by expert.
+/// The places of each local expert's rows, on the device, if rows arrived by expert.
 ///
 /// | of local expert e | |
 /// |---|---|
@@ -106,7 +106,7 @@ pub fn check_alignment(alignment: u32) -> Result<()> {
 
 /// Most choices of an [`ExpertMap`] for each expert.
 const MAX_CHOICES: u32 = 1024;
-/// Choices where nothing else is asked for, at most: an even turn through up to so many replicas.
+/// Most choices by default: an even turn through up to this many replicas.
 const DEFAULT_CHOICES: u32 = 64;
 
 /// A replica of an expert.
@@ -174,7 +174,7 @@ impl Placement {
         Ok(Placement { num_ranks: ranks.len() as u32, local_experts, choices: None, replicas })
     }
 
-    /// Experts in order, as evenly as they go: 10 experts on 4 ranks are 3, 3, 2, 2.
+    /// Experts in order, split as evenly as possible: 10 experts on 4 ranks are 3, 3, 2, 2.
     ///
     /// # Errors
     /// As [`Placement::new`].
@@ -194,7 +194,7 @@ impl Placement {
     /// [`Error::Argument`] where there is not a weight for each place, one is negative or no
     /// number, or all of an expert's are 0.
     pub fn weighted<L: AsRef<[f32]>>(mut self, weights: &[L]) -> Result<Placement> {
-        // Places that `nearest` has left out count, as far as others of the rank lie behind them.
+        // Places that `nearest` has left out count if later places of the rank remain.
         let mut counts = vec![0; self.num_ranks as usize];
         for replica in self.replicas.iter().flatten() {
             let count = &mut counts[replica.rank as usize];
@@ -223,8 +223,8 @@ impl Placement {
         Ok(self)
     }
 
-    /// Keeps, of each expert, the replicas nearest to `rank`: its own, else those of its node, else
-    /// all. Each rank has another placement then, for its own tokens.
+    /// Keeps each expert's replicas nearest to `rank`: its own, else those of its node, else all.
+    /// Each rank then has its own placement, for its own tokens.
     ///
     /// # Errors
     /// [`Error::Argument`] where there is no such rank, or nodes of `ranks_per_node` do not make up
@@ -364,8 +364,8 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// A [`Placement`] on the device, which dispatches look ids up in. It can change between calls, and
-/// between replays of a graph whose calls use it; buffers stay as they are.
+/// A [`Placement`] on the device, by which dispatches translate ids. It can change between calls,
+/// and between replays of a graph whose calls use it; buffers stay as they are.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -416,7 +416,7 @@ impl ExpertMap {
     /// A map of this placement.
     ///
     /// # Errors
-    /// Whatever the driver reports.
+    /// Errors of the driver.
     pub fn new(stream: &Stream, placement: &Placement) -> Result<ExpertMap> {
         let (choices, local_experts) = (placement.choices(), placement.local_experts());
         let shape = [placement.num_experts().into(), choices.into()];

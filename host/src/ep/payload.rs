@@ -201,8 +201,8 @@ fn check_column(index: usize, dtype: DType, bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// Bytes of a record of columns of so many bytes each. One column is its bytes alone, so that those
-/// of f32 need no copy; several are a multiple of 16, which the copy engine moves.
+/// Bytes of a record whose columns have these bytes each. A single column is not padded, so that
+/// f32 needs no copy; several are padded to a multiple of 16 for the copy engine.
 fn record_of(bytes: impl Iterator<Item = u64>) -> u64 {
     let (count, bytes) =
         bytes.fold((0, 0), |(count, sum), bytes| (count + 1, sum + u64::from(column_stride(bytes as u32))));
@@ -270,7 +270,7 @@ pub struct PlacedColumn {
     pub offset: u32,
 }
 
-/// The bytes that travel beside a token's row.
+/// The bytes sent with a token's row.
 #[derive(Debug, Clone, Default)]
 pub struct Record {
     pub columns: Vec<PlacedColumn>,
@@ -297,7 +297,7 @@ impl Record {
         Record { columns: vec![column], bytes: column_stride(bytes) }
     }
 
-    /// Where the records of so many tokens are, or will be.
+    /// The records of `num_tokens` tokens, existing or to be made.
     pub fn place(&self, arena: &Arc<Arena>, num_tokens: u32) -> Result<Records> {
         if self.columns.is_empty() {
             return Ok(Records::NONE);
@@ -326,7 +326,7 @@ impl Record {
         Ok(Records { at: records, pack: Some((args, block)) })
     }
 
-    /// Where records are in memory already: a single column of whole, aligned words.
+    /// The address of records that need no kernel: a single column of whole, aligned words.
     fn in_place(&self) -> Option<DevicePtr> {
         let [column] = &self.columns[..] else { return None };
         // The copy engine moves multiples of 16 bytes.
@@ -384,7 +384,7 @@ impl Records {
         self.pack.as_ref().map(|(_, block)| block.clone())
     }
 
-    /// Enqueues the kernel that makes them, if there is one, with at most so many blocks.
+    /// Enqueues the kernel that makes them, if needed, with at most `most_blocks` blocks.
     ///
     /// # Safety
     /// Columns and records are live until the stream has passed the kernel.

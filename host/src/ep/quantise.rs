@@ -16,17 +16,17 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Quantise {
-    /// They travel as they are.
+    /// Rows are sent unchanged.
     Not = layout::Quantise::Not as u32,
-    /// They travel as e4m3. Each 128 elements have a scale of their own, by which the receiver
-    /// multiplies them. It is their largest magnitude (at least 1e-4) over 448. Elements with an
-    /// infinity or a NaN among them are all NaN.
+    /// Rows are sent as e4m3. Each 128 elements have their own scale, by which the receiver
+    /// multiplies them. The scale is their largest magnitude (at least 1e-4) over 448. An infinity
+    /// or a NaN makes all 128 elements NaN.
     Fp8 = layout::Quantise::Fp8 as u32,
     /// The same of finite rows, with the next larger power of two as scale.
     Fp8PowerOfTwo = layout::Quantise::Fp8PowerOfTwo as u32,
-    /// The rows of a dispatch travel as MXFP8, as version 1.0 of the [OCP Microscaling Formats (MX)
-    /// specification][mx] defines it: e4m3, and each 32 elements have a scale of their own, a power
-    /// of two (UE8M0).
+    /// The rows of a dispatch are sent as MXFP8, as version 1.0 of the [OCP Microscaling Formats
+    /// (MX) specification][mx] defines it: e4m3, and each 32 elements have a scale of their own, a
+    /// power of two (UE8M0).
     ///
     /// Scales arrive as those of rows that are MXFP8 already ([`Payload::mxfp8`]): in low latency
     /// as a column of [`Received::columns`](crate::low_latency::Received::columns), four to an i32,

@@ -134,7 +134,7 @@ const MOST_ROW_BYTES: u64 = 1 << 24;
 
 /// Keeps memory of a device alive.
 pub trait Owns: fmt::Debug + Send + Sync {
-    /// The device, behind whose streams the memory is freed, or used again.
+    /// The memory's device. The memory is freed or reused behind all its streams.
     fn device(&self) -> &Device;
 }
 
@@ -155,12 +155,12 @@ pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone
 /// frees it, unless it was made by [`Tensor::from_raw`].
 ///
-/// It may be dropped while streams of its device still use it: its memory is freed behind all work
-/// enqueued on them.
+/// A tensor may be dropped while streams of its device still use it: its memory is freed behind all
+/// work enqueued on them.
 ///
 /// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`;
-/// those of a [`throughput::Received`](crate::throughput::Received) borrow the
-/// [`Place`](crate::throughput::Place) that they lie in, which the next dispatch there overwrites.
+/// those of a [`throughput::Received`](crate::throughput::Received) borrow their
+/// [`Place`](crate::throughput::Place), which the next dispatch there overwrites.
 ///
 /// ```
 /// use epoxide::driver::Stream;
@@ -184,8 +184,8 @@ pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a
 /// # Ok::<(), epoxide::Error>(())
 /// ```
 ///
-/// Rows in memory of a framework's, or of a kernel's own, are a tensor by [`Tensor::from_raw`];
-/// [`Tensor::ptr`] is where a kernel finds them.
+/// [`Tensor::from_raw`] makes a tensor of rows in the memory of a framework or a kernel;
+/// [`Tensor::ptr`] is their address for kernels.
 #[derive(Clone)]
 pub struct Tensor<'a> {
     ptr: DevicePtr,
@@ -303,7 +303,7 @@ impl<'a> Tensor<'a> {
         }
     }
 
-    /// The operations that the elements come from.
+    /// The operations that wrote the elements.
     fn outcomes(&self) -> impl Iterator<Item = Arc<dyn Outcome>> {
         let filled = self.filled.as_ref().map(|filled| lock(filled));
         let filled = filled.and_then(|filled| filled.clone());
@@ -397,9 +397,8 @@ impl<'a> Tensor<'a> {
         self.row_stride == self.row_bytes() || self.rows() <= 1
     }
 
-    /// Copies the elements to the host, row after row, and waits for it. Where an operation of a
-    /// buffer gave them, `stream` first waits for the last operation of that buffer, on whichever
-    /// stream it runs.
+    /// Copies the elements to the host, row after row, and waits for it. If an operation of a
+    /// buffer gave them, `stream` first waits for the last operation of that buffer, on any stream.
     ///
     /// # Errors
     /// For the result of an operation of a buffer: the error of any operation of that buffer that
@@ -455,8 +454,7 @@ impl<'a> Tensor<'a> {
             return Ok(());
         }
         if self.is_contiguous() {
-            // SAFETY: a tensor's memory is live and its holder's to write, and as long as its
-            // elements.
+            // SAFETY: a tensor's memory is live, holds its elements, and only its holder writes it.
             return unsafe { stream.write(self.ptr, bytes) };
         }
         for (row, from) in bytes.chunks_exact(self.row_bytes() as usize).enumerate() {

@@ -5,8 +5,8 @@ use epoxide_gpu::layout::{FEW_RANKS, MAX_NODES, MAX_RANKS};
 use crate::error::{Error, Result};
 use crate::transport::TransportKind;
 
-/// How many ranks there are, and where: ranks 0 to `ranks_per_node - 1` are node 0, and so on. The
-/// ranks of a node map each other's pools. Those with the same index on each node are a *rail*:
+/// The number of ranks and their nodes: ranks 0 to `ranks_per_node - 1` are node 0, and so on. The
+/// ranks of a node map each other's pools. The ranks with the same index on each node are a *rail*:
 /// across nodes a rank exchanges data only with its rail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Topology {

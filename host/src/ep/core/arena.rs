@@ -24,7 +24,7 @@ pub struct Arena {
 struct ArenaState {
     /// In the order in which they were freed, each with the fence that its next user must wait for.
     free: VecDeque<(Memory, Fence)>,
-    /// Behind which the operation must come that is about to be enqueued: it was given blocks.
+    /// Fences that the next enqueued operation must wait for, since it has taken blocks.
     before_next: Vec<Fence>,
     spare_events: Vec<Event>,
 }
@@ -104,7 +104,7 @@ fn lay_out<T>(
     Ok((memory, parts))
 }
 
-/// Device memory for the pieces that `parts` reserves, and what it makes of their addresses.
+/// Device memory for the pieces that `parts` reserves, and its result with their addresses.
 pub fn laid_out<T>(device: &Device, label: &str, parts: impl Fn(&mut Pieces) -> T) -> Result<(Memory, T)> {
     lay_out(|bytes| Memory::alloc(device, bytes, MemoryKind::Device, label), parts)
 }
@@ -114,7 +114,7 @@ impl Arena {
         Arc::new(Arena { device: device.clone(), state: Mutex::default() })
     }
 
-    /// A block for the pieces that `parts` reserves, and what it makes of their addresses. The
+    /// A block for the pieces that `parts` reserves, and its result with their addresses. The
     /// operation that uses the block calls [`Arena::order_before`].
     pub fn take<T>(self: &Arc<Self>, parts: impl Fn(&mut Pieces) -> T) -> Result<(Arc<Block>, T)> {
         let (memory, parts) = lay_out(|bytes| self.memory(bytes), parts)?;

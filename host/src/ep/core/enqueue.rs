@@ -10,13 +10,12 @@ use crate::error::{Error, Result};
 
 /// The stream of an operation, the work that it waits for, and the work that waits for it.
 ///
-/// The operations of one [`Buffer`](crate::throughput::Buffer) come one after the other on every
-/// rank, whatever streams they run on. Within a recording that spans several streams, the caller
-/// orders them.
+/// The operations of one [`Buffer`](crate::throughput::Buffer) run one after the other on every
+/// rank, on any streams. Within a recording that spans several streams, the caller orders them.
 ///
 /// Two *different* buffers have no order between them. Their operations wait for peers while they
-/// hold multiprocessors. They deadlock until their deadlines if all of this holds; the error then
-/// names the other buffer:
+/// hold multiprocessors. Such operations deadlock until their deadlines if all of this holds; the
+/// error then names the other buffer:
 /// * One rank launches buffer A's operation before B's, another rank B's before A's.
 /// * They run on concurrent streams.
 /// * Both do not fit on the device at once ([`Config::num_sms`](crate::throughput::Config) blocks
@@ -38,7 +37,7 @@ pub(super) fn named(device: &Device) -> String {
 }
 
 impl<'a> StreamOrder<'a> {
-    /// An error where the stream is not one of `device`, whose streams a free of memory waits for.
+    /// An error unless the stream is of `device`: a free of memory waits for its streams.
     pub(super) fn check_device(&self, device: &Device) -> Result<()> {
         let of = self.caller.device();
         if of.is(device) {
@@ -54,9 +53,8 @@ impl<'a> StreamOrder<'a> {
     }
 
     /// Runs on the buffer's high-priority communication stream, after what `stream` holds now;
-    /// `stream` then waits for the end. With [`StreamOrder::asynchronous`] it does not wait, so
-    /// that work of the caller's runs beside the communication, until it waits for the event of the
-    /// output.
+    /// `stream` then waits for the end. With [`StreamOrder::asynchronous`] it does not wait, so the
+    /// caller's work overlaps the communication until it waits for the event of the output.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -114,7 +112,7 @@ impl<'a> StreamOrder<'a> {
 pub struct Enqueuer {
     comm_stream: Stream,
     start: Event,
-    /// Where the last captured operation ends, in its recording.
+    /// The end of the last captured operation, in its recording.
     captured_end: Event,
     sequence: Arc<Sequence>,
 }
@@ -200,9 +198,8 @@ impl Enqueuer {
         outcome.map(|()| None)
     }
 
-    /// Takes no operation any more, and waits for the last one: kernels in flight hold addresses of
-    /// memory that is freed next. Where it takes longer than `limit`, or cannot be waited for, the
-    /// device is given up.
+    /// Rejects further operations and waits for the last one: kernels in flight use memory that is
+    /// freed next. If the wait fails or exceeds `limit`, the device is given up.
     pub fn close(&self, limit: Duration) {
         self.sequence.close();
         let start = Instant::now();

@@ -110,8 +110,8 @@ pub struct Faults {
     memory: MappedMemory,
     calls: Box<dyn Calls>,
     network: OnceLock<Weak<Network>>,
-    /// Other possible causes of an expired wait, as they were when it was first seen: later calls
-    /// give the same error.
+    /// Other possible causes of an expired wait, recorded at its first report: later calls give the
+    /// same error.
     context: Mutex<Option<Box<str>>>,
 }
 
@@ -162,7 +162,7 @@ impl Faults {
         Ok(faults)
     }
 
-    /// The buffer's number among those of this process, whatever their modes.
+    /// The buffer's number among those of this process, in all modes.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -250,7 +250,7 @@ impl Faults {
         }
     }
 
-    /// The text beside the record, found when the first check finds one: later checks give the same.
+    /// The context of the record: the first check computes it, later ones return the same.
     fn once(&self, find: impl FnOnce(&Self) -> String) -> Box<str> {
         lock(&self.context).get_or_insert_with(|| find(self).into()).clone()
     }
@@ -267,9 +267,9 @@ impl Faults {
         if waits.is_empty() { waits } else { format!("; the longest waits of kernels:{waits}\n  ") }
     }
 
-    /// The buffer's context in the report of an expired wait. It is made of failures of the
-    /// network, and other buffers of this process and device with operations in flight or failed
-    /// ones. Empty where there are none.
+    /// The buffer's context in the report of an expired wait. The context lists failures of the
+    /// network, and other buffers of this process and device with operations in flight or failed.
+    /// Empty if there are none.
     fn find_context(&self) -> String {
         let network = self.network.get().and_then(Weak::upgrade);
         let network = network.map_or_else(String::new, |network| network.context());
@@ -301,8 +301,8 @@ impl Faults {
     }
 
     /// The late ranks when waits expired, in ascending order; `peer`, which the record names, is
-    /// among them. They are all ranks that had not entered the operation. If all had entered, they
-    /// are the ranks from which something else had not arrived. A kernel may still be about to
+    /// among them. The result has all ranks that had not entered the operation. If all had entered,
+    /// it has the ranks from which other data had not arrived. A kernel may still be about to
     /// record one.
     fn late_ranks(&self, peer: u32) -> Result<Vec<u32>> {
         let mut late = Vec::new();
@@ -319,8 +319,8 @@ impl Faults {
         Ok(late)
     }
 
-    /// For each token of this rank, whether a combine that gave up may have left it without its
-    /// sum. All that uses the tokens has ended.
+    /// For each token of this rank, whether a timed-out combine may have left it without its sum.
+    /// All work on the tokens has ended.
     pub fn missing(&self) -> Result<Vec<u8>> {
         self.memory.read_all(MISSING_TOKENS, self.max_tokens)
     }

@@ -1,4 +1,4 @@
-//! Batches whose size only the device knows: their ids, with -1 behind the last token.
+//! Batches whose size is only on the device: their ids, with -1 behind the last token.
 
 use epoxide_gpu::kernels::FirstTokens;
 use epoxide_gpu::layout::{FirstTokensArgs, MAX_TOPK};

@@ -37,14 +37,14 @@ impl Trace {
         }
         let memory = Memory::alloc(device, blocks * ENTRY, MemoryKind::Device, "trace")?;
         let stream = Stream::new(device)?;
-        // SAFETY: the memory is live, and nothing else knows it yet.
+        // SAFETY: the memory is live, and nothing else has its address yet.
         unsafe { stream.fill(memory.ptr(), 0, memory.bytes())? };
         stream.synchronize()?;
         Ok(Trace { memory, launches: Vec::new(), used: 0, dropped: 0 })
     }
 
-    /// The recorded traces, and how many launches went untraced. The launches have ended; `stream`
-    /// carries the copy.
+    /// The recorded traces, and the number of launches not traced. The launches have ended;
+    /// `stream` carries the copy.
     pub fn read(self, stream: &Stream) -> Result<(Vec<TracedLaunch>, u64)> {
         let mut launches = Vec::with_capacity(self.launches.len());
         let mut at = self.memory.ptr();
@@ -73,9 +73,9 @@ impl Trace {
 
 /// Measurements of a buffer, for benchmarks and tests.
 pub trait Instruments: HasCore {
-    /// Has the kernels that follow record when each of their blocks reached each phase, up to
-    /// `blocks` blocks in all; launches beyond that go untraced. Kernels without phases, such as
-    /// those of layouts and copies, are not in it.
+    /// Later kernels record when each of their blocks reached each phase, up to `blocks` blocks in
+    /// all; launches beyond that are not traced. Kernels without phases, such as those of layouts
+    /// and copies, are not in it.
     ///
     /// A CUDA graph that was captured meanwhile keeps writing to the trace: end its use before
     /// [`Instruments::take_trace`].
@@ -89,8 +89,8 @@ pub trait Instruments: HasCore {
         Ok(())
     }
 
-    /// Ends the trace and reads it: the launches in order, and how many went untraced. Waits for
-    /// the last operation; `stream` carries the copy. Empty without a trace.
+    /// Ends the trace and reads it: the launches in order, and the number of launches not traced.
+    /// Waits for the last operation; `stream` carries the copy. Empty without a trace.
     ///
     /// # Errors
     /// Errors of the driver.

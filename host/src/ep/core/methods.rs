@@ -1,7 +1,7 @@
 //! The methods that buffers and their options have in both modes.
 
-/// Writes them into an `impl Buffer`, whose field `core` they forward to. Before a method's name:
-/// what its documentation adds in this mode.
+/// Writes the methods into an `impl Buffer`; each forwards to the field `core`. Attributes before a
+/// method's name add the mode's documentation.
 macro_rules! buffer_methods {
     (
         $(#[$capture:meta])* capture,
@@ -9,12 +9,12 @@ macro_rules! buffer_methods {
         $(#[$missing_ptr:meta])* missing_ptr,
         $(#[$first_tokens:meta])* first_tokens $(,)?
     ) => {
-        /// Its number among the buffers that this process has made, by which errors name it.
+        /// Its number among the buffers that this process has made, used in errors.
         pub fn id(&self) -> u64 {
             self.core.id()
         }
 
-        /// The device it lives on.
+        /// The buffer's device.
         pub fn device(&self) -> &Device {
             self.core.device()
         }
@@ -29,8 +29,8 @@ macro_rules! buffer_methods {
             self.core.topology().ranks()
         }
 
-        /// Nodes of the group; 1 where all ranks' memory is mapped, whatever `ranks_per_node` of
-        /// the options is.
+        /// Nodes of the group; 1 if all ranks' memory is mapped, with any `ranks_per_node` of the
+        /// options.
         pub fn num_nodes(&self) -> u32 {
             self.core.topology().nodes
         }
@@ -55,25 +55,25 @@ macro_rules! buffer_methods {
             self.core.network().map_or(0, |network| network.bytes())
         }
 
-        /// Hands out the place of index `index`. It can be handed out again once the [`Place`] is
+        /// Takes the place of index `index`. Its index can be taken again once the [`Place`] is
         /// dropped.
         ///
         /// # Errors
-        /// [`Error::Argument`] where the buffer has no such place or it is handed out already.
+        /// [`Error::Argument`] where the buffer has no such place or it is in use already.
         pub fn place(&self, index: u32) -> Result<Place> {
             self.core.place(index).map(Place)
         }
 
-        /// Captures what `work` enqueues on `stream`. It is called twice: once to run, so that
+        /// Captures what `work` enqueues on `stream`. `work` is called twice: once to run, so that
         /// recording allocates and loads nothing, and once to be recorded. Collective, as the calls
         /// in it are. Waits for the first run.
         ///
-        /// Results are returned from `work` detached, since every run of the step brings new ones.
+        /// `work` returns results detached, since every run of the step overwrites them.
         ///
-        /// A step is ordered with the buffer's other operations on whatever streams they run, and
-        /// its launch returns the error of a failed one. A recording that was made otherwise (a
-        /// framework's own) has neither property, and its launch is `unsafe`. It keeps memory of
-        /// the buffer and its inputs for as long as the buffer lives.
+        /// A step is ordered with the buffer's other operations on all streams, and its launch
+        /// returns the error of a failed one. Another recording (a framework's own) has neither
+        /// property, and its launch is `unsafe`. Such a recording keeps memory of the buffer and
+        /// its inputs until the buffer is dropped.
         ///
         $(#[$capture])*
         /// # Errors
@@ -100,13 +100,13 @@ macro_rules! buffer_methods {
             self.core.end_rehearsal();
         }
 
-        /// Device address of the buffer's status, 8 bytes in mapped host memory. It is 0 until an
-        /// operation fails so that the buffer cannot be used any more, then another number. A
-        /// kernel of the caller's own that runs behind an operation reads whether that operation
-        /// gave results, also in a replayed graph; [`Buffer::check`] returns the error on the host.
+        /// Device address of the buffer's status, 8 bytes in mapped host memory. The status is 0
+        /// until an operation fails so that the buffer cannot be used any more, then another
+        /// number. A caller's kernel behind an operation reads whether that operation gave results,
+        /// also in a replayed graph; [`Buffer::check`] returns the error on the host.
         ///
-        /// Read it with `ld.acquire.sys` of 8 bytes. The address stays valid, and the same, as long
-        /// as the buffer.
+        /// Read it with `ld.acquire.sys` of 8 bytes. The address is valid and constant as long as
+        /// the buffer lives.
         ///
         $(#[$status_ptr])*
         pub fn status_ptr(&self) -> DevicePtr {
@@ -115,9 +115,8 @@ macro_rules! buffer_methods {
 
         /// Device address of the tokens that a combine has left without their sums, in mapped host
         /// memory. It holds one u8 for each token that this rank may have. The u8 is 1 where a
-        /// combine that gave up may not have made the sum, else 0. A kernel of the caller's own
-        /// reads them behind the combine, where [`Buffer::status_ptr`] shows a failure, also in a
-        /// replayed graph.
+        /// timed-out combine may not have made the sum, else 0. A caller's kernel reads them behind
+        /// the combine if [`Buffer::status_ptr`] shows a failure, also in a replayed graph.
         ///
         $(#[$missing_ptr])*
         pub fn missing_ptr(&self) -> DevicePtr {
@@ -126,8 +125,8 @@ macro_rules! buffer_methods {
 
         /// The tokens that a combine has left without their sums, in ascending order.
         /// [`Buffer::missing_ptr`] has them on the device. Empty as long as no operation has
-        /// failed. The sums of all others are right. It waits for all work enqueued on the device's
-        /// streams.
+        /// failed. The sums of all other tokens are right. Waits for all work enqueued on the
+        /// device's streams.
         ///
         /// # Errors
         /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout.
@@ -139,8 +138,8 @@ macro_rules! buffer_methods {
         /// behind them. `num_tokens` i32 `[1]` is on the device: a captured step serves batches of
         /// any size. A number below 0 counts as 0, one above `max_tokens` as `max_tokens`.
         ///
-        /// Tokens without an id go nowhere: no row of theirs is sent. A combine still writes
-        /// `max_tokens` rows: those behind `num_tokens` are zeros, in a tensor of the caller's too
+        /// Tokens without an id are not sent. A combine still writes `max_tokens` rows: those
+        /// behind `num_tokens` are zeros, in a tensor of the caller's too
         /// ([`Buffer::combine_into`]). So kernels that read all rows of a recorded step find finite
         /// numbers there, the same in every replay.
         ///
@@ -175,16 +174,15 @@ macro_rules! option_methods {
         $(#[$keep_nodes:meta])* keep_nodes,
         $(#[$transport:meta])* transport $(,)?
     ) => {
-        /// Places for received rows, 1 to 64: so many dispatches' results can be in use at once.
-        /// Each takes the pool's memory once more.
+        /// Places for received rows, 1 to 64: the most dispatches whose results can be in use at
+        /// once. Each takes the pool's memory once more.
         pub fn places(mut self, places: u32) -> Self {
             self$(.$fields)?.places = places;
             self
         }
 
-        /// Longest wait for a peer. On virtual GPUs of
-        /// [`run_threads`](crate::group::run_threads) the deadline is in the ranks' own
-        /// clock, which stands still while any of them runs
+        /// Longest wait for a peer. On virtual GPUs of [`run_threads`](crate::group::run_threads)
+        /// the deadline is in the ranks' own clock, which stops while any of them runs
         /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
         pub fn timeout(mut self, timeout: Duration) -> Self {
             self$(.$fields)?.timeout = timeout;
@@ -192,7 +190,7 @@ macro_rules! option_methods {
         }
 
         /// A combine that fails leaves the old contents where it has no sum. By default it writes
-        /// NaN there, for kernels that read sums and see no error.
+        /// NaN there, for kernels that read sums without the error.
         pub fn keep_sums_on_failure(mut self) -> Self {
             self$(.$fields)?.nan_on_failure = false;
             self

@@ -16,7 +16,7 @@
 //! | `instruments.rs` | when blocks reached their phases; what benchmarks and tests read |
 //! | `methods.rs` | the public methods that buffers and options of both modes have |
 //!
-//! A method that would need to know the mode belongs to the mode.
+//! A method that depends on the mode belongs to the mode.
 
 mod add_counts;
 mod arena;
@@ -76,7 +76,7 @@ pub struct Core<R> {
     pool: Arc<Pool>,
     pools: Pools,
     recordings: Recordings,
-    /// Where kernels write when their blocks reached each phase, while a caller wants to know.
+    /// Where kernels write the times of their blocks' phases, while a caller traces.
     trace: Option<Trace>,
     device: Device,
     timeout: Duration,
@@ -201,10 +201,10 @@ impl<R> Core<R> {
         &self.places
     }
 
-    /// Hands out the place of index `index`.
+    /// Takes the place of index `index`.
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is no such place, or it is out already.
+    /// [`Error::Argument`] where there is no such place, or it is in use already.
     pub fn place(&self, index: u32) -> Result<Held<R>> {
         Held::take(&self.places, index)
     }
@@ -246,7 +246,7 @@ impl<R> Core<R> {
         self.enqueuer.sequence().forget_sent();
     }
 
-    /// An error where no operation can follow, whatever kernels have recorded.
+    /// An error if no operation can follow, regardless of the kernels' records.
     pub fn check_unbroken(&self) -> Result<()> {
         self.enqueuer.sequence().check()
     }
@@ -281,7 +281,7 @@ impl<R> Core<R> {
         )
     }
 
-    /// How long the host waits for the buffer's operations, whose own waits end before.
+    /// How long the host waits for the buffer's operations. Their own waits end before.
     fn patience(&self) -> Duration {
         self.pool.longest().saturating_mul(2)
     }
@@ -360,8 +360,8 @@ impl<R> Drop for Core<R> {
     }
 }
 
-/// An error where the memory of a tensor is of another device than `device`, whose streams a free of
-/// it does not wait for.
+/// An error if a tensor's memory is of another device than `device`: a free of it does not wait for
+/// streams of `device`.
 fn check_memory(owner: &Owner, device: &Device) -> Result<()> {
     let of = owner.device();
     if of.is(device) {

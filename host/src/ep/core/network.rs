@@ -67,8 +67,8 @@ impl Network {
     }
 
     /// The network's part of the report of an expired wait, each entry with a separator in front.
-    /// The entries are the first failure of a queue or of the receiving side for each rank that was
-    /// not left out, and proxies in a system call that does not return.
+    /// The entries are proxies in a system call that does not return, and for each rank not left
+    /// out the first failure of a queue or of the receiving side.
     pub fn context(&self) -> String {
         let proxies = self.proxies();
         let mut named = lock(&self.left_out).clone();

@@ -35,10 +35,10 @@ impl Pools {
         self._mappings.push(mapping);
     }
 
-    /// Maps the pools of the ranks that are one node. These are all ranks, as `joined`, where that
-    /// is given and all can map each other's memory; else those of a node of `nodes`. `alloc` makes
-    /// this rank's pool; `meanwhile` gets the chosen topology. It runs after the pools of all ranks
-    /// are mapped, else before those of the node are. Collective.
+    /// Maps the pools of the ranks that are one node. If `joined` is given and all ranks can map
+    /// each other's memory, these are all ranks; otherwise the ranks of a node of `nodes`. `alloc`
+    /// makes this rank's pool; `meanwhile` gets the chosen topology, after the pools of all ranks
+    /// are mapped or before those of a node. Collective.
     ///
     /// # Errors
     /// An error on every rank of the group where two ranks of a node are linked in a way that the
@@ -81,7 +81,7 @@ impl Pools {
         &self.addresses
     }
 
-    /// Where the pools of the first ranks are, as kernels get it.
+    /// The addresses of the first ranks' pools, as kernels get them.
     pub fn few(&self) -> [DevicePtr; FEW_RANKS] {
         std::array::from_fn(|rank| DevicePtr(self.addresses.get(rank).copied().unwrap_or(0)))
     }
@@ -107,7 +107,7 @@ impl Pools {
             pools.add(peer as usize, mapping.clone());
             device.driver.has_native_atomics_with(&String::from_utf8_lossy(&devices[peer as usize]))
         };
-        // An error of this rank is one of all: they wait for its answer.
+        // An error of this rank fails all ranks, because they wait for its answer.
         let are_mapped: Result<bool> = others.iter().try_fold(true, |all, peer| Ok(all & map(*peer)?));
         let answer = u8::from(*are_mapped.as_ref().unwrap_or(&false));
         let answers = group.all_gather(&[answer])?;
@@ -126,7 +126,7 @@ impl Pools {
         fd: OwnedFd,
     ) -> Result<Pools> {
         let rank = group.rank();
-        // Only the ranks of a node see each other's pools.
+        // Only the ranks of a node map each other's pools.
         let node_group;
         let node: &dyn ProcessGroup = if topology.nodes == 1 {
             group
@@ -160,7 +160,7 @@ impl Pools {
 }
 
 /// An error on every rank where any has a peer on its node whose link lacks atomics. Kernels add to
-/// words of peers and would never read the sum, so that every operation would time out.
+/// words of peers, and without atomics would never read the sum, so every operation would time out.
 fn refuse_unfit_links(group: &dyn ProcessGroup, unfit: Option<u32>) -> Result<()> {
     let mine = unfit.map_or_else(Vec::new, |peer| peer.to_string().into_bytes());
     let all = group.all_gather(&mine)?;

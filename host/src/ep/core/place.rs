@@ -81,7 +81,7 @@ pub struct PlaceState<R> {
     arena: Arc<Arena>,
     /// Handed out to the caller.
     taken: AtomicBool,
-    /// Which dispatch's rows are there.
+    /// The dispatch whose rows the place holds.
     current: AtomicU64,
     lease: Mutex<LastLease<R>>,
 }
@@ -92,8 +92,8 @@ struct LastLease<R> {
     last: Weak<Lease<R>>,
     /// Its dispatch.
     last_dispatch: u64,
-    /// Leases of that dispatch that have not ended. One that is being dropped counts until its fence
-    /// is there.
+    /// Leases of that dispatch that have not ended. A lease that is being dropped counts until its
+    /// fence is stored.
     live: u32,
     /// Behind all work that was enqueued when the last lease ended.
     ended: Option<Fence>,
@@ -106,9 +106,9 @@ struct LastLease<R> {
 pub struct Lease<R> {
     place: Arc<PlaceState<R>>,
     dispatch: u64,
-    /// Nothing is borrowed any more: each use checks whether the rows are still there.
+    /// Nothing is borrowed any more: each use checks whether the rows are still valid.
     detached: AtomicBool,
-    /// Its dispatch is part of a step, which brings new rows when it runs: it stays detached.
+    /// Its dispatch is part of a step, and each run overwrites the rows: the lease stays detached.
     recorded: AtomicBool,
 }
 
@@ -117,10 +117,10 @@ pub struct Lease<R> {
 pub struct Held<R>(Arc<PlaceState<R>>);
 
 impl<R> Held<R> {
-    /// Hands out the place of index `index`.
+    /// Takes the place of index `index`.
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is no such place, or it is out already.
+    /// [`Error::Argument`] where there is no such place, or it is in use already.
     pub fn take(places: &[Arc<PlaceState<R>>], index: u32) -> Result<Held<R>> {
         let Some(place) = places.get(index as usize) else {
             let rule = format!("the buffer has {}: create it with more places", places.len());
@@ -189,8 +189,8 @@ impl<R> PlaceState<R> {
         self.pool.memory().ptr().add(offset)
     }
 
-    /// Begins a dispatch here, which overwrites the contents. It runs behind all readers of those
-    /// rows; see [`PlaceState::order_before`].
+    /// Begins a dispatch here, which overwrites the contents. The dispatch runs behind all readers
+    /// of those rows; see [`PlaceState::order_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
         self.fence_readers()?;
         let dispatch = {
@@ -245,7 +245,7 @@ impl<R> PlaceState<R> {
         outcome
     }
 
-    /// Which dispatch's rows are there.
+    /// The dispatch whose rows the place holds.
     fn current(&self) -> u64 {
         self.current.load(Ordering::Acquire)
     }
@@ -289,7 +289,7 @@ impl<R> Lease<R> {
         &self.place
     }
 
-    /// Which dispatch into the place it is for.
+    /// The number of its dispatch into the place.
     pub fn dispatch(&self) -> u64 {
         self.dispatch
     }
@@ -310,7 +310,7 @@ impl<R> Lease<R> {
         self.detached.store(self.recorded.load(Ordering::Acquire), Ordering::Release);
     }
 
-    /// An error unless `place` is the one that detached rows lie in, and they are still there.
+    /// An error unless detached rows are in `place` and have not been overwritten.
     pub fn check_in(&self, place: &Arc<PlaceState<R>>) -> Result<()> {
         if !Arc::ptr_eq(&self.place, place) {
             let rule = format!("the rows lie in place {} of their buffer", self.place.index);

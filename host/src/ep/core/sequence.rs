@@ -19,7 +19,7 @@ pub enum Halves {
 /// Name and launches of an operation that waits for peers; none for one that does not.
 pub type Operation = Option<(&'static str, Halves)>;
 
-/// Where the last operation of a buffer ends. Shared with the steps that were captured with it.
+/// The end of a buffer's last operation. Shared with the steps that were captured with it.
 #[derive(Debug)]
 pub struct Sequence {
     end: Event,
@@ -104,7 +104,7 @@ impl Sequence {
         }
     }
 
-    /// Forgets the operation whose first half was recorded alone; gives it.
+    /// Removes and returns the operation whose first half was recorded alone.
     pub fn forget_recorded(&self) -> Option<&'static str> {
         lock(&self.recorded).take()
     }
@@ -151,7 +151,7 @@ impl Sequence {
         *lock(&self.operation)
     }
 
-    /// Whether the last operation has ended. One that is just enqueued has not.
+    /// Whether the last operation has ended. An operation that is just being enqueued has not.
     pub fn has_ended(&self) -> Result<bool> {
         match self.last.try_lock() {
             Err(TryLockError::WouldBlock) => Ok(false),
@@ -159,7 +159,7 @@ impl Sequence {
         }
     }
 
-    /// Waits for the end of the last operation; false where it has not come in time.
+    /// Waits for the end of the last operation; false if `timeout` passes before it.
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
         self.end.wait_timeout(timeout)
     }

@@ -2,8 +2,8 @@
 
 /// The memory and the rows of a buffer on each rank, as
 /// [`throughput::Options::sizes`](crate::throughput::Options::sizes) and
-/// [`low_latency::Options::sizes`](crate::low_latency::Options::sizes) compute them before there is
-/// a device or a group.
+/// [`low_latency::Options::sizes`](crate::low_latency::Options::sizes) compute them without a
+/// device or a group.
 ///
 /// Nodes whose memory is mapped become one node when the buffer is made. Each size is then the
 /// larger one of both.
@@ -18,11 +18,11 @@ pub struct Sizes {
     /// Bytes that other nodes write to; 0 with one node.
     pub wire_bytes: u64,
     /// Device bytes of this rank alone: in low latency sums and tables, across nodes received rows
-    /// as well. In high throughput 0: outputs and handles take memory as operations need it.
+    /// as well. In high throughput 0: operations allocate memory of outputs and handles as needed.
     pub own_bytes: u64,
     /// Device bytes for the e4m3 rows of high throughput's dispatches that quantise, and their
     /// scales ([`DispatchRequest::quantise`](crate::throughput::DispatchRequest::quantise)). The
-    /// first such dispatch takes them, and later ones use them again. In low latency 0: rows are
+    /// first such dispatch allocates them, and later ones reuse them. In low latency 0: rows are
     /// converted while they are sent.
     pub quantise_bytes: u64,
 }

@@ -15,9 +15,9 @@ use crate::error::{Error, Result};
 
 /// Operations that were captured by
 /// [`throughput::Buffer::capture`](crate::throughput::Buffer::capture) or
-/// [`low_latency::Buffer::capture`](crate::low_latency::Buffer::capture), as a CUDA graph. It owns
-/// what its kernels use: inputs, outputs and routing live as long as it does, whether or not the
-/// caller keeps them.
+/// [`low_latency::Buffer::capture`](crate::low_latency::Buffer::capture), as a CUDA graph. The step
+/// owns all memory that its kernels use: inputs, outputs and routing live as long as the step, even
+/// if the caller drops them.
 #[derive(Debug)]
 pub struct Step<T> {
     graph: Graph,
@@ -28,16 +28,16 @@ pub struct Step<T> {
 }
 
 impl<T> Step<T> {
-    /// Runs it on `stream`, behind the buffer's last operation and behind all readers of rows that
-    /// other dispatches left in its places. The caller lets `stream` wait for readers of the
-    /// previous run's results on other streams. Collective; the host does not wait.
+    /// Runs it on `stream`, behind the buffer's last operation and behind all readers of other
+    /// dispatches' rows in its places. The caller makes `stream` wait for readers of the previous
+    /// run's results on other streams. Collective; the host does not wait.
     ///
     /// # Errors
     /// The error of an operation that has failed by now, a run before this one included:
-    /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::Broken`] where the second half of an
-    /// operation is outstanding, [`Error::StaleHandle`] where the buffer was dropped, and errors of
-    /// the driver. [`Error::Argument`] where `stream` is of another device, rows of one of its places
-    /// are in use by an eager dispatch, or combine rows that it would overwrite are given out.
+    /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::Broken`] where the second half of
+    /// an operation is outstanding, [`Error::StaleHandle`] where the buffer was dropped, and errors
+    /// of the driver. [`Error::Argument`] where `stream` is of another device, rows of one of its
+    /// places are in use by an eager dispatch, or combine rows that it would overwrite are in use.
     /// Failures of this run show in [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
@@ -112,16 +112,16 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         self.recordings.rehearsed = None;
     }
 
-    /// Notes that `of` fills a tensor of the caller's, which then owns `of`. Not before a
-    /// recording: memory that the tensor owns could not be taken again for it.
+    /// Records that `of` fills a tensor of the caller's, which then owns `of`. Not before a
+    /// recording: memory that the tensor owns could not be reused for it.
     pub(crate) fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
         if self.recordings.rehearsed.is_none() {
             tensor.is_filled_by(of);
         }
     }
 
-    /// Notes a dispatch for the step that is being captured, if there is one, with its plan where
-    /// that can fail. Nothing of the dispatch is borrowed once the captured call has returned.
+    /// Records a dispatch for the step that is being captured, if any, with its plan if that can
+    /// fail. Nothing of the dispatch is borrowed once the captured call has returned.
     pub(crate) fn fills(&mut self, lease: &Arc<Lease<R>>, plan: Option<Arc<dyn Outcome>>) {
         if let Some(step) = &mut self.recordings.step {
             lease.record();

@@ -1,4 +1,4 @@
-//! Low-latency combine: every token's owner sums the rows that came back.
+//! Low-latency combine: every token's owner sums the returned rows.
 
 use std::marker::PhantomData;
 use std::time::Duration;
@@ -36,7 +36,7 @@ enum Weights {
     Ones,
 }
 
-/// Where a combine finds the experts' results.
+/// The location of the experts' results.
 #[derive(Debug, Clone, Copy)]
 enum Rows<'a> {
     ByExpert(&'a Tensor<'a>),
@@ -76,8 +76,8 @@ impl<'a> CombineRequest<'a> {
         CombineRequest::of(Rows::ByRow(x))
     }
 
-    /// The same rows, which experts have left in [`Received::combine_rows`]: the tokens' owners
-    /// read them there, and nothing is copied. On every rank or on none; within a node, of bf16.
+    /// The same rows, stored by experts in [`Received::combine_rows`]: the tokens' owners read them
+    /// there without a copy. On every rank or on none; within a node, of bf16.
     pub fn in_pool() -> Self {
         CombineRequest::of(Rows::InPool)
     }
@@ -270,7 +270,7 @@ impl Buffer {
             is_combine: true,
             has_scales: is_quantised,
             place: place.index(),
-            // None travels from the pool.
+            // No row is sent from the pool.
             row_bytes: if in_pool { 0 } else { row_bytes as u32 },
             num_tokens,
         };
@@ -301,8 +301,8 @@ impl Buffer {
             name: "low-latency combine",
             kernel: if in_pool { Arguments::PooledCombine(args) } else { Arguments::Combine(args) },
             place: place.clone(),
-            // A piece of a row to a block, though a warp moves it: pieces on one multiprocessor wait
-            // for each other. One block more publishes the call.
+            // One piece of a row per block, though one warp moves it: pieces on one multiprocessor
+            // wait for each other. One more block publishes the call.
             send_blocks: self.options.shape.max_tokens * self.num_ranks() * pieces_of(row_bytes as u32) + 1,
             receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,

@@ -56,8 +56,8 @@ pub struct DispatchRequest<'a> {
 
 impl<'a> DispatchRequest<'a> {
     /// Rows `x` to send, `[num_tokens, hidden]`, bf16, f16 or fp8, of fp4 `[num_tokens, hidden /
-    /// 2]`, or as u8 rows of any number of bytes up to those of bf16. They go to the experts
-    /// `topk_idx`, `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
+    /// 2]`, or as u8 rows of any number of bytes up to those of bf16. Their experts are `topk_idx`,
+    /// `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
     pub fn new(x: &'a Tensor<'a>, topk_idx: &'a TypedTensor<'a, impl ExpertId>) -> Self {
         DispatchRequest {
             x,
@@ -79,11 +79,11 @@ impl<'a> DispatchRequest<'a> {
         }
     }
 
-    /// Brings rows by expert as well: one for each selection, grouped by local expert, each
+    /// Delivers rows by expert as well: one for each selection, grouped by local expert, each
     /// expert's segment at a multiple of `alignment` rows, a power of two. [`Received::by_expert`]
-    /// has them and the places of the segments. A token that selects an expert twice has two rows
-    /// there. The kernel that receives a row copies it to its segments as soon as it has come, so
-    /// the time depends on the rows that came, not on the room for them.
+    /// has the rows and the places of the segments. A token that selects an expert twice has two
+    /// rows there. The receiving kernel copies each row to its segments as soon as it arrives, so
+    /// the time depends on the received rows, not on the room for them.
     ///
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert). Each rank
     /// decides for itself. [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes
@@ -129,7 +129,7 @@ impl<'a> DispatchRequest<'a> {
 
     /// Sends one more column with the rows, `[num_tokens, n]` (or `[num_tokens]`), of any type of
     /// at most 4 bytes; up to four times. [`Received::columns`] has them in the same order. The
-    /// bytes travel as they are, in whole words. Type and size of each are the same on every rank.
+    /// bytes are sent unchanged, in whole words. Type and size of each are the same on every rank.
     ///
     /// The buffer needs room for them: [`Options::max_scales`](super::Options::max_scales).
     /// Several columns, and those whose bytes are no multiple of 4, are first copied together by a
@@ -142,51 +142,51 @@ impl<'a> DispatchRequest<'a> {
     setters! {
         /// Checks that rows and columns are what this describes.
         payload: &'a Payload;
-        /// Puts rows by expert here, `[rows_by_expert, hidden]` of the dtype that they travel in.
-        /// It may be any memory of this rank's device.
+        /// Stores rows by expert here, `[rows_by_expert, hidden]` of the dtype in which they are
+        /// sent. It may be any memory of this rank's device.
         recv_x: &'a Tensor<'a>;
         /// Puts the f32 scales of fp8 rows by expert here, `[hidden / 128 rounded up,
         /// rows_by_expert]`.
         recv_x_scales: &'a TypedTensor<'a, f32>;
-        /// Puts the columns of rows by expert here, or the scales of [`Quantise::Mxfp8`], as words
-        /// `[words, rows_by_expert]`. Each column has bytes / 4 lines of the tensor, rounded up.
-        /// The lines of the first column come first. One column has all `words` lines, which are
-        /// hidden / 128 with [`Quantise::Mxfp8`]. With several columns `words` is the sum of their
-        /// lines, rounded up to a multiple of 4, and the last lines hold anything.
+        /// Stores the columns of rows by expert here, or the scales of [`Quantise::Mxfp8`], as
+        /// words `[words, rows_by_expert]`. Each column has bytes / 4 lines of the tensor, rounded
+        /// up. The lines of the first column come first. One column has all `words` lines, which
+        /// are hidden / 128 with [`Quantise::Mxfp8`]. With several columns `words` is the sum of
+        /// their lines, rounded up to a multiple of 4, and the last lines hold anything.
         /// [`Payload::max_scales`] is that number.
         ///
-        /// With [`DispatchRequest::recv_x`] as well, rows by expert take no memory of the
-        /// library's, so that a graph of the caller's can record the call. Columns that a kernel
-        /// first copies together ([`DispatchRequest::column`]) still take a block for the copy. An
-        /// allocation fails while a stream is captured, and [`Buffer::capture`] makes it before.
+        /// With [`DispatchRequest::recv_x`] as well, rows by expert take no memory of the library,
+        /// so the caller's graph can record the call. Columns that a kernel first copies together
+        /// ([`DispatchRequest::column`]) still take a block for the copy. An allocation fails while
+        /// a stream is captured, and [`Buffer::capture`] makes it before.
         recv_columns: &'a TypedTensor<'a, i32>;
         /// Weights `[num_tokens, num_topk]` of the experts' outputs, for the combine.
         topk_weights: &'a TypedTensor<'a, f32>;
-        /// Takes ids for those of logical experts, of which `map` has the places: its physical
-        /// experts are the experts of the buffer. The device looks ids up in the call, and in each
-        /// replay of a graph anew. Ranks may have different maps.
+        /// Treats ids as logical experts, which `map` translates: its physical experts are the
+        /// experts of the buffer. The device translates ids in the call, and again in each replay
+        /// of a graph. Ranks may have different maps.
         map: &'a ExpertMap;
         /// Sends scales `[num_tokens, hidden / 128 rounded up]` with fp8 rows.
         scales: &'a TypedTensor<'a, f32>;
         /// Quantises bf16 rows on their way; hidden must be a multiple of 128. The same on every
-        /// rank, but that f32 scales may be powers of two on some. Where some have rows converted
-        /// to MXFP8, others may give such rows with their column.
+        /// rank, except that f32 scales may be powers of two on some. If some ranks convert rows to
+        /// MXFP8, others may give such rows with their column.
         quantise: Quantise;
         /// Adds the rows of each local expert ([`Received::expert_counts`]) to these, i32
         /// `[local_experts]`, behind the dispatch and in each replay of a graph. A dispatch that
         /// fails adds nothing. The run in front of a recording adds too.
         cumulative_counts: &'a TypedTensor<'a, i32>;
-        /// Adds the nanoseconds that this rank waited for each rank's rows to these, i64
-        /// `[num_ranks]`, by the device's `%globaltimer`: a rank that is slow, or behind a slow
-        /// link, stands out. The time begins when the own rows have left, and ends when those of
-        /// the rank are here. It is 0 for a rank that was in time, and for this one. It is added in
-        /// the call, in the run in front of a recording, and in each replay.
+        /// Adds the nanoseconds that this rank waited for each rank's rows to this i64
+        /// `[num_ranks]`, by the device's `%globaltimer`. A slow rank or link stands out. The time
+        /// begins when this rank's rows are sent, and ends when the other rank's have arrived. The
+        /// time is 0 for a rank that was in time, and for this one. Each call, the run before a
+        /// recording, and each replay add it.
         ///
         /// Each rank decides for itself. The call is launched as its two halves, with a small
         /// kernel between them that waits. It takes two launches more than a call without, whose
         /// kernels measure nothing, or one more where the caller makes the halves. A dispatch into
-        /// a place whose last dispatch no combine has answered waits until all ranks have entered
-        /// it before its rows leave; that time is not in it.
+        /// a place whose last dispatch had no combine waits until all ranks have entered it before
+        /// it sends rows; that time is not included.
         cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors of the call, at least 1, instead of
         /// [`Options::num_sms`](super::Options::num_sms): fewer while other kernels run, more when
@@ -290,7 +290,7 @@ impl Buffer {
         let row_bytes = x.columns() * dtype.size();
         let records = record.place(self.core.arena(), num_tokens)?;
         let given_words = record.bytes / 4;
-        // To the receivers, scales that are made on the way are a column like one that was given.
+        // For the receivers, scales made by the dispatch are a column like a given one.
         let record = match quantise {
             Quantise::Mxfp8 => Record::of_ue8m0(hidden as u32 / MX_BLOCK),
             _ => record,
@@ -456,7 +456,7 @@ impl Buffer {
         }
     }
 
-    /// Where rows by expert go, and the block that they are in if it is not the caller's.
+    /// The destination of rows by expert, and its block if the memory is not the caller's.
     fn rows_by_expert(
         &self,
         place: &PlaceState<Room>,

@@ -10,14 +10,14 @@ use crate::ep::StreamOrder;
 use crate::ep::core::{self, Faults};
 use crate::error::{Error, Result};
 
-/// In place of the tokens of the last dispatch: none has come since a regroup.
+/// In place of the number of tokens: no dispatch has run since a regroup.
 pub(super) const NO_DISPATCH: u32 = u32::MAX;
 
 impl Buffer {
-    /// The error after which the buffer cannot be used, if there was one. It is the first wait for
-    /// a peer that expired ([`Error::PeerTimeout`]) or found another call there
-    /// ([`Error::OtherCall`]), or an expert id out of range. It shows once the stream has passed
-    /// the operation; a captured one records it at each replay as well.
+    /// The error after which the buffer cannot be used, if any. It is the first wait for a peer
+    /// that expired ([`Error::PeerTimeout`]) or found another call there ([`Error::OtherCall`]), or
+    /// an expert id out of range. The error is visible once the stream has passed the operation;
+    /// each replay of a captured one records it as well.
     pub fn check(&self) -> Result<()> {
         self.core.check()
     }

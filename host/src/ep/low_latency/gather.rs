@@ -27,8 +27,8 @@ impl Buffer {
     ///   [`Buffer::gather_columns_by_expert`] copies them with the rows.
     ///
     /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
-    /// can be captured. An asynchronous one gives the event at its end. A grouped GEMM that finds
-    /// its rows by [`Received::expert_rows`] does without the copy, and without its time.
+    /// can be captured. An asynchronous one gives the event at its end. A grouped GEMM that reads
+    /// its rows by [`Received::expert_rows`] needs no copy.
     ///
     /// ```
     /// # use std::time::Duration;
@@ -110,7 +110,7 @@ impl Buffer {
         let experts = u64::from(self.local_experts());
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());
         let dtype = received.x.dtype();
-        // Fields are the caller's to replace; where rows lie is not among them.
+        // The caller can replace fields, so the shape is computed from the buffer instead.
         let received_shape = [("rows", Some(rows)), ("hidden", elements_of(dtype, hidden))];
         received.x.expect_strided("received.x", &ROWS, &received_shape)?;
         check_row_bytes("received.x", &received.x, hidden)?;

@@ -57,7 +57,7 @@ pub struct Operation {
     pub num_sms: Option<u32>,
     /// Times of the caller's that the waits for each rank are added to.
     pub wait_ns: Option<DevicePtr>,
-    /// Whether scales of a dispatch within a node travel as packets.
+    /// Whether scales of a dispatch within a node are sent as packets.
     pub packs_scales: bool,
     /// Resources that must live as long as a recording of the operation.
     pub uses: Vec<Owner>,
@@ -84,8 +84,8 @@ pub enum Arguments {
     PooledCombine(LowLatencyCombineArgs),
 }
 
-/// Whether a combine's blocks return rows while they sum. They do where each block has more than
-/// two tokens to sum and rows, of bf16, are summed over experts already. With one or two, half of a
+/// Whether a combine's blocks return rows while they sum. True if each block has more than two
+/// tokens to sum, and rows are bf16 and summed over experts already. With one or two, half of a
 /// block's warps would be idle: 256 tokens on 132 blocks took 8 % longer.
 fn returns_while_summing(dtype: DType, args: &LowLatencyCombineArgs, grid: u32) -> bool {
     let common = &args.common;
@@ -107,9 +107,9 @@ fn phases(halves: Halves) -> u32 {
 }
 
 /// The results of an operation once its second half has run: [`Pending::receive`] launches that. No
-/// other operation of the buffer is possible before. Both halves run, or both are recorded:
-/// else the second one is [`Error::Broken`]. If this is dropped without it, the buffer
-/// cannot be used any more, since the peers wait for the second half.
+/// other operation of the buffer is possible before. Both halves run, or both are recorded: else
+/// the second one is [`Error::Broken`]. Dropping this without the second half makes the buffer
+/// unusable, since the peers wait for that half.
 #[derive(Debug)]
 #[must_use = "the peers wait for its second half: call `receive`"]
 pub struct Pending<'b, T> {
@@ -142,7 +142,7 @@ impl<'p> Pending<'_, Combined<'p>> {
 
 impl Pending<'_, &Tensor<'_>> {
     /// Launches the second half of [`Buffer::combine_send_into`]: waits for the peers' rows, and
-    /// sums into the tensor that was given there. Gives the event of an asynchronous call.
+    /// sums into the tensor given there. Returns the event of an asynchronous call.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
@@ -172,7 +172,7 @@ impl Buffer {
         Ok(Pending { buffer: self, operation, output })
     }
 
-    /// Launches halves of an operation; gives the event of an asynchronous call. Both halves take
+    /// Launches halves of an operation; returns the event of an asynchronous call. Both halves take
     /// two launches where not all blocks may be resident at once.
     pub(super) fn launch(
         &mut self,
@@ -277,8 +277,8 @@ impl Buffer {
         Kind::of(self.core.topology()) == Kind::Many
     }
 
-    /// Where the waits of an operation of this outcome are added up, if anywhere: `uses` gets what
-    /// must live for it.
+    /// The address to which an operation of this outcome adds its waits, if any. `uses` gets the
+    /// memory's owner.
     pub(super) fn wait_ns(
         &self,
         times: Option<&TypedTensor<'_, i64>>,

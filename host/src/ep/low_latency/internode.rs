@@ -18,15 +18,15 @@ use crate::transport::TransportOptions;
 /// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
 #[derive(Debug, Clone, Copy)]
 struct MessageOffsets {
-    /// Those that arrive.
+    /// Incoming messages.
     dispatch_in: u64,
     answer_in: u64,
-    /// Those that puts take from here, where there are any.
+    /// Outgoing messages, which puts read, if any.
     dispatch_out: u64,
     answer_out: u64,
 }
 
-/// Where words and messages are in a memory that so many peers write to.
+/// The places of words and messages in memory that this many peers write to.
 #[derive(Debug)]
 pub struct MessageLayout {
     words: u64,
@@ -148,7 +148,7 @@ impl Messages {
         &self.places
     }
 
-    /// Forgets which tokens of an operation had been written, and which rows returned.
+    /// Clears the records of an operation's written tokens and returned rows.
     pub fn forget_unfinished(&self, stream: &Stream) -> Result<()> {
         for messages in &self.places {
             self.tables.write_at(stream, messages.written, &[0; 8])?;
@@ -194,7 +194,7 @@ pub fn message_tables(
     (posted, (0..options.places).map(place).collect())
 }
 
-/// The route to a peer whose memory is mapped: the address of both memories, and the other rank's
+/// The route to a peer whose memory is mapped: the addresses of both memories, and the other rank's
 /// number in each.
 fn direct_route(
     layout: &MessageLayout,
@@ -217,7 +217,7 @@ fn direct_route(
     }
 }
 
-/// The route to a peer that puts go to, `ours` being this rank's number in its memory.
+/// The route to a peer by puts. `ours` is this rank's number in the peer's memory.
 fn queued_route(
     layout: &MessageLayout,
     place: usize,

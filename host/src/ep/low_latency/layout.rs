@@ -1,4 +1,4 @@
-//! Where things are in a low-latency pool, and in the memory that a rank keeps to itself.
+//! The layout of a low-latency pool, and of a rank's private memory.
 
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{
@@ -67,13 +67,13 @@ pub fn most_ranks(topology: Topology) -> u64 {
     if topology.nodes == 1 { room_for_ranks(topology.ranks()).into() } else { MAX_MEMBERS as u64 }
 }
 
-/// A rank's private memory, beside the [`LocalState`] at its start.
+/// A rank's private memory, behind the [`LocalState`] at its start.
 #[derive(Debug)]
 pub struct OwnTables {
     pub places: Vec<PlaceTables>,
     /// Weights of rows that have none, f32 `[num_ranks * max_tokens, num_topk]`.
     pub unit_weights: DevicePtr,
-    /// Where the pool of each rank is, u64 `[num_ranks]`, within a node.
+    /// The address of each rank's pool, u64 `[num_ranks]`, within a node.
     pub pools: DevicePtr,
 }
 
@@ -82,7 +82,7 @@ pub struct OwnTables {
 pub struct PlaceTables {
     /// The kernels' arguments.
     pub tables: LowLatencyTables,
-    /// Those of rows by expert, if there is room for such.
+    /// Tables of rows by expert, if there is room for such rows.
     pub by_expert: Option<LowLatencyExpertRows>,
     /// Sums.
     pub combined_x: DevicePtr,

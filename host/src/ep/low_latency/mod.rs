@@ -65,13 +65,13 @@ use internode::{MessageLayout, Messages};
 use layout::{OwnTables, PoolLayout};
 use results::Room;
 
-/// Moves decode-sized batches between ranks, of one node or of several. One per rank; methods are
-/// collective where their documentation has that word.
+/// Moves decode-sized batches between ranks, of one node or of several. One per rank; a method is
+/// collective if its documentation contains that word.
 ///
 /// Operations keep the memory that they need: inputs may be dropped as soon as a call has returned.
-/// Results lie in a [`Place`], until the next dispatch to that place.
+/// Results are in a [`Place`], until the next dispatch to that place.
 ///
-/// Operations follow each other on the device whatever streams they run on: one on another stream
+/// Operations run one after the other on the device, on any streams: an operation on another stream
 /// than the last waits for it.
 #[derive(Debug)]
 pub struct Buffer {
@@ -342,7 +342,7 @@ impl Buffer {
                 options,
             })
         };
-        // No peer may write before every mapping stands.
+        // No peer may write before all mappings exist.
         agree_on_part(group, finish())
     }
 
@@ -369,8 +369,8 @@ impl Buffer {
         u64::from(self.num_ranks() * self.options.shape.max_tokens)
     }
 
-    /// Where the rows of a dispatch are; an error unless it was one of this buffer's, with the
-    /// ranks that are its members still.
+    /// The place of a dispatch's rows; an error unless this buffer made the dispatch with its
+    /// current members.
     fn place_of(&self, received: &Received<'_>) -> Result<Arc<PlaceState<Room>>> {
         let place = received.lease.place().clone();
         self.core.check_place(&place)?;
@@ -404,8 +404,8 @@ impl Buffer {
         }
     }
 
-    /// Blocks for so many pieces of work of a call that asks for so many multiprocessors: at most
-    /// as many as fit on the device together, since all of them wait for peers.
+    /// Blocks for `pieces` of work of a call that requests `asked` multiprocessors. All blocks wait
+    /// for peers, so at most as many as are resident at once.
     fn blocks_for(&self, pieces: u32, asked: Option<u32>) -> u32 {
         let most = self.core.device().info().sm_count;
         pieces.clamp(1, asked.or(self.options.num_sms).map_or(most, |num_sms| num_sms.min(most)))

@@ -98,49 +98,48 @@ impl Options {
     }
 
     option_methods! {
-        /// Up to 64 ranks that can all map each other's memory are one node, whatever this is. This
-        /// does not hold if the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`]
-        /// was called: then a group has up to 32 ranks.
+        /// Up to 64 ranks that can all map each other's memory are one node, regardless of this
+        /// option. This does not hold if the transport is one of shm, tcp and verbs, or
+        /// [`Options::keep_nodes`] was called: then a group has up to 32 ranks.
         ranks_per_node,
         /// Sums have the same bits either way.
         keep_nodes,
-        /// Each rank of another node has one queue, whatever [`TransportOptions::queues_per_peer`]
-        /// is: an operation has one message for it.
+        /// Each rank of another node has one queue, regardless of
+        /// [`TransportOptions::queues_per_peer`]: an operation has one message for it.
         transport,
     }
 
-    /// Kernels of other streams may hold multiprocessors for as long as they like, as a persistent
-    /// kernel does.
+    /// Kernels of other streams may hold multiprocessors forever, as a persistent kernel does.
     ///
-    /// All blocks of an operation must otherwise be resident at once, because blocks that wait for a
-    /// peer keep others of this rank, on which the peer's blocks wait, from a multiprocessor. With
-    /// this option each operation is launched as its two halves, whatever its peers do. Blocks of
-    /// the first wait for nothing, blocks of the second for first halves alone, so a single free
-    /// multiprocessor is enough. The second launch takes a few microseconds. Operations on the
-    /// stream of a green context with fewer multiprocessors than they have blocks are launched like
-    /// that anyway.
+    /// All blocks of an operation must otherwise be resident at once, because blocks that wait for
+    /// a peer keep others of this rank, on which the peer's blocks wait, from a multiprocessor.
+    /// With this option each operation is launched as its two halves, regardless of its peers.
+    /// Blocks of the first half wait for nothing, blocks of the second for first halves alone, so
+    /// one free multiprocessor is enough. The second launch takes a few microseconds. Operations on
+    /// the stream of a green context with fewer multiprocessors than they have blocks are launched
+    /// like that anyway.
     ///
-    /// Such a kernel must run on a stream that this library does not know, neither a
-    /// [`Stream`](crate::driver::Stream) nor an adopted one. Memory is freed, and used again, behind
-    /// all streams that it knows, and such a wait would not end.
+    /// Such a kernel must run on a stream outside this library, neither a
+    /// [`Stream`](crate::driver::Stream) nor an adopted one. The library waits for all its streams
+    /// before it frees or reuses memory, and such a wait would not end.
     pub fn beside_persistent_kernels(mut self) -> Options {
         self.beside_persistent_kernels = true;
         self
     }
 
     setters! {
-        /// Room for columns that travel with rows, in units of 4 bytes
+        /// Room for columns sent with rows, in units of 4 bytes
         /// ([`Payload::max_scales`](crate::Payload::max_scales)), at most 512. There is room for a
         /// unit of each 128 elements anyway: an f32 scale, or four UE8M0 scales.
         max_scales: u32;
         /// Type of the rows that combines take and of their sums: bf16, which is the default, f16 or
         /// f32. A share of f16 that is too large for it is infinite.
         ///
-        /// Rows of f32 take twice the memory of bf16 in the pool and twice the links. Rows of f16 and
-        /// f32 return as they are:
+        /// Rows of f32 take twice the memory of bf16 in the pool and twice the links. Rows of f16
+        /// and f32 return as they are:
         /// [`CombineRequest::quantise`](super::CombineRequest::quantise) and
-        /// [`CombineRequest::in_pool`](super::CombineRequest::in_pool) take bf16. What a dispatch
-        /// sends does not depend on it.
+        /// [`CombineRequest::in_pool`](super::CombineRequest::in_pool) take bf16. Dispatches do not
+        /// depend on this option.
         combine_dtype: DType;
         /// Most multiprocessors that an operation takes; without, all of the device. A call may
         /// have its own number: [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms).

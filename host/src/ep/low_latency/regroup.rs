@@ -14,8 +14,8 @@ use crate::driver::poll;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
-/// Epochs that a rank may have used beyond those that another rank's kernels have ended. It is at
-/// most one operation ahead, and a first half may have run without its second.
+/// Epochs that a rank may have used beyond those that another rank's kernels have ended. A rank is
+/// at most one operation ahead, and a first half may have run without its second.
 const AHEAD: u64 = 2;
 
 /// The state that each rank sends to the others.
@@ -36,8 +36,8 @@ impl Buffer {
     }
 
     /// Continues with the ranks that make this call, and without all others. Collective over
-    /// `group`, which these ranks have made for this call. The group may number them in any order:
-    /// they exchange their ranks in the buffer.
+    /// `group`, which these ranks have made for this call. The group may number the ranks in any
+    /// order: they exchange their ranks in the buffer.
     ///
     /// No rank waits for a rank that is left out, or sends it anything. Such a rank has no tokens
     /// ([`Received::num_tokens`](super::Received::num_tokens) holds 0). The share of its experts is
@@ -102,8 +102,8 @@ impl Buffer {
         self.regroup_ahead(group, AHEAD)
     }
 
-    /// The same, as after so many operations more; the same number on every rank. For tests of long
-    /// runs.
+    /// [`Buffer::regroup`] with epochs as after `ahead` more operations, equal on every rank. For
+    /// tests of long runs.
     ///
     /// # Errors
     /// The same as [`Buffer::regroup`].
@@ -155,8 +155,8 @@ impl Buffer {
         group.barrier(group.timeout())
     }
 
-    /// Tells the ranks that are left out that this rank's rows are of a later operation from now
-    /// on, as a dispatch that gives up does: one of them may still read rows of the last combine.
+    /// Publishes to left-out ranks that this rank's rows are now of a later operation, as a
+    /// dispatch that times out does. A left-out rank may still read rows of the last combine.
     fn publish_left_out(&self, left_out: u64, epoch: u64) -> Result<()> {
         if left_out == 0 || self.messages.is_some() {
             return Ok(());

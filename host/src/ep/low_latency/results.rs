@@ -1,4 +1,4 @@
-//! Places, and the results of the operations, which lie in them.
+//! Places, and the results of operations in them.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 pub struct Place(pub(super) Held<Room>);
 
 impl Place {
-    /// Its index: every rank dispatches to the place of the same one.
+    /// Its index: every rank dispatches to the place of the same index.
     pub fn index(&self) -> u32 {
         self.0.place().index()
     }
@@ -49,7 +49,7 @@ impl Place {
     }
 }
 
-/// Where the tables of a dispatch of rows by expert are: their first elements, of the tensors with
+/// Addresses of the tables of a dispatch of rows by expert: the first elements of the tensors with
 /// the same names in [`ReceivedByExpert`] and [`ExpertRows`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -67,7 +67,7 @@ pub struct ByExpertPtrs {
 /// Received rows, their tables, and sums.
 #[derive(Debug)]
 pub struct Room {
-    /// Where it is in every pool; nowhere across nodes.
+    /// Its layout in every pool; empty across nodes.
     pub at: LowLatencyPlace,
     /// Received rows, and their scales.
     pub recv_x: DevicePtr,
@@ -82,14 +82,14 @@ pub struct Room {
     pub _tables: Arc<Memory>,
 }
 
-/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on
-/// to its borrow; [`Buffer::combine`](super::Buffer::combine) answers it. `rows` stands for
-/// `num_ranks * max_tokens`.
+/// The result of a dispatch. The tensors are in the dispatch's place and keep its borrow;
+/// [`Buffer::combine`](super::Buffer::combine) takes the result. `rows` stands for `num_ranks *
+/// max_tokens`.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Received<'p> {
-    /// `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`, where it came here; other
-    /// rows hold anything. Rows are `row_stride()` bytes apart, a multiple of 128. A clone can be
+    /// `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`, if it was sent here; other
+    /// rows are undefined. Rows are `row_stride()` bytes apart, a multiple of 128. A clone can be
     /// read until the combine: peers may overwrite the rows behind it.
     pub x: Tensor<'p>,
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None` of
@@ -126,7 +126,7 @@ pub struct Received<'p> {
     /// Room in the pool for those rows; none across nodes, or where they are not bf16.
     pub(super) combine_rows: Option<Tensor<'p>>,
     pub(super) num_local_tokens: u32,
-    /// Whether rows came by expert. The field above is the caller's to take.
+    /// Whether rows arrived by expert. The caller can take the field above.
     pub(super) has_segments: bool,
     /// The generation of the buffer at the dispatch.
     pub(super) generation: Arc<Generation>,
@@ -134,9 +134,9 @@ pub struct Received<'p> {
     pub(super) place: PhantomData<&'p mut Place>,
 }
 
-/// Received rows by expert: one for each selection, grouped by local expert, and of an expert by
-/// source rank, token and entry. `rows` stands for [`Options::rows_by_expert`]; rows behind the
-/// last segment hold anything, and of padding only `recv_src_idx` is defined.
+/// Received rows by expert: one for each selection, grouped by local expert, and within an expert
+/// by source rank, token and entry. `rows` stands for [`Options::rows_by_expert`]. Rows behind the
+/// last segment are undefined, and padding defines only `recv_src_idx`.
 ///
 /// [`Options::rows_by_expert`]: super::Options::rows_by_expert
 #[derive(Debug)]
@@ -158,7 +158,7 @@ pub struct ReceivedByExpert<'p> {
     pub recv_src_idx: TypedTensor<'p, i32>,
     /// `[rows, 2]`: the source rank, and which of the token's entries selected the expert.
     pub recv_src_entry: TypedTensor<'p, i32>,
-    /// Where the rows of each local expert are.
+    /// The places of each local expert's rows.
     pub experts: ExpertRows<'p>,
 }
 
@@ -176,13 +176,13 @@ impl ReceivedByExpert<'_> {
     }
 }
 
-/// The result of a combine, in the place of the dispatch that it answers.
+/// The result of a combine, in the place of its dispatch.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Combined<'p> {
     /// `[num_tokens, hidden]` of [`Options::combine_dtype`](super::Options::combine_dtype): the sum
-    /// over the ranks that the token went to. It is accumulated in FP32 in rank order and rounded
-    /// once, and so bit for bit reproducible. It is 0 for a token that went nowhere.
+    /// over the token's destination ranks. It is accumulated in FP32 in rank order and rounded
+    /// once, and so bit for bit reproducible. A token without a destination has 0.
     pub x: Tensor<'p>,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
@@ -192,11 +192,11 @@ pub struct Combined<'p> {
 
 impl<'p> Received<'p> {
     /// bf16 `[rows, hidden]` of the pool, in the order of [`Received::x`], for the experts' results
-    /// of a combine [`in_pool`](super::CombineRequest::in_pool). They hold anything before. Rows
-    /// are `row_stride()` bytes apart, a multiple of 128.
+    /// of a combine [`in_pool`](super::CombineRequest::in_pool). Their contents are undefined
+    /// before. Rows are `row_stride()` bytes apart, a multiple of 128.
     ///
-    /// They may be written from the end of the dispatch to the start of the combine. Peers read
-    /// them during the combine.
+    /// Write them between the end of the dispatch and the start of the combine. Peers read them
+    /// during the combine.
     ///
     /// # Errors
     /// [`Error::Unavailable`] across nodes, where peers cannot read them, and where the buffer sums
@@ -215,9 +215,8 @@ impl<'p> Received<'p> {
         })
     }
 
-    /// Replaces the borrow of the place by a check at run time, whether the rows are still there.
-    /// This is for callers that cannot carry lifetimes, and for steps, each run of which brings new
-    /// rows.
+    /// Replaces the borrow of the place by a check at run time that the rows are still valid. For
+    /// callers that cannot carry lifetimes, and for steps, whose every run overwrites the rows.
     pub fn detach(self) -> Detached<Received<'static>> {
         let lease = self.lease.clone();
         lease.detach();
@@ -276,16 +275,16 @@ impl Detached<Received<'static>> {
     ///
     /// # Errors
     /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten
-    /// them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
+    /// them, [`Error::Argument`](crate::Error::Argument) where they are in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.check(place).map(|()| &self.results)
     }
 }
 
 impl Detached<Received<'static>> {
-    /// The rows with a borrow of `place` again, for the combine. A dispatch and its combine can so
-    /// be two calls of the caller's, which keep only this and the [`Place`] between them, without a
-    /// lifetime.
+    /// The rows with a borrow of `place` again, for the combine. A dispatch and its combine can
+    /// thus be separate functions of the caller, which keeps only this and the [`Place`] in
+    /// between, without a lifetime.
     ///
     /// ```
     /// # use std::time::Duration;

@@ -84,7 +84,7 @@ impl Buffer {
     /// The ranks of the experts compute the products in FP32. A combine of its own, with 4 bytes
     /// for each weight, returns them to the tokens' owners.
     ///
-    /// * `received`: of the forward pass. By token it needs the ids, which travel with
+    /// * `received`: of the forward pass. By token it needs the ids, which are sent with
     ///   [`topk_weights`](super::DispatchRequest::topk_weights).
     /// * `grad_rows`: `[num_recv_tokens, hidden]`, bf16 or f32, the rows of
     ///   [`Buffer::combine_backward`], not weighted.
@@ -95,8 +95,8 @@ impl Buffer {
     ///
     /// # Errors
     /// The same as [`Buffer::combine`]; [`Error::StaleHandle`] where a later dispatch has
-    /// overwritten `received`; [`Error::Argument`] where its rows came without ids, or while
-    /// [`PoolRows`](super::PoolRows) of its place are given out.
+    /// overwritten `received`; [`Error::Argument`] if its rows have no ids, or while
+    /// [`PoolRows`](super::PoolRows) of its place are in use.
     pub fn weights_backward(
         &mut self,
         received: &Received<'_>,
@@ -137,8 +137,8 @@ impl Buffer {
         expert_rows.expect_strided("expert_rows", &[dtype], &dims)?;
         expert_rows.expect_rows_of_16("expert_rows")?;
 
-        // By expert an entry's product is a row of its own, which is 0 but for one column, so that
-        // a combine adds nothing to it. Its rows are a multiple of 16 bytes.
+        // By expert each entry's product has its own row, 0 except one column, so a combine adds
+        // nothing to it. Rows are a multiple of 16 bytes.
         let columns = if by_expert.is_some() { num_topk.next_multiple_of(4) } else { num_topk };
         let (block, (products_at, empty_at)) = self.core.arena().take(|pieces| {
             let products = pieces.array("grad_weights", rows * u64::from(columns), 4);

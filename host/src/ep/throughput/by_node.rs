@@ -6,9 +6,9 @@ use super::layout::DispatchLayout;
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
-/// Quantities that MSCCL++'s interface has by RDMA rank, that is by node, for a dispatch that
-/// relays nothing. Matrices are row by row. Its `gbl_channel_prefix_matrix` is
-/// [`IntranodeHandle::channel_prefix_matrix`]; its quantities of relayed tokens do not exist here.
+/// The quantities by RDMA rank (node) of MSCCL++'s interface, for a dispatch that relays nothing.
+/// Matrices are row-major. `gbl_channel_prefix_matrix` is
+/// [`IntranodeHandle::channel_prefix_matrix`]; quantities of relayed tokens do not exist here.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NodeCounts {
@@ -25,7 +25,7 @@ pub struct NodeCounts {
     pub recv_gbl_rank_prefix_sum: Vec<i32>,
 }
 
-/// For each token, which nodes have a rank that the token goes to.
+/// For each token, the nodes with a rank that receives it.
 fn nodes_of<T: Copy>(per_token: &[T], ranks: usize, per_node: usize, goes: impl Fn(T) -> bool) -> Vec<bool> {
     let nodes = per_token.chunks(ranks).flat_map(|token| token.chunks(per_node));
     nodes.map(|ranks| ranks.iter().any(|&rank| goes(rank))).collect()

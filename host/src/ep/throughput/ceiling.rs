@@ -1,4 +1,4 @@
-//! The links' own speed, measured with the copies that dispatch and combine are made of.
+//! The links' own speed, measured with the copies that dispatch and combine consist of.
 
 use bytemuck::Zeroable;
 use epoxide_gpu::kernels::{CeilingPull, CeilingPush};
@@ -8,7 +8,7 @@ use super::{Buffer, DType, TypedTensor, check_fits};
 use crate::driver::Stream;
 use crate::error::{Error, Result};
 
-/// Which way the bytes of `Buffer::launch_ceiling` go.
+/// The direction of the copies of `Buffer::launch_ceiling`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// Each rank loads its own rows and stores them to its peers, as dispatch does.
@@ -17,7 +17,7 @@ pub enum Direction {
     Pull,
 }
 
-/// One ceiling measurement's shape. Each row goes to (or comes from) `fanout` peers.
+/// One ceiling measurement's shape. Each row is stored to (or loaded from) `fanout` peers.
 #[derive(Debug, Clone, Copy)]
 pub struct CeilingShape {
     /// Blocks: multiprocessors.
@@ -85,7 +85,7 @@ impl Buffer {
         self.launch_shape(direction, shape, (args, room), stream)
     }
 
-    /// Where the parts of the own rows are that stand for ranks in [`Self::launch_local_ceiling`]:
+    /// The parts of this rank's rows that stand for ranks in [`Self::launch_local_ceiling`]:
     /// `fanout` of the shape, and one.
     pub(crate) fn local_parts(
         &self,
@@ -99,9 +99,9 @@ impl Buffer {
         TypedTensor::from_host(stream, &[parts.len() as u64], &parts)
     }
 
-    /// Loads each row of the first part of the own received rows, and stores it to all others, as a
-    /// dispatch of rows by expert does beside its pushes: what so many multiprocessors can store.
-    /// `parts`: of the same shape.
+    /// Loads each row of the first part of this rank's received rows and stores it to all others,
+    /// as a dispatch of rows by expert does beside its pushes. The run measures how fast these
+    /// multiprocessors can store. `parts`: of the same shape.
     pub(crate) fn launch_local_ceiling(
         &self,
         parts: &TypedTensor<'static, i64>,
@@ -132,7 +132,7 @@ impl Buffer {
         let (grid, block) = (shape.blocks, shape.warps * 32);
         let shared = ring_bytes(shape.warps, shape.stages, shape.row_bytes);
         // SAFETY: the pools are mapped as long as the buffer lives, and it synchronises before it
-        // lets them go.
+        // unmaps them.
         unsafe {
             match direction {
                 Direction::Push => {

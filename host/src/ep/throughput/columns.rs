@@ -14,9 +14,9 @@ const THREADS: u32 = TransposeColumn::INFO.max_threads;
 impl Buffer {
     /// Copies column `index` of received rows into `out`, with the rows side by side: i32 `[bytes /
     /// 4 rounded up, n]`, n at least the rows. Word w of row r is `out[w][r]`; bytes behind the
-    /// column are 0 in its last word. UE8M0 scales come thereby as grouped GEMMs read them: four to
-    /// an i32, and with n a multiple of 4, each row of `out` at a multiple of 16 bytes. As many rows
-    /// are copied as came; the others, and padding of rows by expert, stay as they are.
+    /// column are 0 in its last word. UE8M0 scales then have the layout of grouped GEMMs: four to
+    /// an i32, and with n a multiple of 4, each row of `out` at a multiple of 16 bytes. Only
+    /// received rows are copied; other columns of `out`, padding included, are not written.
     ///
     /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
     /// can be captured. Gives the event of an asynchronous call. Reading `out` on the host gives

@@ -1,4 +1,4 @@
-//! Combine: every token's owner sums the rows that came back.
+//! Combine: every token's owner sums the returned rows.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,8 +31,8 @@ pub(super) const STAGE_THREADS: u32 = 512;
 /// Threads per block of a combine that copies meanwhile.
 const STAGED_THREADS: u32 = CombineStagedBf16::INFO.max_threads;
 
-/// Where combine finds the rows that this rank returns, in `recv_x` order. Within one node the same
-/// on every rank.
+/// The location of the rows that this rank returns, in `recv_x` order. Within one node the same on
+/// every rank.
 #[derive(Debug, Clone, Copy)]
 pub enum CombineRows<'a> {
     /// Any tensor `[num_recv_tokens, hidden]`, bf16, f16 or f32, `recv_x` itself included: copied
@@ -122,12 +122,12 @@ impl<'a> CombineRequest<'a> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Combined {
-    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the ranks that the token went to. It
-    /// is accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. It
-    /// is 0 for a token that went nowhere. Across nodes each node's sum is made and rounded so. The
-    /// nodes' sums are then added in FP32 in node order and rounded again. A sum beyond the largest
-    /// f16 is infinite. For rows by expert it is the sum over the token's entries, in their order,
-    /// and across nodes of each node that over those whose experts are there.
+    /// `[num_tokens, hidden]`, dtype of the rows: the sum over the token's destination ranks. It is
+    /// accumulated in FP32 in rank order and rounded once, and so bit for bit reproducible. A token
+    /// without a destination has 0. Across nodes each node's sum is made and rounded so. The nodes'
+    /// sums are then added in FP32 in node order and rounded again. A sum beyond the largest f16 is
+    /// infinite. For rows by expert it is the sum over the token's entries, in their order, and
+    /// across nodes each node sums the entries of its experts.
     pub combined_x: Tensor<'static>,
     /// `[num_tokens, num_topk]`, if weights were given.
     pub combined_topk_weights: Option<TypedTensor<'static, f32>>,
@@ -143,7 +143,7 @@ pub(super) struct CombineLaunch {
     /// Sums of rows where they are, or of those that a kernel in front has copied there.
     args: CombineArgs,
     stage: StageArgs,
-    /// Whether the device holds the tensors' rows against those that came.
+    /// Whether the device compares the tensors' rows with the received rows.
     may_be_short: bool,
     /// The combine that copies rows meanwhile, and its blocks that gather.
     staged: Option<(StagedCombineArgs, u32)>,
@@ -195,9 +195,9 @@ impl Buffer {
     ///
     /// Rows in the pool must not be written before the second half has ended, since peers read
     /// them. A tensor is free once the first half has ended. If rows are a tensor, all ranks of a
-    /// node call the halves or none does, else they get [`Error::OtherCall`]; a tensor of f16, rows
-    /// by expert and rows in the pool leave it to each rank. Across nodes the first half ends as
-    /// well when the rows are in the pool; all of the network's part is in the second.
+    /// node call the halves or none does, else they get [`Error::OtherCall`]; with a tensor of f16,
+    /// rows by expert or rows in the pool, each rank decides for itself. Across nodes, too, the
+    /// first half ends when the rows are in the pool; the second uses the network.
     ///
     /// # Errors
     /// The same as [`Buffer::combine`].
@@ -238,11 +238,11 @@ impl Buffer {
         Ok((launch, combined))
     }
 
-    /// [`Buffer::combine`] with the sums in tensors of the caller's, whose fields of [`Combined`]
-    /// have the values: `out` `[num_tokens, hidden]`, dtype of the rows, and `out_topk_weights`
+    /// [`Buffer::combine`] with the sums in tensors of the caller, with the values of the fields of
+    /// [`Combined`]: `out` `[num_tokens, hidden]`, dtype of the rows, and `out_topk_weights`
     /// `[num_tokens, num_topk]` where the request has
     /// [`topk_weights`](CombineRequest::topk_weights). The receiving rank's kernel writes there;
-    /// nothing needs to be registered, and nothing is copied or allocated. Gives the event of an
+    /// nothing needs to be registered, and nothing is copied or allocated. Returns the event of an
     /// asynchronous call.
     ///
     /// Reading them on the host gives the error of the combine, if it has failed, until
@@ -385,7 +385,7 @@ impl Buffer {
         Ok(Sums { dtype, tokens: handle.num_tokens.into(), hidden, num_topk })
     }
 
-    /// A combine that leaves its sums and those of weights at the given addresses, in memory that
+    /// A combine that stores its sums and those of weights at the given addresses, in memory that
     /// `outputs` own. In two halves it copies a tensor's rows before it sums.
     fn combine_launch(
         &self,
@@ -424,7 +424,7 @@ impl Buffer {
             CombineRows::InPool(given) => given.tensor().rows(),
             CombineRows::Tensor(x) => x.rows(),
         };
-        // The device holds the rows against those that came, where the host does not know how many.
+        // The device compares the number of rows with the received rows if the host has no count.
         let may_be_short = received.is_none() && rows < handle.capacity;
         let given = weights.map_or(rows, |weights| weights.rows().min(rows));
         let stage = StageArgs {
@@ -448,8 +448,8 @@ impl Buffer {
         let args = CombineArgs {
             comm,
             combined_x: x_at,
-            // Null stands for none, and a rank without tokens may give a null tensor. It sums the
-            // weights of tokens that it relays, and stores none here.
+            // Null means no weights, and a rank without tokens may give a null tensor. Such a rank
+            // sums the weights of relayed tokens, and stores none here.
             combined_weights: match (num_topk, weights_at) {
                 (0, _) => null,
                 (_, DevicePtr::NULL) => handle.tables.header,
@@ -561,8 +561,8 @@ impl Buffer {
         })
     }
 
-    /// Enqueues the copy of a tensor's rows into the pool, and the check of their number, unless
-    /// the kernel that sums does it.
+    /// Enqueues the copy of a tensor's rows into the pool and the check of their number, unless the
+    /// summing kernel does both.
     ///
     /// # Safety
     /// The addresses of the launch are live until the stream has passed the kernel, and no peer
@@ -608,7 +608,7 @@ impl Buffer {
             (Spread::OneNode(..), None) => {
                 (blocks_for(handle.num_tokens, *num_sms), ring.threads(), JOINED_BYTES)
             }
-            // One warp more, which posts puts.
+            // One more warp posts puts.
             (Spread::SeveralNodes(..), None) => (*num_sms, ring.threads() + 32, PROGRESS_BYTES),
         };
         let shape = (blocks, threads, ring.shared_bytes() + reserved);

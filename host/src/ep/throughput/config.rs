@@ -7,14 +7,14 @@ const SIZE_ALIGN: u64 = 128;
 /// The hints assume at most this many top-k entries and scales per token.
 const HINT_COLUMNS: u64 = 128;
 
-/// How many multiprocessors an operation may use, and the chunk sizes that the size hints are made
-/// of.
+/// How many multiprocessors an operation may use, and the chunk sizes from which the size hints are
+/// computed.
 ///
-/// `num_sms` bounds the grid of dispatch, and the blocks of a combine that sum; those that copy a
-/// tensor's rows into the pool are beside them. It gives the number of channels (`num_sms / 2`). Across nodes, `num_max_rdma_chunked_send_tokens` rows travel in one put. The
-/// other chunk fields keep the meaning and the rules they have in MSCCL++'s DeepEP port. The
-/// kernels write rows to their final place and have no rings. Here these fields only enter the size
-/// hints.
+/// `num_sms` bounds the grid of dispatch, and the summing blocks of a combine; blocks that copy a
+/// tensor's rows into the pool are additional. The number of channels is `num_sms / 2`. Across
+/// nodes, one put has `num_max_rdma_chunked_send_tokens` rows. The other chunk fields keep the
+/// meaning and the rules they have in MSCCL++'s DeepEP port. The kernels write rows to their final
+/// place and have no rings. Here these fields only enter the size hints.
 ///
 /// A call may have other multiprocessors than these, by
 /// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms) and

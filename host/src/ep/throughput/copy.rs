@@ -11,15 +11,14 @@ use crate::error::{Error, Result};
 
 impl Buffer {
     /// Copies received rows into `out`, a tensor of the caller's, `[num_recv_tokens, hidden]` of
-    /// the dtype of [`Received::recv_x`], in the order of its rows. A kernel of this rank copies as
-    /// many rows as came, whatever room there is. Padding of rows by expert is not copied; rows of
-    /// `out` behind the last one stay as they are. `out_topk_weights` gets
-    /// [`Received::recv_topk_weights`], of the same shape. Scales, ids and sources stay in the
-    /// place.
+    /// the dtype of [`Received::recv_x`], in the order of its rows. A kernel of this rank copies
+    /// only the received rows. Padding of rows by expert is not copied; rows of `out` behind the
+    /// last one stay as they are. `out_topk_weights` gets [`Received::recv_topk_weights`], of the
+    /// same shape. Scales, ids and sources stay in the place.
     ///
-    /// Senders write to the pool, which all of them map; memory of the caller's cannot be mapped
-    /// like it. Kernels that read [`Place::recv_x_ptr`](super::Place::recv_x_ptr), which never
-    /// changes, do without the copy.
+    /// Senders write to the pool, which all of them map; the caller's memory cannot be mapped like
+    /// it. Kernels that read [`Place::recv_x_ptr`](super::Place::recv_x_ptr), which never changes,
+    /// need no copy.
     ///
     /// Only this rank takes part; the host waits for nothing, nothing is allocated, and the call
     /// can be captured. Gives the event of an asynchronous call. Reading `out` on the host gives

@@ -108,14 +108,14 @@ impl<'a> DispatchRequest<'a> {
         scales: &'a TypedTensor<'a, f32>;
         /// Checks that the given rows and columns are what this describes.
         payload: &'a Payload;
-        /// Quantises bf16 rows on their way. They arrive as e4m3 with scales, as rows that were
-        /// quantised before. The same on every rank, but that f32 scales may be powers of two on
+        /// Quantises bf16 rows on their way. Rows arrive as e4m3 with scales, like rows that were
+        /// quantised before. The same on every rank, except that f32 scales may be powers of two on
         /// some, and that some may give rows that are quantised already.
         ///
         /// hidden must be a multiple of 128, with [`Quantise::Mxfp8`] of 32. The buffer needs room
-        /// for the scales ([`Payload::max_scales`]); columns cannot travel beside them. A kernel in
-        /// front of the one that sends converts all rows, into memory of the buffer's that the
-        /// first such call takes ([`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes)).
+        /// for the scales ([`Payload::max_scales`]); columns cannot be sent with them. A kernel
+        /// before the sending one converts all rows, into memory of the buffer that the first such
+        /// call allocates ([`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes)).
         quantise: Quantise;
         /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
         /// layout was made of.
@@ -126,7 +126,7 @@ impl<'a> DispatchRequest<'a> {
 
     /// Sends one more column with the rows, `[num_tokens, n]` (or `[num_tokens]`), of any type of
     /// at most 4 bytes; up to four times. [`Received::recv_columns`] has them in the same order.
-    /// The bytes travel as they are. Type and size of each are the same on every rank.
+    /// The bytes are sent unchanged. Type and size of each are the same on every rank.
     ///
     /// The buffer needs room for them: [`Payload::max_scales`]. Several columns, and those whose
     /// bytes are no multiple of 4, are first copied together by a kernel.
@@ -154,27 +154,27 @@ impl<'a> DispatchRequest<'a> {
         counts: Counts;
         /// Adds the selections of each local expert to these, i32 `[local_experts]`, behind the
         /// dispatch, in the run in front of a recording, and in each replay. A dispatch that fails
-        /// adds nothing. Selections are those without rounding. Without rows by expert the
-        /// alignment must be 1.
+        /// adds nothing. Counts are without rounding. Without rows by expert the alignment must be
+        /// 1.
         cumulative_counts: &'a TypedTensor<'a, i32>;
-        /// Adds the nanoseconds that this rank waited for each rank to these, i64 `[num_ranks]`, by
-        /// the device's `%globaltimer`: a rank that is slow, or behind a slow link, stands out. It
-        /// waits until the rank has entered the dispatch and, once the own rows have left, until
-        /// those of the rank are here. A wait is 0 for a rank that was in time, and for this one.
-        /// The count exchange in between is not in it. The time is added in the call, in the run in
-        /// front of a recording, and in each replay.
+        /// Adds the nanoseconds that this rank waited for each rank to this i64 `[num_ranks]`, by
+        /// the device's `%globaltimer`. A slow rank or link stands out. This rank waits until the
+        /// other has entered the dispatch and, after sending its own rows, until the other's rows
+        /// have arrived. A wait is 0 for a rank that was in time, and for this one. The count
+        /// exchange in between is not included. Each call, the run before a recording, and each
+        /// replay add the time.
         ///
-        /// Each rank decides for itself. A small kernel waits in front of those of the dispatch,
-        /// and another one behind them; a call without has neither. Within one node alone: across
+        /// Each rank decides for itself. A small kernel waits before those of the dispatch, and
+        /// another one behind them; calls without this have neither. Within one node alone: across
         /// nodes rows are relayed.
         cumulative_wait_ns: &'a TypedTensor<'a, i64>;
         /// Most multiprocessors that move rows, instead of [`Config::num_sms`](super::Config):
         /// even, at least 2.
         ///
-        /// Within a node each rank decides for itself. The count exchange in front has a block for
-        /// each channel of the configuration, on which ranks agree, whatever this is. Across nodes
-        /// it is the same on every rank, and gives the dispatch and what follows along its handle
-        /// `num_sms / 2` channels; else every rank gets [`Error::Mismatch`].
+        /// Within a node each rank decides for itself. The count exchange before has a block for
+        /// each channel of the configuration, on which ranks agree, regardless of this. Across
+        /// nodes every rank must give the same number, else every rank gets [`Error::Mismatch`].
+        /// There the dispatch and all calls along its handle have `num_sms / 2` channels.
         num_sms: u32;
         /// Longest wait for a peer, instead of the buffer's.
         timeout: Duration;
@@ -275,7 +275,7 @@ pub(super) struct Checked {
     hidden: u64,
     pub(super) row_bytes: u32,
     pub(super) x: DevicePtr,
-    /// Columns that travel beside a row, or its scales.
+    /// Columns sent with a row, or its scales.
     pub(super) record: Record,
     is_scales: bool,
     /// How the rows at `x` become those of `dtype`.
@@ -321,11 +321,11 @@ impl Buffer {
 
     /// The first half of [`Buffer::dispatch`]: exchanges counts and sends rows. It waits until the
     /// peers have entered the dispatch, and not for their rows. The second, [`Pending::receive`],
-    /// waits for those; no multiprocessor is held in between. With [`Counts::Exact`] the host waits
-    /// for the counts in this call.
+    /// waits for the rows; no multiprocessor is held in between. With [`Counts::Exact`] the host
+    /// waits for the counts in this call.
     ///
     /// Each rank decides for itself whether it calls the halves. Across nodes the first half relays
-    /// rows as well, and so waits for those of other nodes that it relays.
+    /// rows as well, and so waits for the rows of other nodes that it relays.
     ///
     /// # Errors
     /// The same as [`Buffer::dispatch`].
@@ -358,7 +358,7 @@ impl Buffer {
         let num_topk = self.check_topk(&request)?;
         if request.by_expert {
             self.check_by_expert(request.expert_alignment)?;
-            // Each entry has room in slots and in records, with a weight or without.
+            // Slots and records have room for each entry, with a weight or without.
             let most = self.options.shape.max_topk.into();
             check_fits(("num_topk", "entries"), layout.num_topk.into(), most, "max_topk")?;
         }
@@ -402,7 +402,7 @@ impl Buffer {
         let counts = CountExchange {
             layout,
             capacity,
-            // By expert all entries travel.
+            // By expert all entries are sent.
             num_topk: if request.by_expert { layout.num_topk } else { num_topk },
             is_weighted: request.topk_weights.is_some(),
             num_channels,
@@ -416,8 +416,8 @@ impl Buffer {
         let mut metadata = Metadata { num_topk, local_experts, ..Metadata::default() };
         if let Some(weights) = request.topk_weights {
             (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
-            // Null stands for none, and a rank without tokens may give a null tensor. It relays the
-            // weights of others, and reads none here.
+            // Null means no weights, and a rank without tokens may give a null tensor. Such a rank
+            // relays the weights of others, and reads none here.
             metadata.topk_weights = if weights.ptr().is_null() { tables.header } else { weights.ptr() };
         }
         if request.by_expert {
@@ -756,7 +756,7 @@ impl Buffer {
         Ok(topk as u32)
     }
 
-    /// The arguments of a launch and the rings that they speak of. A cached dispatch has no
+    /// The arguments of a launch and the rings that they describe. A cached dispatch has no
     /// metadata.
     fn dispatch_args(
         &self,
@@ -779,7 +779,7 @@ impl Buffer {
         );
         let (index, row_bytes) = (place.index(), payload.row_bytes);
         let call = match metadata {
-            // The count exchange sees to the rest.
+            // The count exchange compares the rest.
             Some(_) => Call { kind: CallKind::Dispatch, place: 0, row_bytes: 0, columns: 0 },
             // A dispatch along a handle has no count exchange, which compares types.
             None => cached_call(index, row_bytes, payload.dtype, &payload.record),
@@ -981,7 +981,7 @@ impl Buffer {
         }
     }
 
-    /// An error unless rows can come by expert.
+    /// An error unless the buffer supports rows by expert.
     fn check_by_expert(&self, alignment: u32) -> Result<()> {
         check_alignment(alignment)?;
         if self.options.rows_by_expert.is_none() {
@@ -991,8 +991,8 @@ impl Buffer {
         Ok(())
     }
 
-    /// Enqueues the movement of rows. Where the dispatch ends by a kernel of its own, `end` gets
-    /// the copies of rows by expert that are made behind it.
+    /// Enqueues the movement of rows. If a separate kernel ends the dispatch, `end` gets the copies
+    /// of rows by expert that follow it.
     ///
     /// # Safety
     /// The addresses in `args` and the handle's block are live until the stream has passed the

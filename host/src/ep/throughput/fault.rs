@@ -19,7 +19,7 @@ use crate::ep::DType;
 use crate::ep::core::{self, Faults};
 use crate::error::{Error, Result, Scope};
 
-/// How often a waiting host asks the stream whether it has failed.
+/// How often a waiting host queries the stream for an error.
 const STREAM_CHECK: Duration = Duration::from_millis(2);
 
 /// The calls of this mode.
@@ -95,8 +95,8 @@ impl Plans {
         &self.faults
     }
 
-    /// The error of the last plan that failed, of those that no call has returned yet. For
-    /// dispatches whose counts stay on the device, since others give their plan's error themselves.
+    /// The error of the last failed plan whose error no call has returned yet. For dispatches whose
+    /// counts stay on the device, since others return their plan's error themselves.
     pub fn check(&self) -> Result<()> {
         const RECORD: u64 = size_of::<Status>() as u64;
         let memory = self.faults.memory();
@@ -210,9 +210,8 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     (what, value(ours), value(theirs))
 }
 
-/// The host gives up after this many timeouts: work that the caller queued before, and operations
-/// that expire one after the other, come first. The kernels' own deadlines end the wait long
-/// before.
+/// The host stops waiting after this many timeouts, because queued work and expiring operations may
+/// run first. The kernels' own deadlines end the wait long before.
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
@@ -220,14 +219,14 @@ impl Buffer {
     /// stream of operations that do not wait for the host first.
     ///
     /// # Errors
-    /// Errors that end the buffer are returned from then on. They are the first wait for a peer
-    /// that expired ([`Error::PeerTimeout`]) or found the peer in another call
+    /// Errors that end the buffer are returned from then on. Such an error is the first wait for a
+    /// peer that expired ([`Error::PeerTimeout`]) or found the peer in another call
     /// ([`Error::OtherCall`]). A call that failed half way ([`Error::Broken`]) is one as well.
     ///
     /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row returns its
     /// error once, on every rank, and the buffer stays usable: [`Error::InvalidExpert`],
-    /// [`Error::Capacity`] or [`Error::Mismatch`]. Where several did since the last call, the last
-    /// one's is given; [`Buffer::check_dispatch`] returns that of each dispatch.
+    /// [`Error::Capacity`] or [`Error::Mismatch`]. If several did since the last call, the last
+    /// one's error is returned; [`Buffer::check_dispatch`] returns that of each dispatch.
     pub fn check(&self) -> Result<()> {
         self.core.check()?;
         self.plans.check()

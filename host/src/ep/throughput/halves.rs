@@ -1,7 +1,7 @@
 //! The halves of an operation, and the kernels that enter and end one by themselves.
 //!
 //! Invariant: an operation whose [`EnterArgs::holds`] is 1 ends with `end_operation`, or the buffer
-//! is given up: its epoch would stand still.
+//! is given up, because its epoch would not advance.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use crate::ep::core::{Halves, add_counts, check_wait_ns};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
 
-/// Which operation a kernel enters or ends, and the tensor whose waits it adds up.
+/// The operation that a kernel enters or ends, and the tensor to which it adds its waits.
 #[derive(Debug, Clone, Copy)]
 pub struct Waits {
     pub comm: Comm,
@@ -26,9 +26,9 @@ pub struct Waits {
 }
 
 /// The results of an operation once its second half has run: [`Pending::receive`] launches that. No
-/// other operation of the buffer is possible before. Both halves run, or both are recorded:
-/// else the second one is [`Error::Broken`]. If this is dropped without it, the buffer
-/// cannot be used any more, since its operation does not end.
+/// other operation of the buffer is possible before. Both halves run, or both are recorded: else
+/// the second one is [`Error::Broken`]. Dropping this without the second half makes the buffer
+/// unusable, since its operation does not end.
 #[derive(Debug)]
 #[must_use = "the operation ends with its second half: call `receive`"]
 pub struct Pending<'b, T> {
@@ -76,7 +76,7 @@ impl Pending<'_, Combined> {
 
 impl Pending<'_, CombineOutputs<'_>> {
     /// Launches the second half of [`Buffer::combine_send_into`]: gathers the peers' rows, and sums
-    /// into the tensors that were given there. Gives the event of an asynchronous call.
+    /// into the tensors given there. Returns the event of an asynchronous call.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
@@ -153,9 +153,9 @@ impl Buffer {
         }
     }
 
-    /// Enqueues a kernel that publishes this rank's entry into an operation. `header`: the plan that
-    /// it goes by, null where it will make one. `holds`: whether `end_operation` will end it. If
-    /// waits are added up, the kernel also waits for the peers' entries.
+    /// Enqueues a kernel that publishes this rank's entry into an operation. `header`: the plan
+    /// that it follows, null where it will make one. `holds`: whether `end_operation` will end it.
+    /// If waits are added up, the kernel also waits for the peers' entries.
     ///
     /// # Safety
     /// The addresses are live until the stream has passed the kernel. The operation follows on the
@@ -241,7 +241,7 @@ impl Buffer {
         unsafe { stream.launch_call(kernel, AnnounceTokens::call(copies.args)) }
     }
 
-    /// Where the waits of an operation are added up, if anywhere: `uses` gets what must live for it.
+    /// The address to which an operation adds its waits, if any. `uses` gets the memory's owner.
     pub(super) fn wait_ns(
         &self,
         times: Option<&TypedTensor<'_, i64>>,

@@ -27,7 +27,7 @@ pub struct HandleState {
     pub buffer_id: u64,
     pub block: Arc<Block>,
     pub tables: HandleTables,
-    /// The place that the rows went to.
+    /// The place of the received rows.
     pub place: u32,
     pub num_tokens: u32,
     pub num_ranks: u32,
@@ -39,9 +39,9 @@ pub struct HandleState {
     pub topk_weights: DevicePtr,
     /// Rows that the dispatch had room for.
     pub capacity: u64,
-    /// Rows received, once the host knows.
+    /// Rows received, once the host has read the count.
     pub num_recv_tokens: OnceLock<u32>,
-    /// Tokens relayed, once the host knows.
+    /// Tokens relayed, once the host has read the count.
     pub num_rdma_recv_tokens: OnceLock<u32>,
     /// The failed plans of its buffer, and its other faults.
     pub plans: Arc<Plans>,
@@ -66,7 +66,7 @@ impl Outcome for HandleState {
     }
 }
 
-/// Where the parts of a handle's block are.
+/// The addresses of the parts of a handle's block.
 #[derive(Debug, Clone)]
 pub struct HandleTables {
     pub header: DevicePtr,
@@ -112,7 +112,7 @@ pub struct InternodeTables {
 /// The parts of a dispatch of rows by expert across nodes.
 #[derive(Debug, Clone, Copy)]
 pub struct InternodeExpertTables {
-    /// Where entries go on this node.
+    /// The destinations of entries on this node.
     pub send_row: DevicePtr,
     pub bases: DevicePtr,
     /// Null where no weights travel.
@@ -129,7 +129,7 @@ pub struct HandleShape {
     pub local_experts: u32,
     /// Entries per token, in a dispatch of rows by expert.
     pub by_expert: Option<u32>,
-    /// Whether weights travel.
+    /// Whether weights are sent.
     pub is_weighted: bool,
 }
 
@@ -225,8 +225,8 @@ impl HandleState {
         Ok(header)
     }
 
-    /// Rows of a dispatch's outputs: as many as came, or where the host does not know, as many as
-    /// there was room for.
+    /// Rows of a dispatch's outputs: the received rows, or without a count on the host, the room
+    /// for rows.
     pub fn output_rows(&self) -> u64 {
         self.num_recv_tokens.get().map_or(self.capacity, |&rows| rows as u64)
     }
@@ -369,8 +369,8 @@ impl IntranodeHandle<'_> {
 /// the token's destination node. It relays the token to the ranks of its node. `num_nodes` are the
 /// "RDMA ranks" of the interface that the names come from.
 ///
-/// No kernel needs the quantities that take a stream: the host computes them, row by row, of those
-/// on the device. It waits for the stream, on which the dispatch ran or which waited for it.
+/// No kernel needs the quantities that take a stream: the host computes them, row by row, from
+/// those on the device. It waits for the stream, on which the dispatch ran or which waited for it.
 #[derive(Debug, Clone, Copy)]
 pub struct InternodeHandle<'a> {
     handle: &'a DispatchHandle,

@@ -40,8 +40,8 @@ const COMBINE_WARPS: u32 = 300;
 /// Fewest blocks that stage rows unless the caller sets a number, even if no multiprocessor is left
 /// for them: they are launched first.
 const LEAST_STAGERS: u32 = 16;
-/// Fewest units of staging work: one for each rank, channel and part of its rows. This many keep up
-/// with the gathering blocks.
+/// Fewest units of staging work: one for each rank, channel and part of its rows. Fewer would delay
+/// the gathering blocks.
 const LEAST_STAGED_UNITS: u32 = 32;
 /// About this many bytes a block stages before it publishes them, so that peers can begin with the
 /// first ones.
@@ -54,12 +54,12 @@ pub struct StageShape {
     pub stagers: u32,
     /// Blocks that gather.
     pub gatherers: u32,
-    /// Those of them that a channel has together.
+    /// Gathering blocks of one channel together.
     pub blocks_per_channel: u32,
     /// Rows that a block copies before it publishes them, in the first step of a channel.
     pub step_rows: u32,
-    /// Parts that a channel's rows are copied in, each by one block. Ranks may differ in all of the
-    /// above, but not in this: it comes from what they share.
+    /// Parts in which a channel's rows are copied, each by one block. Ranks may differ in all
+    /// fields above, but not in this one: it is computed from common options.
     pub parts: u32,
 }
 
@@ -97,8 +97,8 @@ pub struct RingShape {
 
 impl RingShape {
     /// Fits rings of buffers of `bytes` into `shared_bytes`: up to `count` for each of up to
-    /// `warps` warps. Fewer warps come before fewer than three buffers, which is what keeps loads
-    /// and stores in flight together.
+    /// `warps` warps. Warps are reduced before buffers below three, because three keep loads and
+    /// stores in flight together.
     fn fit(bytes: u32, warps: u32, count: u32, shared_bytes: u32) -> RingShape {
         let per_warp = |warps: u32| shared_bytes / ring_bytes(warps, 1, bytes);
         let mut warps = warps;
@@ -118,14 +118,14 @@ impl RingShape {
 }
 
 /// One node or several: the kernels of that case, and their owner's data for it. For several nodes,
-/// a buffer has its side of the network. A handle has the places of its matrices. It is launched
-/// with the kernels stored beside them, so that no launch mixes the kernels of one case with the
-/// matrices of the other.
+/// a buffer has its side of the network. A handle has the places of its matrices. A handle is
+/// launched with the kernels stored beside its matrices, so no launch mixes the kernels of one case
+/// with the matrices of the other.
 #[derive(Debug, Clone)]
 pub enum Spread<O, S> {
     /// All ranks map each other's pools.
     OneNode(Arc<OneNode>, O),
-    /// Ranks of a node map each other's pools; nodes talk over rails.
+    /// Ranks of a node map each other's pools; nodes exchange data over rails.
     SeveralNodes(Arc<SeveralNodes>, S),
 }
 
@@ -410,10 +410,10 @@ impl LoadedKernels {
     }
 }
 
-/// The kernels of one device. Those of operations are loaded at once, as one module. Loading waits
-/// for running kernels and blocks other calls of the driver, so that a load between operations
-/// could deadlock. Those of benchmarks are loaded at first use, since a driver takes tens of
-/// milliseconds to compile each.
+/// The kernels of one device. Kernels of operations are loaded at once, as one module. Loading
+/// waits for running kernels and blocks other calls of the driver, so that a load between
+/// operations could deadlock. Kernels of benchmarks are loaded at first use, since a driver takes
+/// tens of milliseconds to compile each.
 #[derive(Debug)]
 pub struct Kernels {
     pub mode: BufferSpread,
@@ -472,7 +472,7 @@ impl Kernels {
         }
     }
 
-    /// Where things are in wire memory, where there are several nodes.
+    /// The layout of wire memory, if there are several nodes.
     pub fn wire(&self) -> Option<&Wire> {
         match &self.mode {
             Spread::OneNode(..) => None,
@@ -505,8 +505,8 @@ impl Kernels {
         self.device.info().max_shared_bytes_per_block
     }
 
-    /// Warps of a dispatch's block beside those that move rows: those that send metadata where
-    /// there is some, and one that polls in any case.
+    /// Warps of a dispatch's block that do not move rows: one that polls, and those that send
+    /// metadata, if any.
     pub fn metadata_warps(&self, with_metadata: bool) -> u32 {
         match self.mode {
             Spread::OneNode(..) if with_metadata => self.tuning.dispatch_metadata_warps,
@@ -527,7 +527,7 @@ impl Kernels {
     ) -> (RingShape, u32) {
         let t = &self.tuning;
         let (warps, most) = match self.mode {
-            // They wait for their stores to land, and half of the stores or more are local.
+            // These warps wait for their stores, of which at least half are local.
             Spread::OneNode(..) if is_by_expert => {
                 let most = if row_bytes <= SHORT_ROW { SHORT_ROW_WARPS } else { LONG_ROW_WARPS };
                 ((t.dispatch_warps + 3).min(MOST_WARPS_BY_EXPERT), most)
@@ -568,7 +568,7 @@ impl Kernels {
         let most = match &self.mode {
             Spread::OneNode(..) => u32::MAX,
             Spread::SeveralNodes(nodes, _) if !nodes.has_neighbours => return 0,
-            // Beside those that move rows, and the one that delivers.
+            // In addition to the warps that move rows and the one that delivers.
             Spread::SeveralNodes(..) => {
                 InternodeDispatchByExpert::INFO.max_threads / 32 - self.tuning.internode_dispatch_warps - 1
             }
@@ -609,8 +609,8 @@ impl Kernels {
         StageShape::new(asked, num_ranks, channels, num_sms, sm_count, row_bytes)
     }
 
-    /// Shared memory for rings: beside them a block keeps whether it has joined, and across nodes a
-    /// word for each of its warps.
+    /// Shared memory for rings. A block also stores whether it has joined, and across nodes a word
+    /// for each of its warps.
     fn ring_limit(&self) -> u32 {
         match self.mode {
             Spread::OneNode(..) => self.shared_limit() - JOINED_BYTES,

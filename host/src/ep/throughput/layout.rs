@@ -1,4 +1,4 @@
-//! Dispatch layout: which rank wants which token, and how many.
+//! Dispatch layout: the ranks of each token, and the tokens of each rank.
 
 use std::sync::Arc;
 
@@ -168,9 +168,9 @@ impl Buffer {
 
     /// [`Buffer::get_dispatch_layout`] with ids of logical experts, which `map` translates to ids
     /// of physical ones. Counts, results and the dispatch have physical ids. Ranks may have
-    /// different maps, of placements with as many local experts. The device looks ids up when it
-    /// runs this call, in each replay of a graph anew. A dispatch and the calls behind it therefore
-    /// always use one state of the map.
+    /// different maps, of placements with as many local experts. The device translates ids when it
+    /// runs this call, and again in each replay of a graph. A dispatch and the calls behind it
+    /// therefore always use one state of the map.
     ///
     /// # Errors
     /// As [`Buffer::get_dispatch_layout`], and [`Error::Argument`] where the map is for another

@@ -77,22 +77,22 @@ use pool::pool_layouts;
 use quantise::Scratch;
 use wire::{WireTables, wire_layout};
 
-/// Where expert counts start in the host's copy of the counts.
+/// Offset of the expert counts in the host's copy of the counts.
 const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
-/// Moves tokens between the ranks of a group. One per rank; methods are collective where their
-/// documentation has that word.
+/// Moves tokens between the ranks of a group. One per rank; a method is collective if its
+/// documentation contains that word.
 ///
-/// A pool is mapped by all peers. Received rows lie in one of its places ([`Place`]), and are valid
-/// until the next dispatch to that place. Routing handles and sums have memory of their own and
+/// The peers map each rank's pool. Received rows are in one of its places ([`Place`]), and are
+/// valid until the next dispatch to that place. Routing handles and sums have their own memory and
 /// live as long as they are held.
 ///
 /// Operations keep the memory that they need: inputs and outputs may be dropped as soon as a call
 /// has returned, even while streams use them. Memory is freed and reused behind all work enqueued
-/// on the device's streams ([`Stream`]) by then. Work of other code in streams without a [`Stream`]
-/// is not seen.
+/// on the device's streams ([`Stream`]) by then. Work on streams without a [`Stream`] is not waited
+/// for.
 ///
-/// Operations follow each other on the device whatever streams they run on: one on another stream
+/// Operations run one after the other on the device, on any streams: an operation on another stream
 /// than the last waits for it.
 ///
 /// # Example
@@ -198,8 +198,8 @@ impl Buffer {
             pool.describe(&sections(layouts, topology, row_bytes));
             Ok(pool)
         };
-        // A driver that has not seen the kernels before compiles them for hundreds of milliseconds:
-        // meanwhile, the pool.
+        // A driver without the kernels in its cache compiles them for hundreds of milliseconds. The
+        // pool is made meanwhile.
         let load = |topology: Topology| {
             if topology.nodes > 1 {
                 config.check_nodes(topology.nodes)?;
@@ -269,7 +269,7 @@ impl Buffer {
                 scratch: None,
             })
         };
-        // No peer may write before every mapping stands.
+        // No peer may write before all mappings exist.
         agree_on_part(group, finish())
     }
 
@@ -278,11 +278,11 @@ impl Buffer {
         /// the device ([`Counts::OnDevice`]).
         ///
         capture,
-        /// It stays 0 where the plan of a dispatch with [`Counts::OnDevice`] fails, which ends that
-        /// dispatch alone.
+        /// The status stays 0 if the plan of a dispatch with [`Counts::OnDevice`] fails, which ends
+        /// that dispatch alone.
         status_ptr,
-        /// A dispatch with [`Counts::OnDevice`] whose plan fails leaves the bytes as they are: no
-        /// sum of it is made.
+        /// A dispatch with [`Counts::OnDevice`] whose plan fails does not change the bytes: it has
+        /// no sums.
         missing_ptr,
         /// [`Buffer::get_dispatch_layout`] takes the result.
         first_tokens,
@@ -329,7 +329,7 @@ impl Buffer {
         Comm { pool: place.room().layout, call: call.bits(), timeout_ns, ..self.comm }
     }
 
-    /// Multiprocessors and channels of a dispatch with a count exchange that asks for so many.
+    /// Multiprocessors and channels of a dispatch with a count exchange that requests `asked`.
     /// Across nodes channels are pairs of its blocks. Within one node, blocks do not depend on
     /// them, so that ranks which agree on channels may differ in blocks.
     fn sms_of_dispatch(&self, asked: Option<u32>) -> Result<(u32, u32)> {
@@ -339,7 +339,7 @@ impl Buffer {
         Ok((num_sms, if is_one_node { self.config.num_channels() } else { num_sms / 2 }))
     }
 
-    /// Multiprocessors of an operation along a handle that asks for so many: across nodes, two for
+    /// Multiprocessors of an operation along a handle that requests `asked`: across nodes, two for
     /// each of the handle's channels.
     fn sms_along(&self, handle: &DispatchHandle, asked: Option<u32>) -> Result<u32> {
         check_sms(asked)?;
@@ -456,7 +456,7 @@ fn blocks_for(num_tokens: u32, num_sms: u32) -> u32 {
     num_tokens.clamp(1, num_sms)
 }
 
-/// An error unless a call may ask for so many multiprocessors.
+/// An error unless a call may request this many multiprocessors.
 fn check_sms(asked: Option<u32>) -> Result<()> {
     let most = 2 * MAX_CHANNELS;
     match asked {
@@ -487,7 +487,7 @@ fn sections(layouts: &[PoolLayout], topology: Topology, row_bytes: RowBytes) -> 
         sections.into_iter().filter(move |section| section.offset >= first).collect::<Vec<_>>()
     };
     let mut all: Vec<Section> = layouts.iter().enumerate().flat_map(of_place).collect();
-    // Those of rows by expert follow the count messages: first rows across nodes, and records of
+    // Messages of rows by expert follow the count messages: first rows across nodes, and records of
     // copies.
     let counts = message_offset(topology.ranks_per_node, 0);
     if nodes == 1

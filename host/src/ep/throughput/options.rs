@@ -16,7 +16,7 @@ use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
 use crate::transport::{TransportKind, TransportOptions};
 
-/// Most warps of a block that send rows in a dispatch, beside those that send metadata.
+/// Most warps of a block that send rows in a dispatch, in addition to those that send metadata.
 pub(super) const MOST_DISPATCH_WARPS: u32 = 8;
 
 /// The sizes that a pool must have room for. The same on every rank.
@@ -108,9 +108,9 @@ impl Options {
 
     option_methods! {
         of fields;
-        /// Up to 64 ranks that can all map each other's memory are one node, whatever this is. This
-        /// does not hold if the transport is one of shm, tcp and verbs, or [`Options::keep_nodes`]
-        /// was called.
+        /// Up to 64 ranks that can all map each other's memory are one node, regardless of this
+        /// option. This does not hold if the transport is one of shm, tcp and verbs, or
+        /// [`Options::keep_nodes`] was called.
         ranks_per_node,
         /// Rows are relayed, and a token's sum is rounded once for each node.
         keep_nodes,
@@ -187,16 +187,16 @@ impl Options {
 }
 
 /// Launch shapes of the copy kernels. The defaults are the best measured on H200
-/// (docs/BENCHMARKS.md). With many multiprocessors an operation takes fewer warps on each: too many
-/// bytes in flight crowd the links.
+/// (docs/BENCHMARKS.md). With many multiprocessors an operation uses fewer warps on each, because
+/// too many bytes in flight congest the links.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tuning {
     /// Warps per block in dispatch, 1 to 8. A dispatch of rows by expert within a node has three
     /// more, at most 10. Rows of up to 8,192 bytes have one more, at most 8, from
     /// `dispatch_claiming_blocks` on: three do not fill the links there.
     pub dispatch_warps: u32,
-    /// Warps per block in dispatch across nodes, beside the one that delivers, 1 to 8: there half
-    /// of the blocks send.
+    /// Warps per block in dispatch across nodes, in addition to the one that delivers, 1 to 8.
+    /// There half of the blocks send.
     pub internode_dispatch_warps: u32,
     /// Further warps per block in a dispatch within one node that exchanges counts, which send the
     /// rows' metadata, 1 to 4.

@@ -51,7 +51,7 @@ impl Place {
     ///
     /// # Errors
     /// [`Error::Capacity`] where `rows` or the row is larger than the pool was made for,
-    /// [`Error::Argument`] where they are given out already.
+    /// [`Error::Argument`] where they are in use already.
     pub fn combine_rows(&self, dtype: DType, rows: u64, hidden: u64) -> Result<PoolRows<'_>> {
         self.0.place().combine_rows(self.0.place().pool(), dtype, rows, hidden)
     }

@@ -62,9 +62,9 @@ pub fn pool_bytes(shape: &Shape, topology: Topology, places: u32, by_expert: boo
     fixed_bytes(shape, topology, by_expert) + u64::from(places) * of_place
 }
 
-/// The layouts of a pool, one per place, at least one; they differ in where the rows are. Each
-/// place has the rows that `shape` asks for, or `by_expert` where these are more. With `limit`, it
-/// has as many as fit in that many bytes.
+/// The layouts of a pool, one per place, at least one; they differ in the offset of the rows. Each
+/// place has the rows that `shape` requires, or `by_expert` if more. With `limit`, it has as many
+/// as fit in that many bytes.
 pub fn pool_layouts(
     shape: &Shape,
     topology: Topology,

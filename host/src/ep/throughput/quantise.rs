@@ -1,5 +1,5 @@
-//! Rows of a dispatch as its kernels read them: those of the caller, or e4m3 that a kernel in front
-//! makes of them.
+//! Rows of a dispatch as its kernels read them: the caller's rows, or e4m3 rows that an earlier
+//! kernel makes of them.
 
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ fn lay_out(pieces: &mut Pieces, max_tokens: u32, row_bytes: u64, num_scales: u64
     [rows, pieces.array("scales of quantised rows", max_tokens.into(), num_scales * 4)]
 }
 
-/// Where a dispatch finds its rows and their records.
+/// The addresses of a dispatch's rows and their records.
 #[derive(Debug)]
 pub struct Source {
     pub x: DevicePtr,
@@ -56,7 +56,7 @@ pub struct Source {
 }
 
 impl Buffer {
-    /// Where the rows of a payload are, or will be.
+    /// The rows of a payload, existing or to be made.
     pub(super) fn source(&mut self, payload: &Checked, num_tokens: u32) -> Result<Source> {
         if payload.quantise == Quantise::Not {
             let records = payload.record.place(self.core.arena(), num_tokens)?;
@@ -95,7 +95,7 @@ impl Source {
         self.records.owner().into_iter().chain(scratch)
     }
 
-    /// Enqueues the kernel that quantises the rows, if they are to be.
+    /// Enqueues the kernel that quantises the rows, if requested.
     ///
     /// # Safety
     /// The rows that were given are live until the stream has passed the kernel, and no other

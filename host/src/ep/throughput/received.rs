@@ -11,12 +11,11 @@ use crate::ep::tensor::Owner;
 use crate::ep::{DType, Element, Tensor, TypedTensor};
 use crate::error::Result;
 
-/// The result of a dispatch. The tensors lie in the place that the dispatch was given, and hold on
-/// to its borrow.
+/// The result of a dispatch. The tensors are in the dispatch's place and keep its borrow.
 ///
-/// Rows are grouped by source rank, ascending, and inside a source sorted by token index. Always.
+/// Rows are always grouped by source rank, ascending, and inside a source sorted by token index.
 ///
-/// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert) brings one row for each
+/// [`DispatchRequest::by_expert`](super::DispatchRequest::by_expert) delivers one row for each
 /// selection, grouped by local expert, and an expert's rows in that order. Padding counts in
 /// `num_recv_tokens`; only its `recv_src_idx` is defined.
 #[derive(Debug)]
@@ -29,8 +28,8 @@ pub struct Received<'p> {
     /// [`Quantise`](crate::throughput::Quantise) makes `[num_recv_tokens, hidden / 128]`.
     pub recv_x_scales: Option<TypedTensor<'p, f32>>,
     /// The columns of the rows, in the order of the request and with its types, each
-    /// `[num_recv_tokens, n]` (or `[num_recv_tokens]`); of rows that become MXFP8 on their way one,
-    /// UE8M0 `[num_recv_tokens, hidden / 32]`. The columns of a row lie together: each
+    /// `[num_recv_tokens, n]` (or `[num_recv_tokens]`); rows that the dispatch converts to MXFP8
+    /// have one, UE8M0 `[num_recv_tokens, hidden / 32]`. The columns of a row are adjacent: each
     /// begins at a multiple of 4 bytes, and its rows are `row_stride()` bytes apart, the same for
     /// all of them. [`Buffer::transpose_column`](super::Buffer::transpose_column) copies one with
     /// the rows side by side.
@@ -44,7 +43,7 @@ pub struct Received<'p> {
     /// `[num_recv_tokens]`: the token's index on its source rank; of rows by expert, -1 in padding.
     /// `None` in a cached dispatch.
     pub recv_src_idx: Option<TypedTensor<'p, i32>>,
-    /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j is set where rank j of this
+    /// `[num_recv_tokens, 2]`: the source node, and a word whose bit j is set if rank j of this
     /// node gets the token too. `None` in a cached dispatch and within one node.
     pub recv_src_meta: Option<TypedTensor<'p, i32>>,
     /// `[num_recv_tokens, 2]`, of rows by expert: the source rank, and which of the token's entries
@@ -59,7 +58,7 @@ pub struct Received<'p> {
     pub handle: DispatchHandle,
     /// Where an asynchronous call ends.
     pub event: Option<Event>,
-    /// Where the columns of a row are.
+    /// The layout of a row's columns.
     pub(super) record: Record,
     pub(super) lease: Arc<Lease<Room>>,
 }
@@ -75,8 +74,8 @@ impl<'p> Received<'p> {
         self.lease.place().combine_rows(self.lease.clone() as Owner, dtype, self.recv_x.rows(), hidden)
     }
 
-    /// Replaces the borrow of the place by a check at run time, whether the rows are still there.
-    /// This is for callers that cannot carry lifetimes.
+    /// Replaces the borrow of the place by a check at run time that the rows are still valid. For
+    /// callers that cannot carry lifetimes.
     pub fn detach(self) -> Detached {
         self.lease.detach();
         fn free<T: Element>(tensor: Option<TypedTensor<'_, T>>) -> Option<TypedTensor<'static, T>> {
@@ -111,7 +110,7 @@ impl Detached {
     ///
     /// # Errors
     /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten
-    /// them, [`Error::Argument`](crate::Error::Argument) where they lie in another place.
+    /// them, [`Error::Argument`](crate::Error::Argument) where they are in another place.
     pub fn at<'p>(&'p self, place: &'p Place) -> Result<&'p Received<'p>> {
         self.0.lease.check_in(place.0.place()).map(|()| &self.0)
     }

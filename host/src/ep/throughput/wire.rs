@@ -60,7 +60,7 @@ impl WireTables {
         let mut table = vec![QueueHandle::default(); entries];
         for queue in 0..queues {
             for peer in 0..topology.ranks() {
-                // Ranks that this one does not talk to, itself included, keep their placeholder.
+                // Ranks without a route, this rank included, keep their placeholder.
                 let at = queue * topology.ranks() + peer;
                 let posted = posted_at.add(at as u64 * 8);
                 if let Some(handle) = network.queue(queue, peer, posted) {
@@ -102,7 +102,7 @@ impl WireTables {
     }
 }
 
-/// The layout of wire memory with the slots that `shape` asks for, or with as many as fit in
+/// The layout of wire memory with the slots that `shape` requires, or with as many as fit in
 /// `limit` bytes. Slots with rows `by_expert` are longer.
 pub fn wire_layout(
     shape: &Shape,
