@@ -28,7 +28,7 @@ impl Device {
         self.driver.info()
     }
 
-    /// Whether the other one is a clone of it, or was opened as the same device.
+    /// Whether `other` is a clone of it, or was opened as the same device.
     pub(crate) fn is(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.driver, &other.driver)
     }
@@ -46,25 +46,25 @@ impl Device {
 /// stream order.
 ///
 /// Some calls wait for the device's running kernels. Some of those block every other call of the
-/// device until then (docs/waits.md has the table). So nothing that a running kernel waits for may
-/// need a call: threads that kernels wait for hold a `NoDriverCalls`.
+/// device until then (docs/waits.md has the table). So threads that running kernels wait for must
+/// make no call: they hold a `NoDriverCalls`.
 ///
-/// Errors of asynchronous work surface at the next [`Driver::stream_synchronize`],
+/// Errors of asynchronous work are returned by the next [`Driver::stream_synchronize`],
 /// [`Driver::event_synchronize`] or query, as CUDA's do.
 ///
 /// # Safety
-/// The `unsafe` methods take addresses and handles on trust: they must be live until the stream has
+/// The `unsafe` methods do not check addresses and handles, which must be live until the stream has
 /// passed the call.
 pub trait Driver: Send + Sync + Debug {
     /// Properties of this device.
     fn info(&self) -> &DeviceInfo;
 
     /// Whether kernels of this device can use atomics in memory of the device at this PCI address,
-    /// as over NVLink; PCIe has none. True where this process does not see that device.
+    /// as over NVLink; PCIe has none. True if that device is not visible to this process.
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool>;
 
-    /// Runs `call` with this device current on the calling thread. Libraries beside the driver need
-    /// that: they query the CUDA runtime for the device to use.
+    /// Runs `call` with this device current on the calling thread. Other libraries need that: they
+    /// query the CUDA runtime for the device to use.
     fn run_current(&self, call: &mut dyn FnMut()) -> Result<()> {
         NoDriverCalls::check()?;
         call();
@@ -110,7 +110,7 @@ pub trait Driver: Send + Sync + Debug {
         String::new()
     }
 
-    /// On a device in check mode, lines about where the byte at `ptr` came from, for the report of a
+    /// On a device in check mode, lines about the writer of the byte at `ptr`, for the report of a
     /// wrong value ([`epoxide_vgpu::Memory::origin`]).
     fn origin(&self, _ptr: DevicePtr) -> Option<String> {
         None
@@ -119,18 +119,17 @@ pub trait Driver: Send + Sync + Debug {
     /// The page-locked memory that host data passes through on its way to and from the device.
     fn staging(&self) -> &Staging;
 
-    /// The streams of this device that have an owner, which a `Fence` and memory
-    /// that goes back come behind. Owners hold the list where a stream goes, or a capture begins or
-    /// spreads: in [`Driver::stream_destroy`], [`Driver::capture_begin`] and
-    /// [`Driver::stream_wait_event`].
+    /// The streams of this device that have an owner. A `Fence` and freed memory are ordered behind
+    /// them. Owners hold the list when a stream is destroyed, or a capture begins or spreads: in
+    /// [`Driver::stream_destroy`], [`Driver::capture_begin`] and [`Driver::stream_wait_event`].
     fn streams(&self) -> &Streams;
 
-    /// Orders later frees of [`MemoryKind::Device`] behind the work so far of a stream that is about
-    /// to be destroyed or captured. The caller holds the list of streams. A device whose frees come
-    /// behind all of its work has nothing to do.
+    /// Orders later frees of [`MemoryKind::Device`] behind the work so far of a stream that is
+    /// about to be destroyed or captured. The caller holds the list of streams. A device whose
+    /// frees run behind all of its work has nothing to do.
     ///
     /// # Errors
-    /// Errors of the driver. Later frees may then come before the stream's work.
+    /// Errors of the driver. Later frees may then run before the stream's work.
     fn order_frees_behind(&self, _stream: u64) -> Result<()> {
         Ok(())
     }
@@ -185,8 +184,8 @@ pub trait Driver: Send + Sync + Debug {
     /// No kernel of it is in flight.
     unsafe fn module_unload(&self, module: u64);
 
-    /// Launches a kernel. `params` points to one value per kernel parameter, as `cuLaunchKernel`
-    /// wants them, with their sizes in bytes.
+    /// Launches a kernel. `params` points to one value per kernel parameter, as for
+    /// `cuLaunchKernel`, with their sizes in bytes.
     ///
     /// # Safety
     /// The parameters fit the kernel's signature and every address in them is live until the kernel
@@ -212,7 +211,7 @@ pub trait Driver: Send + Sync + Debug {
     /// own token.
     fn stream_raw(&self, stream: u64) -> RawStream;
 
-    /// Forgets a stream. Work in it still runs; an adopted stream is left alone.
+    /// Destroys a stream. Work in it still runs; an adopted stream is not destroyed.
     fn stream_destroy(&self, stream: u64);
 
     /// Blocks until all work of the stream is done.
@@ -225,7 +224,7 @@ pub trait Driver: Send + Sync + Debug {
     /// Creates an event.
     fn event_create(&self, timing: bool) -> Result<u64>;
 
-    /// Forgets an event.
+    /// Destroys an event.
     fn event_destroy(&self, event: u64);
 
     /// Records the event in the stream.
@@ -281,6 +280,6 @@ pub trait Driver: Send + Sync + Debug {
     /// Runs a recording in the stream.
     fn graph_launch(&self, graph: u64, stream: u64) -> Result<()>;
 
-    /// Forgets a recording.
+    /// Destroys a recording.
     fn graph_destroy(&self, graph: u64);
 }

@@ -1,4 +1,4 @@
-//! Owners of raw driver handles. Each keeps its device alive and gives its handle back on drop.
+//! Owners of raw driver handles. Each keeps its device alive and frees its handle on drop.
 
 use std::borrow::Cow;
 use std::ffi::OsString;
@@ -24,9 +24,9 @@ use crate::virtual_time::{Poller, VirtualTime};
 
 /// Gives the device up unless `ended` is that `what` of it has ended, after a wait of `waited` in
 /// the drop of an owner. Kernels that may still run, perhaps for ever, use memory and code that
-/// owners are about to free. From now on nothing of the device is freed, nor the device itself,
-/// until the process ends. This leaks memory of a device that is of little use any more. If it were
-/// freed, a kernel could write to memory that has another owner by then.
+/// owners are about to free. From now on all memory of the device, and the device itself, are
+/// leaked until the process ends. After a free, such a kernel could write to memory that has
+/// another owner by then.
 pub(crate) fn give_up_unless(ended: Result<bool>, device: &Device, what: &str, waited: Duration) {
     match ended {
         Ok(true) => {}
@@ -183,7 +183,7 @@ impl Memory {
         self.device.driver.describe(&self.raw, sections);
     }
 
-    /// Bytes asked for.
+    /// Requested bytes.
     pub fn bytes(&self) -> u64 {
         self.requested
     }
@@ -193,7 +193,7 @@ impl Memory {
         self.raw.bytes
     }
 
-    /// The device it belongs to.
+    /// The device.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -211,7 +211,7 @@ impl Drop for Memory {
 }
 
 /// Mapped host memory that kernels write. The host reads it by these methods alone. So a device in
-/// check mode sees whether the host reads only bytes that were released to it.
+/// check mode checks that the host reads only bytes that were released to it.
 #[derive(Debug)]
 pub struct MappedMemory(Memory);
 
@@ -310,8 +310,7 @@ impl Stream {
         Ok(Stream::listed(device, device.driver.stream_create(true)?, true))
     }
 
-    /// A stream of high priority that fences do not come behind: for work that is ordered
-    /// otherwise.
+    /// A stream of high priority that fences do not wait for: for work that is ordered otherwise.
     pub(crate) fn unfenced(device: &Device) -> Result<Stream> {
         Ok(Stream::listed(device, device.driver.stream_create(true)?, false))
     }
@@ -323,7 +322,7 @@ impl Stream {
         Stream { device: device.clone(), handle, id, multiprocessors }
     }
 
-    /// The caller's stream. It is used, never synchronised or destroyed. Synchronise it before other
+    /// The caller's stream, used and never synchronised or destroyed. Synchronise it before other
     /// code begins to capture it: results that are dropped during that capture are reused without a
     /// wait for the stream's earlier work.
     ///
@@ -358,7 +357,7 @@ impl Stream {
         self.device.driver.stream_raw(self.handle)
     }
 
-    /// The device it belongs to.
+    /// The device.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -382,7 +381,7 @@ impl Stream {
     pub fn wait(&self, event: &Event) -> Result<()> {
         let streams = self.device.driver.streams();
         let mut list = streams.hold();
-        // The stream may join a capture by this. Where none is under way, it cannot.
+        // The wait may make the stream join a capture, if one is under way.
         if streams.are_recorded() {
             order_behind(&self.device, &mut list, self.id)?;
         }
@@ -406,7 +405,7 @@ impl Stream {
         unsafe { self.device.driver.launch(self.handle, kernel.handle, config, params) }
     }
 
-    /// Where the stream is captured, keeps the modules of kernels that it is about to record.
+    /// If the stream is captured, keeps the modules of kernels that it is about to record.
     fn keep_if_recorded(&self, modules: &[Module]) -> Result<()> {
         let streams = self.device.driver.streams();
         if streams.are_recorded() && self.is_capturing()? {
@@ -509,7 +508,7 @@ impl Stream {
     }
 
     /// Copies between any addresses, in stream order. For pageable host memory the driver decides
-    /// what waits ([`Stream::read`] and [`Stream::write`] do not leave it to the driver).
+    /// whether the call waits ([`Stream::read`] and [`Stream::write`] always wait).
     ///
     /// # Safety
     /// Both ranges are live until the stream has passed the copy.
@@ -592,7 +591,7 @@ fn order_fences_behind(device: &Device, list: &mut List, gone: Listed) -> Result
     }
     let departed = match list.departed {
         Some(stream) => stream,
-        // It goes with the device.
+        // The device's drop destroys this stream.
         None => *list.departed.insert(device.driver.stream_create(false)?),
     };
     let event = device.driver.event_create(false)?;
@@ -625,8 +624,8 @@ pub(crate) fn poll(
     Ok(true)
 }
 
-/// How enqueued work has ended: that in front of an event, or that a result comes from. A host that
-/// waits for the event, or reads the result, gets the work's error, if there was one.
+/// The outcome of enqueued work before an event, or that makes a result. A host that waits for the
+/// event, or reads the result, gets the work's error, if any.
 pub(crate) trait Outcome: fmt::Debug + Send + Sync {
     /// The error of the work, if it has failed.
     fn report(&self) -> Result<()>;
@@ -763,7 +762,7 @@ impl Module {
         Module::with_waiting(device, ptx, waiting)
     }
 
-    /// Loads PTX text whose kernels `waiting` wait for the one in front of them.
+    /// Loads PTX text whose kernels `waiting` wait for the previous kernel.
     fn with_waiting(device: &Device, ptx: &str, waiting: Vec<String>) -> Result<Module> {
         let handle = device.driver.module_load(ptx)?;
         Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle, waiting })))
@@ -828,8 +827,7 @@ pub struct Kernel {
     module: Module,
     handle: u64,
     name: &'static str,
-    /// Whether it waits for the one in front of it in the stream, which kernels of other PTX may
-    /// not.
+    /// Whether it waits for the previous kernel of the stream, which kernels of other PTX may not.
     waits: bool,
 }
 

@@ -13,7 +13,7 @@ pub struct DeviceInfo {
     pub is_virtual: bool,
     /// Streaming multiprocessors.
     pub sm_count: u32,
-    /// Most dynamic shared memory one block may ask for, in bytes.
+    /// Most dynamic shared memory of one block, in bytes.
     pub max_shared_bytes_per_block: u32,
     /// Device memory in bytes.
     pub total_memory: u64,
@@ -28,9 +28,9 @@ pub struct DeviceInfo {
 /// How memory may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MemoryKind {
-    /// Device memory out of the device's own stream-ordered pool. Neither allocation nor free waits
-    /// or blocks other calls. The free comes behind all work that was enqueued before in streams of
-    /// the device's list ([`Stream::new`](super::Stream::new),
+    /// Device memory from the device's stream-ordered pool. Neither allocation nor free waits or
+    /// blocks other calls. The free runs behind all work that was enqueued before in streams of the
+    /// device's list ([`Stream::new`](super::Stream::new),
     /// [`Stream::adopt`](super::Stream::adopt)). Work in other streams must have ended before the
     /// free.
     Device,
@@ -39,7 +39,7 @@ pub enum MemoryKind {
     Shareable,
     /// Page-locked host memory, mapped into the device's address space. Its free waits for the
     /// device's running kernels and blocks every other call of the device meanwhile, as
-    /// `cuMemFreeHost` does. So it is not freed in the course of operations.
+    /// `cuMemFreeHost` does. So operations never free it.
     MappedHost,
     /// [`MemoryKind::MappedHost`] that can be exported as a file descriptor, for other processes to
     /// map as ordinary memory, or into their devices' address spaces.
@@ -72,7 +72,7 @@ pub struct FabricHandle(pub Vec<u8>);
 /// In which order a network card's writes to device memory become visible to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RdmaWriteOrder {
-    /// In none: a counter may be seen before the bytes in front of it.
+    /// In none: a counter may become visible before the bytes written before it.
     None,
     /// In the order they were written, to the device that owns the memory.
     Owner,
@@ -91,13 +91,12 @@ pub struct LaunchConfig {
     pub shared_bytes: u32,
     /// All blocks must be resident at once: the driver refuses the launch if they cannot be.
     pub cooperative: bool,
-    /// The kernel waits by itself for the one in front of it in the stream, before it does anything
-    /// else (`griddepcontrol.wait`). So it may be launched before that kernel has ended.
+    /// The kernel itself first waits for the previous kernel of the stream (`griddepcontrol.wait`).
+    /// So it may be launched before that kernel has ended.
     pub dependent: bool,
 }
 
-/// A stream that belongs to the caller (`CUstream`), passed through unchanged. Null is the default
-/// stream.
+/// The caller's stream (`CUstream`), passed through unchanged. Null is the default stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct RawStream(pub *mut std::ffi::c_void);

@@ -19,7 +19,7 @@ thread_local! {
 #[derive(Debug)]
 pub struct NoDriverCalls {
     outer: Option<&'static str>,
-    // It speaks of the thread that made it.
+    // The guard is for the thread that made it.
     _not_send: PhantomData<*const ()>,
 }
 
@@ -29,7 +29,7 @@ impl NoDriverCalls {
         NoDriverCalls { outer: FORBIDDEN.replace(Some(who)), _not_send: PhantomData }
     }
 
-    /// An error where this thread must not call the driver. Every driver asks first in every call.
+    /// An error if this thread must not call the driver. Every driver call checks this first.
     pub(crate) fn check() -> Result<()> {
         match FORBIDDEN.get() {
             None => Ok(()),

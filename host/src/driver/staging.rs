@@ -28,7 +28,7 @@ struct Piece(RawMemory);
 unsafe impl Send for Piece {}
 
 impl Staging {
-    /// The free pieces, for a device that goes and has to give them back one by one.
+    /// The free pieces, for the drop of a device, which frees them one by one.
     #[cfg(feature = "cuda")]
     pub(super) fn drain(&mut self) -> Vec<RawMemory> {
         lock(&self.free).drain(..).map(|piece| piece.0).collect()
@@ -41,10 +41,10 @@ pub(super) enum HostSide<'a> {
     Target(&'a mut [u8]),
 }
 
-/// Copies between host bytes and the device in stream order, and waits for it.
+/// Copies between host bytes and the device in stream order, and waits for the copy.
 ///
 /// # Safety
-/// There is device memory at `at`, of as many bytes, live until this returns.
+/// `at` is device memory of as many bytes, live until this returns.
 pub(super) unsafe fn copy(
     device: &Device,
     stream: u64,

@@ -40,12 +40,12 @@ pub(super) struct List {
 pub(super) struct Listed {
     pub(super) id: u64,
     pub(super) handle: u64,
-    /// A fence comes behind it; false where its work is ordered otherwise.
+    /// Whether fences wait for it; false if its work is ordered otherwise.
     pub(super) fenced: bool,
 }
 
 impl Streams {
-    /// A number that no other stream of this process has or had: a driver's handle may come back.
+    /// A number that no other stream of this process has or had: a driver may reuse handles.
     pub(super) fn new_id() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         NEXT.fetch_add(1, Ordering::Relaxed)
@@ -57,18 +57,18 @@ impl Streams {
         lock(&self.list)
     }
 
-    /// Whether a wait was given up although its work may still run. Its memory is not known here,
-    /// so nothing is freed any more.
+    /// Whether a wait was given up although its work may still run. The work's memory is unknown
+    /// here, so all memory is leaked.
     pub(super) fn are_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }
 
-    /// Notes that a wait was given up. True for the first time.
+    /// Records that a wait was given up. True for the first time.
     pub(super) fn give_up(&self) -> bool {
         !self.given_up.swap(true, Ordering::AcqRel)
     }
 
-    /// Notes that a capture has begun on the stream `stream`.
+    /// Records that a capture has begun on the stream `stream`.
     pub(super) fn begin_recording(&self, stream: u64) {
         lock(&self.recorded).push(Recorded { stream, modules: Vec::new() });
     }
@@ -78,8 +78,8 @@ impl Streams {
         !lock(&self.recorded).is_empty()
     }
 
-    /// Keeps modules of recorded kernels for the recording. Several captures under way all keep
-    /// them: which one a stream has joined is known to the driver alone.
+    /// Keeps modules of recorded kernels for the recording. All captures under way keep them,
+    /// because only the driver has the capture that a stream joined.
     pub(super) fn keep_modules(&self, modules: &[Module]) {
         for capture in lock(&self.recorded).iter_mut() {
             capture.modules.extend(modules.iter().cloned());
@@ -115,8 +115,8 @@ impl List {
         Some(self.streams.swap_remove(at))
     }
 
-    /// (id, handle) of the streams that a fence comes behind. The one that stands for those that
-    /// were destroyed or captured has the id 0.
+    /// (id, handle) of the streams that a fence waits for. Id 0 is the stream in place of destroyed
+    /// and captured ones.
     pub(super) fn fenced(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let fenced = self.streams.iter().filter(|stream| stream.fenced);
         fenced.map(|stream| (stream.id, stream.handle)).chain(self.departed.map(|handle| (0, handle)))
@@ -148,13 +148,13 @@ impl Fence {
         Ok(Fence(events))
     }
 
-    /// Makes `stream` wait for it. The work of `stream` itself comes before in any case.
+    /// Makes `stream` wait for it. Earlier work of `stream` itself is ordered in any case.
     pub fn order_before(&self, stream: &Stream) -> Result<()> {
         let others = self.0.iter().filter(|(id, _)| *id != stream.id());
         others.map(|(_, event)| event).try_for_each(|event| stream.wait(event))
     }
 
-    /// Waits for it; false where it has not come in time.
+    /// Waits for it; false if `timeout` passes before.
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
         for (_, event) in &self.0 {
             if !event.wait_timeout(timeout)? {

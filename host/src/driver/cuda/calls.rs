@@ -165,7 +165,8 @@ impl Driver for CudaDevice {
             return Ok(self.info.sm_count);
         };
         let mut resource = DevResource::default();
-        // SAFETY: a green context, as the driver has just said, and room for what is known of it.
+        // SAFETY: the driver has just returned this green context; `resource` has room for any
+        // kind.
         unsafe { resource_of(context, &mut resource, DevResource::SM) }.check("cuGreenCtxGetDevResource")?;
         Ok(resource.sm_count)
     }
@@ -303,7 +304,7 @@ impl Driver for CudaDevice {
         let mut exec: CuGraphExec = std::ptr::null_mut();
         // SAFETY: the graph is the one just recorded, and the out pointer is valid.
         let instantiated = unsafe { ffi::cuGraphInstantiateWithFlags(&mut exec, graph, 0) };
-        // The executable graph is a copy, so the recording itself can go in either case.
+        // The executable graph is a copy, so the recording itself can be destroyed in either case.
         // SAFETY: the graph is ours and is not used again.
         unsafe { ffi::cuGraphDestroy(graph) }.log("cuGraphDestroy");
         instantiated.check("cuGraphInstantiateWithFlags")?;

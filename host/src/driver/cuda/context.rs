@@ -137,8 +137,8 @@ pub(super) fn native_atomics(device: c_int, peer: c_int) -> bool {
     result == ffi::CuResult::SUCCESS && value != 0
 }
 
-/// [`native_atomics`] with the device at a PCI address; true where this process does not see that
-/// one, or where it is the same.
+/// [`native_atomics`] with the device at a PCI address; true if it is the same device, or not
+/// visible to this process.
 pub(super) fn has_native_atomics(device: CustDevice, peer: &str) -> Result<bool> {
     for ordinal in 0..device_count()? {
         let other = cust_device(ordinal)?;
@@ -241,9 +241,9 @@ impl Drop for Current {
     }
 }
 
-/// While it lives, captures under way forbid the thread no calls, except on streams under capture
-/// and events recorded there. Otherwise such a call fails and invalidates the capture. For calls
-/// that never touch what is captured.
+/// While this lives, captures under way restrict the thread only on streams under capture and
+/// events recorded there. Without it other calls, too, fail and invalidate the capture. For calls
+/// that never use captured streams or events.
 pub(super) struct Relaxed(c_int);
 
 impl Relaxed {

@@ -20,15 +20,15 @@ const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
 
 /// One CUDA device, through its primary context.
 ///
-/// May be used from any thread and opened more than once: it is the same device then. Other users
-/// of the primary context in this process (candle, burn, the CUDA runtime) see the same streams and
-/// addresses.
+/// May be used from any thread and opened more than once: each opening is the same device. Other
+/// users of the primary context in this process (candle, burn, the CUDA runtime) see the same
+/// streams and addresses.
 #[derive(Debug)]
 pub struct CudaDevice {
     pub(super) info: DeviceInfo,
     pub(super) device: CustDevice,
-    /// Where [`MemoryKind::Device`](crate::driver::MemoryKind::Device) comes from. Before the
-    /// context, which it needs to go.
+    /// The pool of [`MemoryKind::Device`](crate::driver::MemoryKind::Device). Declared before the
+    /// context, which its drop needs.
     pub(super) pool: MemoryPool,
     pub(super) context: Context,
     /// Features of [`MemoryKind::Shareable`](crate::driver::MemoryKind::Shareable), or the reason
@@ -74,7 +74,7 @@ impl CudaDevice {
                 ),
             ));
         }
-        // One object for all who open a device: a free of memory waits for the streams of its list.
+        // One object per device: a free of memory waits for the streams of its list.
         static OPEN: Mutex<BTreeMap<u32, Weak<CudaDevice>>> = Mutex::new(BTreeMap::new());
         let opened = lock(&OPEN).get(&ordinal).and_then(Weak::upgrade);
         if let Some(driver) = opened {

@@ -150,7 +150,7 @@ fn dma_buf(device: CustDevice) -> Result<String> {
     ))
 }
 
-/// Whether every ordered pair of devices has it; the error lists the pairs that have not.
+/// Whether every ordered pair of devices has a property; the error lists the pairs without it.
 fn pairs(
     devices: &[CustDevice],
     what: &str,

@@ -44,7 +44,7 @@ impl CuResult {
     /// The driver's name for this code, such as `CUDA_ERROR_OUT_OF_MEMORY`.
     pub fn name(self) -> String {
         let mut name = std::ptr::null();
-        // SAFETY: the out pointer is valid; any integer may be asked for.
+        // SAFETY: the out pointer is valid; any integer is allowed.
         let found = unsafe { ffi::cuGetErrorName(self.0, &mut name) };
         if found == CuResult::SUCCESS && !name.is_null() {
             // SAFETY: on success the driver returns a NUL-terminated string that lives as long as

@@ -1,5 +1,5 @@
-//! Driver functions newer than `cust_raw`'s CUDA 11.4. They are looked up at run time: an older
-//! driver then lacks a feature, and not the whole program.
+//! Driver functions newer than `cust_raw`'s CUDA 11.4. The table is filled at run time, so on an
+//! older driver a feature is missing, and the program still starts.
 
 use std::ffi::{CStr, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;

@@ -2,13 +2,13 @@
 //! start on machines without a driver.
 //!
 //! Every function of the driver that `cust_raw` or `ffi` declares is defined here as a jump through
-//! an entry of a table. An entry first leads to [`resolve`], which looks the function up in the
+//! an entry of a table. An entry first points to [`resolve`], which looks the function up in the
 //! library and stores its address in the entry. Arguments pass through unchanged, whatever their
 //! types. Without a library, or without the function, the call returns an error code.
 //!
-//! The definitions are weak: a program may have others. Linking the real library beside them is
+//! The definitions are weak: a program may have others. Linking the real library as well is
 //! harmless, because a definition in the program takes precedence over that of a shared library.
-//! The lookup gives the library's own address.
+//! The lookup returns the library's own address.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -64,8 +64,8 @@ extern "C" fn no_function() -> c_int {
     NO_FUNCTION
 }
 
-/// Where a call of this entry goes, from now on too. Called by the assembly below, once for each
-/// function, or more often where threads meet.
+/// Resolves an entry: returns the target of its calls and stores it. The assembly below calls this
+/// once for each function, or more often if threads race.
 ///
 /// # Safety
 /// `entry` is one of the table.

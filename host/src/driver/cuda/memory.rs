@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 // Sizes are u64 in the trait and usize in the driver.
 const _: () = assert!(size_of::<usize>() == size_of::<u64>());
 
-/// How a [`RawMemory`] came to be, and so how it is freed.
+/// How a [`RawMemory`] was allocated, and so how it is freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 enum Origin {
@@ -80,7 +80,7 @@ pub unsafe fn free(bound: &Bound<'_>, memory: &RawMemory) {
         Some(Origin::Unpooled) => unsafe { ffi::cuMemFree_v2(memory.ptr.0) }.log("cuMemFree"),
         // SAFETY: passed on to the caller.
         Some(Origin::MappedHost) => unsafe { ffi::cuMemFreeHost(memory.host.cast()) }.log("cuMemFreeHost"),
-        // SAFETY: `mapped` gave up these two; the rest is passed on to the caller.
+        // SAFETY: `mapped` released these two; the caller upholds the rest.
         Some(Origin::Mapped) => drop(unsafe { Mapping::from_raw(memory.ptr, memory.bytes) }),
         None => tracing::warn!(?memory, "this memory is not of the CUDA driver; it is not freed"),
     }
@@ -206,7 +206,7 @@ fn alloc_host(_: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
     Ok(RawMemory { handle: Origin::MappedHost as u64, ptr: DevicePtr(ptr), host: host.cast(), bytes })
 }
 
-/// Out of memory is not [`Error::OutOfMemory`] here, which speaks of device memory.
+/// Out of memory is not [`Error::OutOfMemory`] here, which is for device memory.
 fn check_host_alloc(result: CuResult, call: &'static str, bytes: u64, label: &str) -> Result<()> {
     if result != CuResult::OUT_OF_MEMORY {
         return result.check(call);

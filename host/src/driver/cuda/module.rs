@@ -123,7 +123,7 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     }
 
     let max_dynamic = ffi::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // Never lowered: another lookup of the same kernel may have asked for more.
+    // Never lowered: another lookup of the same kernel may have requested more.
     if max_shared_bytes > DEFAULT_SHARED_BYTES && attribute(function, max_dynamic) < max_shared_bytes as c_int
     {
         // SAFETY: the function was looked up just now; a value out of range is an error.
@@ -144,7 +144,7 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     // The same division of a multiprocessor's memory for every kernel: to change it, one would wait
     // until it is empty.
     let carveout = ffi::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-    // SAFETY: as above; 100 asks for as much shared memory, and as little L1 cache, as there is.
+    // SAFETY: as above; 100 requests the most shared memory and the least L1 cache.
     unsafe { ffi::cuFuncSetAttribute(function, carveout, 100) }.check("cuFuncSetAttribute")?;
     bound.device.remember_kernel(function as u64, name);
     Ok(function as u64)
@@ -158,7 +158,7 @@ fn attribute(function: CuFunction, which: c_int) -> c_int {
     if result == CuResult::SUCCESS { value } else { 0 }
 }
 
-/// `cuLaunchKernel` wants one pointer per parameter; the driver copies the values before it
+/// `cuLaunchKernel` takes one pointer per parameter; the driver copies the values before it
 /// returns.
 pub(super) fn param_pointers(params: &[&[u8]]) -> Vec<*mut c_void> {
     params.iter().map(|param| param.as_ptr().cast_mut().cast()).collect()

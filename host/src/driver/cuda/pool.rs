@@ -3,7 +3,7 @@
 //! `cuMemFree` waits for the running kernels of the device, and blocks every other call of the
 //! context until then. Memory of this pool is freed in a stream instead. The freeing stream waits
 //! for all work enqueued in the streams of the device's list. So the owner may free memory that
-//! they still use, and nothing waits.
+//! they still use, and the host does not wait.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Mutex;
@@ -15,7 +15,7 @@ use super::ffi::{
 use crate::error::Result;
 use crate::lock::lock;
 
-/// A device's pool. Every method wants the device's context bound.
+/// A device's pool. Every method requires that the device's context is bound.
 #[derive(Debug)]
 pub struct MemoryPool {
     pool: CuMemoryPool,
@@ -56,8 +56,8 @@ impl MemoryPool {
         // pool and the streams made before.
         unsafe {
             ffi::cuMemPoolCreate(&mut this.pool, &props).check("cuMemPoolCreate")?;
-            // Memory that comes back is for the next allocation: unmapping it at every
-            // synchronisation costs more than it spares.
+            // Keep freed memory for the next allocation: unmapping it at every synchronisation
+            // costs more than it saves.
             let mut keep = u64::MAX;
             let threshold = ffi::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
             ffi::cuMemPoolSetAttribute(this.pool, threshold, (&raw mut keep).cast::<c_void>())
@@ -92,15 +92,15 @@ impl MemoryPool {
             result = try_it();
         }
         check_alloc(current, result, "cuMemAllocFromPoolAsync", bytes, label)?;
-        // Other streams are not ordered behind this one. Nothing is ahead in it but allocations.
-        // SAFETY: the stream is live.
+        // Other streams are not ordered behind this one, which has only allocations. SAFETY: the
+        // stream is live.
         unsafe { ffi::cuStreamSynchronize(self.allocate) }.check("cuStreamSynchronize")?;
         Ok(ptr)
     }
 
-    /// Frees memory, and memory that was kept before, behind all that `streams` have been given so
-    /// far. The memory is kept for the next call where a stream may still use it: under a capture by
-    /// other code, for work from before.
+    /// Frees memory, and memory that was kept before, behind all work of `streams` so far. The
+    /// memory is kept for the next call where a stream may still use it: under a capture by other
+    /// code, for work from before.
     ///
     /// # Safety
     /// The memory is of this pool and is not freed twice; no other stream uses it. The streams are
@@ -125,11 +125,11 @@ impl MemoryPool {
         }
     }
 
-    /// Orders later frees behind the work of `stream` so far. False for a stream under capture,
-    /// which no other one can wait for.
+    /// Orders later frees behind the work of `stream` so far. False for a stream under capture, for
+    /// which no other stream can wait.
     ///
     /// # Errors
-    /// Errors of the driver. Later frees may then come before the stream's work.
+    /// Errors of the driver. Later frees may then run before the stream's work.
     ///
     /// # Safety
     /// The stream is live, and the device's list of streams is held: none begins to be captured

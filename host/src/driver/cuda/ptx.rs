@@ -39,7 +39,7 @@ pub fn oldest_driver_for(version: Version) -> Option<DriverRelease> {
     RELEASES.into_iter().find(|release| release.ptx >= version)
 }
 
-/// The newest PTX that a driver of this CUDA version reads, as far as the table goes.
+/// The newest PTX that a driver of this CUDA version reads, if in the table.
 pub fn newest_ptx_for(cuda: u32) -> Option<Version> {
     RELEASES.into_iter().rev().find(|release| release.cuda <= cuda).map(|release| release.ptx)
 }

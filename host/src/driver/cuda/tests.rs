@@ -228,8 +228,8 @@ fn the_driver_is_found_at_run_time_and_gets_its_arguments_as_they_are() {
     );
 }
 
-/// A stream of a new green context of this device with at least so many multiprocessors. Neither is
-/// given back.
+/// A stream of a new green context of this device with at least so many multiprocessors. Both are
+/// leaked.
 fn green_stream(device: &Device, multiprocessors: u32) -> RawStream {
     use std::ffi::{CStr, c_int, c_uint, c_void};
 
@@ -260,8 +260,8 @@ fn green_stream(device: &Device, multiprocessors: u32) -> RawStream {
         (DevResource::default(), DevResource::default(), DevResource::default());
     let (mut groups, mut description, mut context) = (1, std::ptr::null_mut(), std::ptr::null_mut());
     let mut stream: CuStream = std::ptr::null_mut();
-    // SAFETY: the types are those of the functions; all pointers are to values of this function; the
-    // flags ask for a context with streams that do not wait for the default one.
+    // SAFETY: the types are those of the functions; all pointers are to values of this function;
+    // the flags request a context whose streams do not wait for the default one.
     unsafe {
         let get: GetResource = function(c"cuDeviceGetDevResource");
         get(ordinal, &mut all, DevResource::SM).check("cuDeviceGetDevResource").unwrap();

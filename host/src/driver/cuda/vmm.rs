@@ -68,7 +68,7 @@ pub fn no_peer_access(bound: &Bound<'_>, result: CuResult, owner: Option<c_int>,
     }
 }
 
-/// Whether `device` may map memory of `peer`; a refused question counts as "no".
+/// Whether `device` may map memory of `peer`; a failed query counts as "no".
 pub fn can_access_peer(device: c_int, peer: c_int) -> bool {
     let mut yes = 0;
     // SAFETY: the out pointer is valid; ordinals are checked by the driver.
@@ -95,8 +95,8 @@ fn location(bound: &Bound<'_>) -> CuMemLocation {
     CuMemLocation { kind: ffi::CU_MEM_LOCATION_TYPE_DEVICE, id: bound.device.device.as_raw() }
 }
 
-/// `bytes` rounded up to the allocation granularity. Owner and importer must come to the same
-/// result, so both ask for the same properties.
+/// `bytes` rounded up to the allocation granularity. Owner and importer must compute the same
+/// result, so both use the same properties.
 pub fn round_up(bound: &Bound<'_>, bytes: u64, sharing: Sharing, label: &str) -> Result<usize> {
     let mut granularity = 0;
     // SAFETY: both pointers are valid.

@@ -112,18 +112,18 @@ impl Scene {
     }
 }
 
-/// How a call is while a kernel runs.
+/// The behaviour of a call while a kernel runs.
 #[derive(Clone, Copy, PartialEq)]
 enum Waits {
-    /// It returns.
+    /// The call returns.
     No,
-    /// It does not, and its neighbours do.
+    /// The call does not return, and its neighbours do.
     Alone,
-    /// Neither does.
+    /// Neither the call nor its neighbours return.
     HoldingOthersUp,
 }
 
-/// Makes a call beside a running kernel. Checks whether it, a neighbour's call and a call on
+/// Makes a call during a running kernel. Checks whether it, a neighbour's call and a call on
 /// another device return while the kernel runs, and that all return in the end.
 #[track_caller]
 fn check(waits: Waits, call: impl Fn(&Scene) + Sync) {

@@ -17,13 +17,13 @@ pub enum Executor {
     Manual(ManualGpus),
 }
 
-/// Where a virtual GPU's `%globaltimer` comes from, and with it every deadline of its kernels.
+/// The clock of a virtual GPU's `%globaltimer`, and so of every deadline of its kernels.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Time {
-    /// For a device made by a rank of [`run_threads`](crate::group::run_threads): the clock
-    /// of all ranks; else [`Time::Real`]. The ranks' clock advances only while no rank can do
-    /// anything. So a deadline passes at once when a rank does not come, and never because the
-    /// machine is busy. Events keep measuring real time.
+    /// For a device made by a rank of [`run_threads`](crate::group::run_threads): the clock of all
+    /// ranks; else [`Time::Real`]. The ranks' clock advances only while no rank can progress. So a
+    /// deadline passes at once when a rank does not arrive, and never because the machine is busy.
+    /// Events keep measuring real time.
     #[default]
     OfRanks,
     /// The system's monotonic clock: for ranks of several processes, and for traces that show how
@@ -89,8 +89,8 @@ pub struct VirtConfig {
     /// Source of `%globaltimer`. A [`ManualGpus`] has its own.
     pub time: Time,
     /// Runs kernels in check mode, and watches the device's memory together with that of all
-    /// devices of this process with the same checker. Accesses by other processes are not seen, so
-    /// all ranks should be threads of this process.
+    /// devices of this process with the same checker. Accesses by other processes are not checked,
+    /// so all ranks should be threads of this process.
     pub checker: Option<Checker>,
     /// For epoxide's own tests.
     #[doc(hidden)]

@@ -30,13 +30,13 @@ struct Job {
     /// How many jobs of this device began before it.
     number: u64,
     work: Work,
-    /// It only span in its last turn, and nothing has happened since.
+    /// The job only spun in its last turn, and nothing has happened since.
     spinning: bool,
-    /// It only span in its last turn. The next turn must then be long enough for it to be found
-    /// spinning again, or it would pass for progress.
+    /// The job only spun in its last turn. The next turn must be long enough to detect spinning
+    /// again, or it would count as progress.
     probe: bool,
-    /// In check mode: its stream, and the causal past before it; once it is done, the past for the
-    /// work behind it.
+    /// In check mode: its stream, and the causal past before it; once it is done, the past for
+    /// later work.
     order: Option<(Timeline, Past)>,
 }
 
@@ -73,7 +73,7 @@ impl Work {
                 }
                 let before = grid.stats().warp_instructions;
                 let mut progress = grid.step(slice.min(left));
-                // Warps look at the clock once in many polls.
+                // Warps read the clock once in many polls.
                 let mut probes = 0;
                 while matches!(progress, Ok(Progress::Spinning)) {
                     // One reading for both: another rank may move the clock at any moment.
@@ -119,7 +119,7 @@ impl Work {
 pub(super) enum OpProgress {
     Running,
     Spinning,
-    /// It is complete; the digest of its schedule.
+    /// Complete, with the digest of its schedule.
     Done(u64),
     /// The device is unusable from now on.
     Fault,
@@ -227,7 +227,7 @@ impl Engine {
             if !passed {
                 break;
             }
-            // A mark that was passed may let a queue go on that comes earlier in the order.
+            // A passed mark may unblock a queue that is earlier in the order.
             any_passed = true;
         }
         state.queues.retain(|_, queue| !(queue.closed && queue.is_idle()));
@@ -292,7 +292,7 @@ impl Engine {
                         progress = true;
                         index += 1;
                     }
-                    // The job is gone: another one has its index.
+                    // The job was removed: another one has its index.
                     OpProgress::Done(_) | OpProgress::Fault => progress = true,
                 }
             }

@@ -177,7 +177,7 @@ impl VirtualGpu {
     }
 
     /// Enqueues a copy or fill of a call that [`VirtualGpu::enter_stream`] began, or records it.
-    /// Where host memory is pageable, it may wait.
+    /// May wait if host memory is pageable.
     pub(super) fn transfer(
         &self,
         stream: u64,
@@ -256,7 +256,7 @@ impl VirtualGpu {
         })
     }
 
-    /// A new allocation as the caller sees it.
+    /// A new allocation as the caller gets it.
     pub(super) fn file(&self, state: &mut State, allocation: Allocation) -> RawMemory {
         let handle = new_handle();
         let address = allocation.region.addr();

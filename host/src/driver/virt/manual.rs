@@ -23,7 +23,7 @@ const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 const STUCK_NS: u64 = 1_000 * 1_000_000_000;
 /// How many warp instructions the host waits for while nothing gets done: minutes of interpreting.
 const ENDLESS: u64 = 1 << 33;
-/// How long a host thread sleeps before it looks again whether another one has enqueued anything.
+/// How long a host thread sleeps before it polls again for work that another one enqueued.
 const NAP: Duration = Duration::from_micros(100);
 
 /// Result of [`ManualGpus::drive`].
@@ -33,7 +33,7 @@ pub enum Drive {
     Ran,
     /// All grids wait for something that none of them will do.
     Spinning,
-    /// There is nothing to run.
+    /// No work to run.
     Idle,
 }
 
@@ -44,9 +44,9 @@ pub enum Drive {
 /// down to the interleaving of warps. Clones are the same GPUs.
 ///
 /// A call that waits while all grids only spin moves the clock forward in growing steps, so that
-/// the kernels' own deadlines expire. It fails with a report of every stuck warp in two cases.
-/// Either grids still spin 1000 virtual seconds later, or kernels run without any coming to an end.
-/// A call without a result continues as if it had waited.
+/// the kernels' own deadlines expire. The call fails with a report of every stuck warp in two
+/// cases: grids still spin 1000 virtual seconds later, or kernels run and none ends. A call without
+/// a result continues as if it had waited.
 #[derive(Clone)]
 pub struct ManualGpus {
     inner: Arc<Inner>,
@@ -217,7 +217,7 @@ impl ManualGpus {
         Clock::Virtual(self.inner.clock_ns.clone())
     }
 
-    /// Says that something was enqueued.
+    /// Records that work was enqueued.
     pub(super) fn submitted(&self) {
         self.inner.submissions.fetch_add(1, Ordering::Relaxed);
     }
@@ -246,7 +246,7 @@ enum Turn {
 impl MachineState {
     /// Gives one job of one device a turn.
     fn turn(&mut self) -> Turn {
-        // Each must collect, whether or not an earlier one did.
+        // Each engine must collect, even if an earlier one did.
         let collected = self.engines.iter_mut().fold(false, |any, engine| engine.collect() | any);
         if collected {
             self.clear_spinning();

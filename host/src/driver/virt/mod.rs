@@ -31,8 +31,7 @@
 //!
 //! Each device has a thread that runs its work. In tests of epoxide whose runs can be repeated
 //! exactly, the threads that wait run it (`ManualGpus`). If these give a wait up, the call fails;
-//! calls without a result continue. A device that is dropped abandons the work that it has not yet
-//! run.
+//! calls without a result continue. A dropped device abandons work that has not run.
 //!
 //! Capture is thread-local, as with `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`. The capturing thread may
 //! not allocate, load modules or synchronise, and no thread may synchronise or query a stream under

@@ -15,8 +15,8 @@ type Parsed = Arc<OnceLock<Result<Arc<Module>, PtxError>>>;
 
 static MODULES: LazyLock<Mutex<HashMap<String, Parsed>>> = LazyLock::new(Mutex::default);
 
-/// The module of a PTX text. One with variables of its own is parsed at each call, since loads must
-/// not share these.
+/// The module of a PTX text. A module with variables is parsed at each call, since loads must not
+/// share variables.
 pub(super) fn parsed(ptx: &str) -> Result<Arc<Module>, PtxError> {
     let cell = {
         let mut modules = lock(&MODULES);

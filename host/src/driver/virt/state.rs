@@ -63,9 +63,9 @@ impl GpuCore {
         }
     }
 
-    /// Begins a call: every call of the driver comes through here. It gives the tables once the
+    /// Begins a call: every call of the driver calls this first. Returns the tables once the
     /// context's lock is free, or an error if the device is unusable. A call by a thread that must
-    /// not call the driver makes it unusable.
+    /// not call the driver makes the device unusable.
     pub(super) fn enter(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.enter_regardless();
         state.check_usable()?;
@@ -97,8 +97,7 @@ impl GpuCore {
         Ok(state)
     }
 
-    /// A host thread is about to enqueue in a queue: its causal past comes before the enqueued
-    /// work.
+    /// A host thread is about to enqueue in a queue: its causal past precedes the enqueued work.
     pub(super) fn host_enqueues(&self, state: &mut State, queue: u64) {
         if let (Some(checker), Some(queue)) = (&self.checker, state.queues.get_mut(&queue)) {
             queue.past.join(&checker.host_past());
@@ -129,7 +128,7 @@ impl GpuCore {
         first
     }
 
-    /// An [`Error::Argument`] for a handle that stands for nothing here.
+    /// An [`Error::Argument`] for an unknown handle.
     fn unknown(&self, what: &'static str, handle: u64) -> Error {
         let ordinal = self.info.ordinal;
         Error::argument(
@@ -139,13 +138,13 @@ impl GpuCore {
         )
     }
 
-    /// The queue that a stream handle stands for.
+    /// The queue of a stream handle.
     pub(super) fn queue_id(&self, state: &State, stream: u64) -> Result<u64> {
         let id = state.handles.get(&stream).copied().filter(|id| state.queues.contains_key(id));
         id.ok_or_else(|| self.unknown("stream", stream))
     }
 
-    /// The queue that a stream handle stands for, and its id.
+    /// The queue of a stream handle, and its id.
     pub(super) fn queue<'a>(
         &self,
         state: &'a mut State,
@@ -256,7 +255,7 @@ pub(super) struct State {
     /// Stream handles. Several may refer to one queue; the handle of the queue's owner is the
     /// queue's id.
     pub(super) handles: HashMap<u64, u64>,
-    /// The queue that stands for a caller's null stream.
+    /// The queue of a caller's null stream.
     pub(super) default_queue: Option<u64>,
     pub(super) events: HashMap<u64, EventState>,
     pub(super) captures: HashMap<u64, Capture<Recorded>>,
@@ -306,7 +305,7 @@ impl State {
         busy.map(|(id, queue)| (*id, queue.submitted)).collect()
     }
 
-    /// True when the device's work has come to this point.
+    /// True when the device's work has reached this point.
     pub(super) fn has_reached(&self, until: &[(u64, u64)]) -> bool {
         until.iter().all(|(id, ops)| self.queues.get(id).is_none_or(|queue| queue.completed >= *ops))
     }
@@ -341,7 +340,7 @@ impl State {
         released
     }
 
-    /// Says that no work runs any more, on a device that is unusable. Gives all freed memory, as
+    /// Marks all queues of an unusable device as idle. Returns all freed memory, as
     /// [`State::take_released`].
     pub(super) fn abandon(&mut self) -> Vec<Freed> {
         self.queues.values_mut().for_each(|queue| queue.busy = false);

@@ -169,7 +169,7 @@ impl Rig {
         })
     }
 
-    /// To be held where threads are waited for that may wait for this device.
+    /// Hold this during a wait for threads that may wait for this device.
     pub(super) fn watch(&self) -> Watch {
         Watch(self.gpu.clone())
     }
@@ -315,7 +315,7 @@ fn an_event_stands_for_its_last_record() {
         waiter.wait(&event).unwrap();
         rig.store(&waiter, words.ptr().add(4), 1);
         assert!(!event.is_done().unwrap());
-        // The waiter goes on waiting for the first record.
+        // The waiter still waits for the first record.
         event.record(&free).unwrap();
         event.synchronize().unwrap();
         assert!(event.is_done().unwrap());
@@ -391,7 +391,7 @@ fn a_fault_is_sticky_and_drops_queued_work() {
     on_both(|rig| {
         let words = rig.words(1);
         let event = rig.event();
-        // Held back, so that the fault does not meet the calls below.
+        // Delayed, so that the fault occurs after the calls below.
         rig.wait(&rig.stream, words.ptr(), 1);
         rig.store(&rig.stream, DevicePtr(8), 1);
         rig.wait(&rig.stream, words.ptr(), 2);
@@ -554,7 +554,7 @@ fn a_capture_forks_and_joins() {
             .capture(|| {
                 fork.record(&rig.stream)?;
                 side.wait(&fork)?;
-                // Only concurrent lanes get past this.
+                // Only concurrent lanes pass this wait.
                 rig.wait(&rig.stream, words.ptr(), 1);
                 rig.store(&side, words.ptr(), 1);
                 join.record(&side)?;
@@ -726,7 +726,7 @@ fn freed_memory_stays_until_queued_work_is_done() {
     });
 }
 
-/// The free of a GPU's pool comes behind the device's streams.
+/// A free of a GPU's pool runs behind the device's streams.
 #[test]
 fn freed_memory_that_queued_work_may_use_cannot_be_allocated() {
     let rig = Rig::new(VirtConfig { memory_bytes: 1 << 20, ..VirtConfig::default() });
@@ -742,7 +742,7 @@ fn freed_memory_that_queued_work_may_use_cannot_be_allocated() {
     drop(whole().unwrap());
 }
 
-/// Unmapping does not wait: an owner that lets go too early makes a fault, here as on a GPU.
+/// Unmapping does not wait: an owner that frees too early causes a fault, here as on a GPU.
 #[test]
 fn memory_that_peers_map_goes_at_once_and_kernels_in_flight_fault() {
     on_both(|rig| {
@@ -777,7 +777,7 @@ fn a_fence_comes_behind_all_streams_but_those_that_record() {
         });
         other.synchronize().unwrap();
         assert_eq!(word(&gate, 1).load(Ordering::Acquire), 1);
-        // The rig's stream, these two, and perhaps one for streams that are gone.
+        // The rig's stream, these two, and perhaps one for destroyed streams.
         assert!((3..=4).contains(&spare.len()), "{}", spare.len());
         drop(graph.unwrap());
     });
@@ -899,7 +899,7 @@ fn as_a_rank() {
     group.barrier(group.timeout()).unwrap();
 }
 
-/// Lets a kernel answer the host in mapped memory, as the kernels `ptx` do it, for some rounds.
+/// Runs a kernel of `ptx` that stores answers for the host in mapped memory, for some rounds.
 fn answers_to_the_host(ptx: &str, executor: Executor) -> Result<()> {
     let checker = Some(Checker::new(CheckConfig::default()));
     let rig = Rig::new(VirtConfig {
@@ -965,8 +965,7 @@ fn races_name_the_part_of_memory_that_they_are_in() {
 #[test]
 fn a_dropped_device_abandons_spinning_kernels() {
     let device = VirtualGpu::new(VirtConfig::default());
-    // They are made by their handles, since nothing else of a device can be given back while a
-    // kernel spins.
+    // Raw handles, because owners could not be freed while a kernel spins.
     let module = device.driver.module_load(PTX).unwrap();
     let kernel = device.driver.module_kernel(module, "wait", 0).unwrap();
     let stream = device.driver.stream_create(false).unwrap();
