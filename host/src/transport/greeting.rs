@@ -8,11 +8,11 @@ use crate::error::{Error, Result};
 use crate::foreign::escaped;
 use crate::group::ProcessGroup;
 
-/// Starts everything that a transport says first.
+/// The first word of every transport's first message.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
-/// The version of the greeting and of all that goes over the links.
+/// The version of the greeting and of all messages over the links.
 pub(super) const VERSION: u32 = 4;
-/// Tells these links from others that the same ranks set up, such as those within a node.
+/// Distinguishes these links from others of the same ranks, such as those within a node.
 pub(super) const PHASE: u32 = 1;
 
 /// The part that stays the same in every version.
@@ -32,13 +32,13 @@ pub(super) struct Greeting {
     queues: u32,
     memory: u64,
     pub peers: Vec<u32>,
-    /// A connecting process has to know the job's secret.
+    /// A connecting process must prove the job's secret.
     secret: bool,
-    /// Where it can be reached, in the transport's own words; or why it cannot take part.
+    /// The rank's address in the transport's format, or the reason why it has none.
     pub address: Result<String, String>,
 }
 
-/// Refuses what is wrong with this rank's own arguments.
+/// Rejects wrong arguments of this rank.
 pub(super) fn check_arguments(setup: &Setup<'_>) -> Result<()> {
     let (rank, size) = (setup.group.rank(), setup.group.size());
     let queues = setup.options.queues_per_peer;
@@ -53,10 +53,10 @@ pub(super) fn check_arguments(setup: &Setup<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Tells all ranks where this one can be reached, or why not. Every rank's greeting, by rank.
+/// Publishes this rank's address, or why it has none. Returns every rank's greeting, by rank.
 ///
 /// # Errors
-/// On every rank, where one of them cannot take part or two of them differ.
+/// On every rank, if one of them has no address or two of them differ.
 pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Greeting>> {
     let secret = setup.group.job_secret();
     let ours = Greeting {
@@ -72,7 +72,7 @@ pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Gre
     };
     let bytes = serde_json::to_vec(&ours).map_err(|error| Error::internal("serialise", error))?;
     let all = setup.group.all_gather(&bytes)?;
-    // Why this rank cannot take part says more than what the others make of it.
+    // This rank's own error has more detail than the text in its greeting.
     address?;
     secret?;
     let all: Vec<Greeting> =

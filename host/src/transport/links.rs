@@ -18,13 +18,12 @@ pub struct PeerQueue {
     pub queue: Box<dyn PutQueue>,
 }
 
-/// The side of a transport where the peers' puts come in. Dropping it without [`Receiving::close`]
-/// looks like a death.
+/// The receiving side of a transport. Dropping it without [`Receiving::close`] looks like a death.
 pub(crate) trait Receiving: Send + Sync + Debug {
-    /// For each peer that something went wrong with the first error, by rank.
+    /// The first error of each peer that has one, by rank.
     fn failures(&self) -> Vec<(u32, Error)>;
 
-    /// Tells the peers that nothing is taken any more, and ends all threads.
+    /// Signals the peers that this rank receives no more, and ends all threads.
     fn close(&mut self);
 }
 
@@ -62,8 +61,8 @@ impl Links {
         self.receiving.iter().flat_map(|side| side.failures()).collect()
     }
 
-    /// Says goodbye to all peers and ends every thread. Later puts of peers fail there. Memory that
-    /// is mapped stays so until this is dropped.
+    /// Sends all peers a goodbye and ends every thread. Later puts of peers fail there. Mapped
+    /// memory is unmapped when this is dropped.
     pub fn close(&mut self) {
         for mut link in self.links.drain(..) {
             link.queue.close();

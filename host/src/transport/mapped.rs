@@ -39,7 +39,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     let offer = prepared.as_ref().map_err(Error::clone).and_then(|_| {
         // A driver without fabric handles has none to offer, which is no error.
         let fabric = setup.memory.export_fabric().inspect_err(|error| tracing::debug!("{error}")).ok();
-        // Where the host cannot be told, a rank is alone on its own.
+        // Without a host id, a rank counts as alone on its host.
         let here = setup.options.hooks.host.clone().unwrap_or_else(host_id);
         let host = if here.is_empty() { format!("rank {}", setup.group.rank()) } else { here };
         serde_json::to_string(&Offer { host, fabric }).map_err(|error| Error::internal("serialise", error))
@@ -146,7 +146,7 @@ fn agree(setup: &Setup<'_>, attempts: &[(u32, Attempt)]) -> Result<BTreeMap<(u32
     if setup.options.kind != TransportKind::Direct {
         return Ok(verdicts);
     }
-    // This rank's own reason says the most.
+    // This rank's own error has the most detail.
     let own = attempts.iter().find_map(|(_, attempt)| attempt.as_ref().err().cloned());
     match (own, verdicts.first_key_value()) {
         (Some(error), _) => Err(error),

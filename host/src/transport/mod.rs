@@ -2,9 +2,9 @@
 //! Otherwise there are ordered queues of puts between the wire memories of two ranks.
 //!
 //! A kernel posts [`PutRequest`](epoxide_gpu::layout::PutRequest)s to a ring; a proxy thread
-//! (`Proxies`) takes them out and gives them to a `PutQueue`. The only order to build on is that of
-//! one queue. A put's bytes are visible at the peer before its counter, and its counter before that
-//! of the next put. Nothing is ordered between queues.
+//! (`Proxies`) takes them out and passes them to a `PutQueue`. Only puts of one queue are ordered.
+//! A put's bytes are visible at the peer before its counter, and its counter before that of the
+//! next put. Different queues have no order.
 //!
 //! Closing is ordered: the ranks wait until all their posts have been sent and have arrived, meet
 //! at a barrier, and then close. A rank that closes earlier fails its peers' later puts.

@@ -25,13 +25,13 @@ pub struct Way {
 }
 
 impl Way {
-    /// Whether bytes for the peer go into host memory.
+    /// Whether bytes for the peer are stored in host memory.
     pub fn is_on_host(&self) -> bool {
         !self.memory.host_ptr().is_null()
     }
 }
 
-/// Allocates wire memory of `bytes` and finds a way to each of `peers`, as [`connect`] says. Ways
+/// Allocates wire memory of `bytes` and finds a way to each of `peers`, as [`connect`] does. Ways
 /// are in the order of `peers`. `writer`: that of the peers' host memory over
 /// [`TransportKind::Shm`]; proxies, if links are shaped. Collective over the group.
 ///
@@ -100,12 +100,12 @@ pub fn wire_memory(
 
 /// Connects this rank to `peers`, the ranks of the group that it exchanges bytes with: ascending,
 /// without itself, and each lists this one. `memory` is this rank's [`wire_memory`], of the same
-/// size on every rank; it is kept until the links are closed. With [`TransportKind::Auto`] there
-/// are links to the peers that can be mapped alone. Collective over the group; `timeout` bounds the
-/// waits for peers, beside the group's own.
+/// size on every rank; it is kept until the links are closed. With [`TransportKind::Auto`] only
+/// peers that can be mapped have links. Collective over the group; `timeout` bounds the waits for
+/// peers, in addition to the group's own.
 ///
 /// # Errors
-/// On every rank, if the ranks' options, sizes or versions differ or one of them cannot take part.
+/// On every rank, if the ranks' options, sizes or versions differ or one of them has no address.
 /// With [`TransportKind::Direct`], also if one cannot map another's memory.
 pub fn connect(
     options: &TransportOptions,

@@ -1,4 +1,4 @@
-//! Which transport carries the bytes, and how ranks are connected.
+//! The choice of transport, and how ranks are connected.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -81,8 +81,8 @@ pub struct TransportOptions {
     pub queues_per_peer: u32,
     /// With [`TransportKind::Tcp`]: connections of each queue, 1 to [`MAX_CONNECTIONS`]; the same
     /// on every rank. Large puts are divided among them, and each has a thread at either end.
-    /// `None`: as many, up to four, as half of a rank's processors carry on the host where a rank
-    /// has the fewest; one beside a virtual GPU.
+    /// `None`: one for each two processors of a rank on the host where a rank has the fewest, up to
+    /// four; one with a virtual GPU.
     pub connections_per_queue: Option<u32>,
     /// How long a put waits for the network. A buffer that is dropped waits as long for its last
     /// puts.
@@ -100,7 +100,7 @@ pub struct TransportOptions {
 /// Settings of a transport for tests of epoxide.
 #[derive(Debug, Clone, Default)]
 pub struct Hooks {
-    /// Makes the queues of this rank worse than they are. Nothing to what kernels write themselves.
+    /// Delays, limits or cuts this rank's queues. No effect on kernels that write mapped memory.
     pub shaping: Option<Shaping>,
     /// The host that this rank is on: ranks of differing ones do not share memory by descriptors.
     /// `None`: the system's name. A test plays several hosts with it.
@@ -118,8 +118,8 @@ pub const MAX_QUEUES: u32 = 64;
 pub const MAX_CONNECTIONS: u32 = 16;
 
 impl TransportOptions {
-    /// Not shaped, 30 s, the default limits, and as many queues as a fast network takes. It is
-    /// eight if a processor moves the bytes, one if a card does.
+    /// No shaping, 30 s, the default limits, and enough queues for a fast network: eight if a
+    /// processor moves the bytes, one if a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {
         let queues_per_peer = match kind {
             TransportKind::Shm | TransportKind::Tcp | TransportKind::Auto => 8,

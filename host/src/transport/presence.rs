@@ -1,5 +1,5 @@
 //! Signs of life between the ranks of a host: a pipe whose reading end the peers hold and poll. A
-//! byte in it is a goodbye, a writing end that is closed without one a death.
+//! byte in it is a goodbye; a writing end closed without one is a death.
 
 use std::io::{PipeReader, PipeWriter, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(super) struct Presence {
     writer: Option<PipeWriter>,
-    // Without a reader of our own the goodbye fails, with a signal, once the peers have left.
+    // Without a reader in this process the goodbye fails, with a signal, once the peers have left.
     _reader: PipeReader,
 }
 
@@ -28,7 +28,7 @@ impl Presence {
         pipe().map_err(|error: std::io::Error| Error::system("pipe", error))
     }
 
-    /// Says goodbye.
+    /// Writes the goodbye.
     pub(super) fn leave(&mut self) {
         if let Some(mut writer) = self.writer.take() {
             // One byte always fits.
@@ -59,7 +59,7 @@ impl Life {
         }
     }
 
-    /// Whether the peer went without a goodbye.
+    /// Whether the peer ended without a goodbye.
     pub(super) fn is_dead(&self) -> bool {
         let found = self.poll();
         !found.contains(PollFlags::IN) && found.intersects(PollFlags::HUP | PollFlags::ERR)
@@ -67,7 +67,7 @@ impl Life {
 
     fn poll(&self) -> PollFlags {
         let mut polled = [PollFd::from_borrowed_fd(self.0.as_fd(), PollFlags::IN)];
-        // An interrupted poll says nothing; the next one asks again.
+        // An interrupted poll has no result; the next call polls again.
         let _ = poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
         polled[0].revents()
     }
@@ -82,7 +82,7 @@ pub(super) struct Neighbours {
 
 impl Receiving for Neighbours {
     fn failures(&self) -> Vec<(u32, Error)> {
-        // A peer that has said goodbye wrote all that it had to.
+        // A peer wrote all its bytes before its goodbye.
         let dead = self.lives.iter().filter(|(_, life)| life.is_dead());
         dead.map(|(ends, _)| (ends.peer, ends.error("receive", "it died"))).collect()
     }

@@ -1,4 +1,4 @@
-//! Proxies: threads that carry out the puts which kernels ask for.
+//! Proxies: threads that carry out the puts that kernels post.
 
 use std::collections::VecDeque;
 use std::mem::offset_of;
@@ -19,10 +19,10 @@ use crate::virtual_time::{Poller, spawn};
 
 /// Most puts that are given to a queue at once.
 const BATCH: usize = 16;
-/// How long a dropped proxy may go on with posted requests. [`Proxies::close`] and [`Proxy::stop`]
-/// take another grace.
+/// How long a dropped proxy may continue with posted requests. [`Proxies::close`] and
+/// [`Proxy::stop`] take another grace.
 const GRACE: Duration = Duration::from_millis(100);
-/// How far apart two looks at a call are that tell a call which does not return from one of many.
+/// Time between two readings of a proxy's call: one that does not return is in both.
 const MOMENT: Duration = Duration::from_millis(20);
 
 /// Statistics of a proxy's puts.
@@ -32,14 +32,14 @@ pub struct QueueStats {
     pub puts: u64,
     /// Bytes, counters not included.
     pub bytes: u64,
-    /// Those of the puts that had a counter only.
+    /// Puts with a counter only.
     pub counter_puts: u64,
 }
 
 /// When a put was carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PutTrace {
-    /// The rank that it went to.
+    /// The destination rank.
     pub peer: u32,
     /// The queue's index among those to the peer.
     pub queue: u32,
@@ -150,9 +150,9 @@ impl Proxies {
         to_peer.for_each(|proxy| proxy.interrupt.raise());
     }
 
-    /// Ends all proxies: those that carry out all that was posted within `grace` say goodbye, the
-    /// others are interrupted. Then nothing is received any more. Kernels must not post any more,
-    /// and meet the peers at a barrier before.
+    /// Ends all proxies: a proxy that carries out all posted puts within `grace` sends a goodbye,
+    /// the others are interrupted. Then the receiving side is closed. Before the call, kernels must
+    /// have stopped posting, and all ranks meet at a barrier.
     pub fn close(&mut self, grace: Duration) {
         stop(&mut self.proxies, grace);
         self.links.close();
@@ -191,8 +191,8 @@ fn stop(proxies: &mut [Proxy], grace: Duration) {
     for proxy in proxies {
         let Some(thread) = proxy.thread.take() else { continue };
         if !thread.is_finished() {
-            // It keeps what it uses: the queue, with the wire memory that its bytes come from and
-            // go to, and the ring. So nothing is freed that it may yet touch; it ends when its call
+            // The leaked thread owns what it uses: the ring and the queue, with the wire memory at
+            // both ends. So no memory that it may still touch is freed; it ends when its call
             // returns.
             let error = proxy.stuck();
             tracing::error!("left behind: {error}");
@@ -319,8 +319,8 @@ impl Proxy {
         Error::timeout("proxy", reason)
     }
 
-    /// Ends the thread. If all that was posted has left within `grace`, the proxy says goodbye;
-    /// otherwise it is interrupted, and to the peer it looks dead.
+    /// Ends the thread. If all posted puts have been sent within `grace`, the proxy sends a
+    /// goodbye; otherwise it is interrupted, and looks dead to the peer.
     pub fn stop(&mut self, grace: Duration) {
         stop(std::slice::from_mut(self), grace);
     }
@@ -343,7 +343,7 @@ struct Worker {
     idle: Idle,
     /// Requests read from the ring.
     taken: u64,
-    /// Those of them that the queue has.
+    /// Requests passed to the queue.
     posted: u64,
     completed: u64,
     /// Number, begin and bytes of the traced puts that are under way.
@@ -355,7 +355,7 @@ impl Worker {
         let mut batch = Vec::with_capacity(BATCH);
         let mut healthy = true;
         loop {
-            // Before the ring is read, so that puts posted before the order to stop are seen.
+            // Load before reading the ring: puts posted before the order to stop are carried out.
             let stop = self.shared.stop.load(Ordering::Acquire);
             let taken = self.take(&mut batch);
             if !batch.is_empty() {
@@ -433,7 +433,7 @@ impl Worker {
                 let numbered = (self.posted + 1..).zip(batch);
                 self.traced.extend(numbered.map(|(number, put)| (number, begin, put.bytes)));
             }
-            // Ahead of the puts, so that a rank which knows that a peer has them finds them counted.
+            // Count first: the counts then include every put that a peer has received.
             self.shared.count(batch, AtomicU64::fetch_add);
             let put = self.queue.put_with_counter(batch);
             put.inspect_err(|_| self.shared.count(batch, AtomicU64::fetch_sub))?;
@@ -489,13 +489,13 @@ impl Worker {
 /// puts, as with Soft-RoCE, waking every 50 us takes time from it. Writes of 1 MiB are 3 % faster
 /// with 1 ms, and 10 % faster on busy processors.
 ///
-/// Further queues to a peer, which carry rows alone, sleep after 30 us. With eight queues their
-/// threads and those that receive are as many as there are processors, and a thread that spins
-/// takes the processor from one that copies. Calls of 128 tokens over tcp take half the time so.
+/// Further queues to a peer, which carry only rows, sleep after 30 us. With eight queues, sending
+/// and receiving threads are as many as processors, and a spinning thread takes the processor from
+/// a copying one. Calls of 128 tokens over tcp thus take half the time.
 #[derive(Debug)]
 struct Idle {
     since: Option<Instant>,
-    /// Kernels are interpreted, by threads that want the same processors.
+    /// Kernels are interpreted, by threads that need the same processors.
     is_virtual: bool,
     /// The queue is the first one to its peer, which carries the words that a call begins with.
     is_first: bool,

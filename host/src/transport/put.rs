@@ -12,11 +12,11 @@ use crate::error::{Error, Result};
 /// from the start of wire memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Put {
-    /// Where the bytes are here.
+    /// Offset of the bytes in this rank's memory.
     pub from: u64,
-    /// Where they go there.
+    /// Their offset in the peer's memory.
     pub to: u64,
-    /// How many; 0 where only the counter is wanted.
+    /// Number of bytes; 0 for a counter only.
     pub bytes: u64,
     /// The word there that gets `value` once the bytes are visible, 8-byte aligned.
     pub counter: u64,
@@ -26,8 +26,8 @@ pub struct Put {
 }
 
 impl Put {
-    /// Refuses what reaches beyond wire memory of `memory` bytes, at either end. Every queue asks
-    /// before it touches memory.
+    /// Rejects a put beyond wire memory of `memory` bytes, at either end. Every queue checks before
+    /// it touches memory.
     pub(crate) fn check(&self, memory: u64) -> Result<(), String> {
         let outside = |at: u64, bytes: u64| at.checked_add(bytes).is_none_or(|end| end > memory);
         let rule = if self.bytes > 0 && outside(self.from, self.bytes) {
@@ -51,43 +51,43 @@ pub trait PutQueue: Send + Debug {
     /// queue's timeout.
     ///
     /// # Errors
-    /// The peer said goodbye, died, or cannot be reached, or a put reaches beyond wire memory; the
-    /// queue is of no use from then on.
+    /// The peer left, died, or cannot be reached, or a put exceeds wire memory; the queue cannot be
+    /// used any more.
     fn put_with_counter(&mut self, puts: &[Put]) -> Result<()>;
 
-    /// How many puts, of all posted so far, have left: the memory that their bytes came from may be
-    /// written again. Does not wait.
+    /// How many of all posted puts have been sent: their source memory may be written again. Does
+    /// not wait.
     fn completed(&mut self) -> Result<u64>;
 
-    /// Why the next put fails, where that is known already. Puts before it may have left.
+    /// The error of the next put, if already determined. Puts before it may have been sent.
     fn failure(&self) -> Option<Error> {
         None
     }
 
-    /// Waits until all puts have left. The default is that of a queue whose puts have left once
-    /// they are put.
+    /// Waits until all puts have been sent. The default is for queues whose puts are sent when the
+    /// call returns.
     fn quiet(&mut self, _timeout: Duration) -> Result<()> {
         self.completed().map(drop)
     }
 
-    /// Says goodbye: nothing is put after it. A queue that is dropped without it looks to the peer
-    /// like one whose rank died.
+    /// Sends a goodbye, the last message. To the peer, a queue dropped without one looks like a
+    /// dead rank.
     fn close(&mut self);
 
-    /// The wire memory that bytes come from.
+    /// The source wire memory.
     fn source(&self) -> Option<&Memory> {
         None
     }
 
-    /// Ends the waits of the thread that uses the queue. A queue that waits looks at it every few
-    /// milliseconds; one that never does can do with this default.
+    /// Ends the waits of the thread that uses the queue. A queue that waits polls it every few
+    /// milliseconds; a queue that never waits can use this default.
     fn interrupt(&self) -> Interrupt {
         Interrupt::default()
     }
 }
 
-/// Ends the waits of a queue, from any thread, and tells any thread which call the queue is in;
-/// clones are the same. The queue is of no use once it is raised.
+/// Ends the waits of a queue, from any thread, and records the call that the queue is in. Clones
+/// share the state. The queue cannot be used once it is raised.
 #[derive(Debug, Clone, Default)]
 pub struct Interrupt(Arc<State>);
 
@@ -123,8 +123,8 @@ impl Interrupt {
     /// The call that the queue's thread is in now, and its number.
     pub fn call(&self) -> Option<(&'static str, u64)> {
         let call = self.0.call.load(Ordering::Relaxed);
-        // SAFETY: null, or of a `&'static`, of which only addresses are stored. It is not written
-        // through.
+        // SAFETY: null, or the address of a `&'static`; only such addresses are stored. Nothing
+        // writes through it.
         let call = unsafe { call.as_ref() };
         call.map(|call| (*call, self.0.calls.load(Ordering::Relaxed)))
     }

@@ -14,11 +14,11 @@ use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::group::internal::panic_text;
 
-/// Longest time for a thread to end after it was told to. All its waits poll for that. Only a call
-/// of the system or of a card's driver that does not return takes longer. Then the thread is
+/// Longest time for a thread to end after the order to stop, for which all its waits poll. Only a
+/// call of the system or of a card's driver that does not return takes longer. Then the thread is
 /// leaked, with the memory that it uses.
 pub(super) const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a wait looks whether it was interrupted.
+/// How often a wait polls for an interrupt.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The outcome of a thread's work. A panic is a failure as well: `error` makes one of its text.
@@ -29,8 +29,8 @@ pub(super) fn caught(work: impl FnOnce() -> Result<()>, error: impl FnOnce(Strin
     })
 }
 
-/// Waits for the end of a thread that was told to end. After `until` the thread is left behind: it
-/// keeps the memory and the sockets that it uses until its call returns.
+/// Joins a thread that was ordered to end. After `until` the thread is leaked: it keeps its memory
+/// and sockets until its call returns.
 pub(super) fn join_until(thread: JoinHandle<()>, until: Instant) {
     while !thread.is_finished() && Instant::now() < until {
         std::thread::sleep(Duration::from_micros(200));
@@ -120,7 +120,7 @@ impl WireHost {
         self.memory.bytes()
     }
 
-    /// The address of the byte at `offset`, which must lie in the memory where it is used.
+    /// The address of the byte at `offset`, which must be in the memory where it is used.
     pub(super) fn at(&self, offset: u64) -> *mut u8 {
         self.base.wrapping_add(offset as usize)
     }

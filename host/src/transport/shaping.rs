@@ -191,7 +191,7 @@ impl PutQueue for Shaped {
     }
 
     fn close(&mut self) {
-        // Nothing gets through a cut link, a goodbye as little as the rest.
+        // A cut link passes nothing, not even a goodbye.
         if !self.is_cut() {
             self.queue.close();
         }

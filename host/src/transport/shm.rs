@@ -1,5 +1,5 @@
-//! Ranks of one host that play several nodes. Both have the peer's wire memory mapped, which is
-//! host memory: kernels write it themselves, or a put is a copy to it.
+//! Ranks of one host that simulate several nodes. Each maps the peer's wire memory, which is host
+//! memory: kernels write it themselves, or a put is a copy to it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -44,7 +44,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     Ok(Links { links, mapped, receiving: vec![Box::new(neighbours)] })
 }
 
-/// What each peer gave: its wire memory and its sign of life.
+/// Each peer's wire memory and sign of life.
 fn peers_of(setup: &Setup<'_>, received: Vec<Vec<OwnedFd>>) -> Result<Vec<(u32, OwnedFd, Life)>> {
     let theirs = (0u32..).zip(received).filter(|(peer, _)| setup.peers.contains(peer));
     let pair = |(peer, fds): (u32, Vec<OwnedFd>)| {
@@ -85,7 +85,7 @@ fn make_links(
     Ok(links)
 }
 
-/// A peer's wire memory as this process has it: ordinary memory, of which no driver knows.
+/// A peer's wire memory as mapped here: ordinary memory, unknown to any driver.
 #[derive(Debug)]
 struct Target {
     base: *mut u8,
@@ -139,9 +139,9 @@ impl PutQueue for ShmQueue {
             put.check(self.source.bytes()).map_err(|reason| self.ends.error("put", reason))?;
         }
         for put in puts {
-            // SAFETY: checked above: all of it lies in the two memories, which are as large as each
-            // other and live as long as this queue. They are different memories, reached through
-            // addresses only.
+            // SAFETY: checked above: all bytes are in the two memories, which have one size and
+            // live as long as this queue. They are different memories, reached through addresses
+            // only.
             unsafe {
                 if put.bytes > 0 {
                     let to = self.target.base.add(put.to as usize);
@@ -162,6 +162,6 @@ impl PutQueue for ShmQueue {
         Some(&self.source.memory)
     }
 
-    // The peer learns it from this rank's `Presence`, once for all queues.
+    // The peer reads the goodbye from this rank's `Presence`, once for all queues.
     fn close(&mut self) {}
 }

@@ -138,7 +138,7 @@ impl Poster {
         self.post_blindly(put);
     }
 
-    /// Whether or not there is room.
+    /// Posts without a check for room.
     fn post_blindly(&mut self, put: Put) {
         let entry =
             size_of::<QueueWords>() as u64 + self.posted % RING_ENTRIES * size_of::<PutRequest>() as u64;
@@ -263,8 +263,8 @@ fn random_puts_arrive_exactly_and_rings_wrap() {
     }
 }
 
-/// Blocks of one value each, sent again and again; the receiver looks at a block as soon as its
-/// counter is there.
+/// Blocks of one value each, sent again and again; the receiver reads a block as soon as its
+/// counter has arrived.
 #[test]
 fn no_counter_comes_before_its_bytes() {
     const BLOCKS: u64 = 8;
@@ -278,7 +278,7 @@ fn no_counter_comes_before_its_bytes() {
             if rank == 0 {
                 for value in 1..=COUNT {
                     let at = value % BLOCKS * BLOCK;
-                    // Its last put has left.
+                    // Its last put has been sent.
                     eventually(|| poster.completed() + BLOCKS > poster.posted);
                     for word in 0..BLOCK / 8 {
                         it.word(SEND + at + word * 8).store(value, Ordering::Relaxed);
@@ -337,7 +337,7 @@ fn a_full_ring_backs_up_and_completion_waits_for_the_queue() {
                 for value in 1..=RING_ENTRIES {
                     poster.post_blindly(tiny(value));
                 }
-                // One batch is in the queue's hands, the rest stays in the ring.
+                // The queue has one batch, the rest stays in the ring.
                 eventually(|| poster.taken() > 0);
                 std::thread::sleep(Duration::from_millis(20));
                 let (taken, completed) = (poster.taken(), poster.completed());
@@ -393,7 +393,7 @@ fn a_lagging_queue_is_overtaken_by_others_and_keeps_its_own_order() {
                         && it.word(slow).load(Ordering::Acquire) < COUNT;
                     now == COUNT
                 });
-                // The slow queue takes three seconds, so this thread has looked before its end.
+                // The slow queue takes three seconds, so this thread has polled before its end.
                 assert!(overtaken, "the fast queue never was ahead");
                 assert!(steps > 1, "{steps} steps: the puts came in one lump");
             }
@@ -461,7 +461,7 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
         })
         .unwrap();
     }
-    // A queue by itself says that its puts did not leave.
+    // A queue itself reports that its puts were not sent.
     run_threads(2, TIMEOUT, |rank, group| {
         let it = Rank::new(group, bytes(2));
         let mut options = options(TransportKind::Shm, 1);
@@ -773,7 +773,7 @@ fn a_mapped_peer_that_dies_is_told() {
             let (_ways, mut links) =
                 open(&options(kind, 1), &it.device, &*it.group, 4096, &it.peers, TIMEOUT, Writer::Kernels)?;
             if rank == 1 {
-                // Simulates a process that is gone: its descriptors are closed, without a goodbye.
+                // Simulates a killed process: its descriptors are closed, without a goodbye.
                 links.receiving.clear();
             } else {
                 eventually(|| !links.failures().is_empty());
@@ -905,7 +905,7 @@ fn a_peer_that_was_given_up_does_not_keep_a_rank() {
     assert_eq!(closed.load(Ordering::Acquire), 1, "rank 1 alone gets a goodbye");
 }
 
-/// A queue whose card's driver does not return until it is told to.
+/// A queue whose card's driver does not return until it is released.
 #[derive(Debug)]
 struct Stuck {
     interrupt: Interrupt,
@@ -952,7 +952,7 @@ fn a_proxy_in_a_call_that_does_not_return_is_named_and_left_behind() {
     let failure = proxies.failure().unwrap().to_string();
     assert!(failure.contains("queue 0 to rank 1 is in ibv_post_send"), "{failure}");
     drop(proxies);
-    // The thread owns everything it uses: it may go on when it likes.
+    // The thread owns everything it uses, so it may continue at any time.
     released.store(true, Ordering::Release);
 }
 
@@ -964,7 +964,7 @@ fn names() {
     assert!("pigeon".parse::<TransportKind>().unwrap_err().to_string().contains("pigeon"));
 }
 
-/// A queue that keeps what it was given, and completes only when told.
+/// A queue that keeps its puts, and completes them only on request.
 #[derive(Debug)]
 struct Recording {
     puts: Arc<Mutex<Vec<Vec<Put>>>>,

@@ -26,9 +26,9 @@ pub struct VerbsOptions {
     /// Soft-RoCE 7 means without end; the kernels' deadline then ends the wait.
     pub retry_count: u8,
     /// `EPOXIDE_RDMA_TIMEOUT`: how long a packet waits for its acknowledgement, 4.096 us * 2^n, n
-    /// from 1 to 31, without back-off. If the last packets of a burst are lost, or the link comes
-    /// back, one such wait passes before they are sent again. A link that is gone for more than
-    /// `retry_count + 1` of them is given up.
+    /// from 1 to 31, without back-off. If the last packets of a burst are lost, or the link
+    /// recovers, one such wait passes before they are sent again. The connection fails after an
+    /// outage of more than `retry_count + 1` waits.
     pub ack_timeout: u8,
     /// `EPOXIDE_RDMA_PATH_MTU`: bytes per packet: 256, 512, 1024, 2048 or 4096. Without it, the
     /// largest that both ports have.
@@ -38,9 +38,9 @@ pub struct VerbsOptions {
 }
 
 impl Default for VerbsOptions {
-    /// Packets wait half a second for their acknowledgement, and are given up after eight such
-    /// waits (many cards wait up to four times as long). This outlasts a link that is gone for a
-    /// few seconds, and a lost packet costs half a second.
+    /// Packets wait half a second for their acknowledgement, and the connection fails after eight
+    /// such waits (many cards wait up to four times as long). This outlasts a link outage of a few
+    /// seconds, and a lost packet costs half a second.
     fn default() -> Self {
         VerbsOptions {
             devices: Vec::new(),
@@ -126,7 +126,7 @@ impl VerbsOptions {
     }
 }
 
-/// The code of an MTU in bytes, as verbs want it.
+/// The code of an MTU in bytes, as verbs define it.
 pub(super) fn mtu_code(bytes: u32) -> Option<u32> {
     (1..=5).find(|code| mtu_bytes(*code) == bytes)
 }

@@ -81,8 +81,8 @@ pub(super) struct Dialed {
 }
 
 impl Dialed {
-    /// Takes the answer to the hello. The connection, and what signs its headers where the job has
-    /// a secret.
+    /// Reads the answer to the hello. Returns the connection, and its signer of headers where the
+    /// job has a secret.
     pub(super) fn answered(mut self, deadline: Instant) -> Result<(TcpStream, Option<Signer>), String> {
         read_answer(&mut self.socket, deadline)?;
         let mut signer = None;
@@ -126,7 +126,7 @@ pub(super) fn dial(
     acceptor.accept_some(setup, expected, Duration::ZERO)?;
     socket.set_nonblocking(false).map_err(failed)?;
     socket.set_nodelay(true).map_err(failed)?;
-    // So that a host that vanished shows even where all bytes fit the socket's buffer.
+    // Detects a vanished host even if all bytes fit the socket's buffer.
     let limit = u32::try_from(setup.options.timeout.as_millis()).unwrap_or(u32::MAX);
     let _ = sockopt::set_tcp_user_timeout(&socket, limit);
     socket.set_write_timeout(Some(left(deadline))).map_err(failed)?;
@@ -157,15 +157,15 @@ fn begin(address: SocketAddr) -> std::io::Result<TcpStream> {
     }
 }
 
-/// Whether a connection that was begun stands, or does within [`POLL_INTERVAL`].
+/// Whether a begun connection is established, now or within [`POLL_INTERVAL`].
 fn is_connected(socket: &TcpStream) -> std::io::Result<bool> {
     let mut polled = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::OUT)];
     wait_for(&mut polled, POLL_INTERVAL)?;
     socket.take_error()?.map_or(Ok(!polled[0].revents().is_empty()), Err)
 }
 
-/// A hint for the error of a connection that did not come about, where more are made at once than
-/// the system queues at a listener. `somaxconn` is the text of its limit.
+/// A hint for the error of a failed connection, if more are made at once than the system queues at
+/// a listener. `somaxconn` is the text of its limit.
 pub(super) fn queue_hint(expected: usize, somaxconn: &str) -> String {
     match somaxconn.trim().parse::<usize>() {
         Ok(limit) if expected > limit => format!(
@@ -177,7 +177,7 @@ pub(super) fn queue_hint(expected: usize, somaxconn: &str) -> String {
 }
 
 fn somaxconn() -> String {
-    // Without an answer, there is no hint.
+    // An unreadable limit gives no hint.
     std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap_or_default()
 }
 
@@ -191,7 +191,7 @@ fn take(socket: &mut TcpStream, mut bytes: &mut [u8], deadline: Instant) -> std:
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        // Behind the read: bytes that have come in time count.
+        // Checked after the read: bytes that have arrived in time count.
         if !bytes.is_empty() && Instant::now() >= deadline {
             return Err(ErrorKind::TimedOut.into());
         }
@@ -199,7 +199,7 @@ fn take(socket: &mut TcpStream, mut bytes: &mut [u8], deadline: Instant) -> std:
     Ok(())
 }
 
-/// Takes the answer to a hello.
+/// Reads the answer to a hello.
 pub(super) fn read_answer(socket: &mut TcpStream, deadline: Instant) -> Result<(), String> {
     let mut len = [0; 4];
     take(socket, &mut len, deadline).map_err(|error| format!("no answer to the hello: {error}"))?;
@@ -217,7 +217,7 @@ fn parse_address(text: &str) -> Option<([u8; TOKEN], SocketAddr)> {
     Some((token, address.parse().ok()?))
 }
 
-/// Where the peers' connections come in while links are set up.
+/// Accepts the peers' connections while links are set up.
 #[derive(Debug)]
 pub(super) struct Acceptor {
     pub(super) listener: TcpListener,
@@ -235,7 +235,7 @@ pub(super) struct Acceptor {
 enum Verdict {
     /// The hello is not complete yet.
     Incomplete,
-    /// This connection, which is expected.
+    /// An expected connection, for this place.
     Welcome(Place),
     /// A connection that does not belong to the group.
     Stranger(String),
@@ -301,7 +301,7 @@ impl Acceptor {
         Ok(std::mem::take(&mut self.accepted))
     }
 
-    /// Accepts connections that are there, or come within `wait`.
+    /// Accepts connections that are pending or arrive within `wait`.
     pub(super) fn accept_some(
         &mut self,
         setup: &Setup<'_>,
@@ -384,7 +384,7 @@ impl Acceptor {
         Ok(())
     }
 
-    /// Closes a stranger, unless its hello came in the meantime.
+    /// Closes a stranger, unless its hello has arrived in the meantime.
     fn look_last(&mut self, id: u64, setup: &Setup<'_>, expected: &[Place]) -> Result<()> {
         self.greet(id, setup, expected)?;
         self.strangers.close(id);
@@ -392,8 +392,8 @@ impl Acceptor {
     }
 }
 
-/// Looks at the opening and the proof that stand behind a hello: this end's own proof and keys,
-/// once both have come.
+/// Checks the opening and the proof behind a hello. Returns this end's own proof and keys, once
+/// both have arrived.
 fn proven(
     secret: &JobSecret,
     claims: &[u8],
@@ -423,7 +423,7 @@ fn place_in(hello: &[u8]) -> Place {
 }
 
 fn judge(rules: &Rules<'_>, bytes: &[u8]) -> Verdict {
-    // The first words stay what they are in every version, however long its hello is.
+    // The first words are the same in every version, whatever the hello's length.
     if bytes.len() >= 8 && word64(bytes, 0) != MAGIC {
         return Verdict::Stranger("no hello of epoxide's transport".into());
     }
@@ -468,7 +468,7 @@ pub fn fuzz_tcp_hello(bytes: &[u8]) {
         expects: &|place| place.queue < 2 && place.peer == 1 && place.connection < 3,
     };
     let whole = &bytes[..bytes.len().min(HELLO)];
-    // Byte by byte: a verdict, once there is one, comes at one point.
+    // Byte by byte: the first verdict counts.
     let early = (0..whole.len()).map(|length| judge(&rules, &whole[..length]));
     let early = early.into_iter().find(|verdict| !matches!(verdict, Verdict::Incomplete));
     match early.unwrap_or_else(|| judge(&rules, whole)) {

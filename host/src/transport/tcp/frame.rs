@@ -1,12 +1,12 @@
 //! The frames of a connection.
 //!
-//! A connection starts with a hello and the peer's answer. Then frames go one way: a header of
-//! little-endian u64, and bytes. The other way there is at most a farewell: the receiver's goodbye,
-//! or why it refused a frame.
+//! A connection starts with a hello and the peer's answer. Then frames are sent one way: a header
+//! of little-endian u64, and bytes. The other way is sent at most a farewell: the receiver's
+//! goodbye, or why it rejected a frame.
 //!
 //! A queue's first connection carries the header of every put (bytes, to, counter, value, parts)
-//! and the first of the put's bytes. `parts` is the number of further connections that have a part
-//! of it, from connection 1 on. Their headers are (bytes, to, number of the put).
+//! and the first of the put's bytes. `parts` is the number of further connections that carry a part
+//! of the put, from connection 1 on. Their headers are (bytes, to, number of the put).
 //!
 //! If the job has a secret, each header is followed by its signature. So no process between the
 //! ranks can add, repeat, drop or redirect a put.
@@ -18,9 +18,9 @@ use crate::transport::put::Put;
 pub(super) const HEADER: usize = 40;
 /// Bytes of a header of a further connection.
 pub(super) const PART_HEADER: usize = 24;
-/// In place of a header's bytes: nothing is put any more.
+/// In place of a header's bytes: no further put follows.
 pub(super) const GOODBYE: u64 = u64::MAX;
-/// In place of the length of a refusal: this rank takes nothing any more.
+/// In place of the length of a refusal: this rank receives no more.
 pub(super) const FAREWELL: u32 = u32::MAX;
 /// Longest text of a refusal, in bytes.
 pub(super) const MAX_REASON: usize = 1024;
@@ -28,9 +28,9 @@ pub(super) const MAX_REASON: usize = 1024;
 /// The bytes of a put that a further connection carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Part {
-    /// Where the bytes are here.
+    /// Offset of the bytes in this rank's memory.
     pub(super) from: u64,
-    /// Where they go there.
+    /// Their offset in the peer's memory.
     pub(super) to: u64,
     /// How many; never 0.
     pub(super) bytes: u64,
@@ -56,7 +56,7 @@ fn words<const N: usize, const BYTES: usize>(words: [u64; N]) -> [u8; BYTES] {
     bytes
 }
 
-/// A header as it goes over the connection: with its signature where there is one.
+/// A header as it is sent: with its signature, if any.
 pub(super) fn signed(header: &[u8], signer: Option<&mut Signer>) -> Vec<u8> {
     let tag = signer.map(|signer| signer.sign(header));
     header.iter().copied().chain(tag.into_iter().flatten()).collect()
@@ -66,10 +66,10 @@ pub(super) fn signed(header: &[u8], signer: Option<&mut Signer>) -> Vec<u8> {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Frame {
     Goodbye,
-    /// A put, all of whose bytes that the first connection carries lie in the receiver's memory,
-    /// and the number of further connections that have a part.
+    /// A put whose bytes on the first connection fit the receiver's memory, and the number of
+    /// further connections that carry a part.
     Put(Put, u64),
-    /// A part, all of which lies in the receiver's memory.
+    /// A part within the receiver's memory.
     Part(Part),
 }
 
@@ -101,7 +101,7 @@ pub(super) fn read_part(header: &[u8; PART_HEADER], memory: u64) -> Result<Frame
     Ok(Frame::Part(part))
 }
 
-/// A refusal as it goes over the connection.
+/// A refusal as it is sent.
 pub(super) fn refusal(reason: &str) -> Vec<u8> {
     let text = &reason.as_bytes()[..reason.len().min(MAX_REASON)];
     let mut bytes = (text.len() as u32).to_le_bytes().to_vec();
@@ -117,9 +117,9 @@ pub(super) fn word64(bytes: &[u8], at: usize) -> u64 {
     bytes[at..].iter().take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
 }
 
-/// Reads bytes as a receiver does: of a first connection if the third byte is even, else of a
-/// further one. No byte and no counter of a put lies outside of its memory, whose length the first
-/// two bytes give.
+/// Parses bytes as a receiver does: of a first connection if the third byte is even, else of a
+/// further one. No byte and no counter of a put may be outside of its memory, whose length is in
+/// the first two bytes.
 pub fn fuzz_tcp_frames(bytes: &[u8]) {
     let Some(([low, high, kind], mut rest)) = bytes.split_first_chunk::<3>() else { return };
     let memory = u64::from(u16::from_le_bytes([*low, *high]));

@@ -1,9 +1,9 @@
 //! Puts over TCP: every queue has connections of its own to the peer, with a thread there for each
 //! that takes the puts. Both ends are page-locked host memory, from and to which the sockets copy.
 //!
-//! A copy is what limits a connection: one thread sends and one receives. So a large put is divided
-//! among the connections of its queue, and the receiving end stores its counter when all parts have
-//! come. Threads of the first queue poll their sockets before they block, where the host has
+//! Copying limits a connection: one thread sends and one receives. So a large put is divided among
+//! the connections of its queue, and the receiving end stores its counter when all parts have
+//! arrived. Threads of the first queue poll their sockets before they block, where the host has
 //! processors enough: waking a thread takes longer than sending a token.
 
 mod acceptor;
@@ -33,7 +33,7 @@ use super::setup::{Setup, WireHost, deadline};
 use crate::error::{Error, Result};
 use crate::group::internal::host_id;
 
-/// Connections of a queue, where no option says how many and the host has processors for them.
+/// Connections of a queue by default, if the host has processors for them.
 const CONNECTIONS: u32 = 4;
 /// How long a thread polls without a pause, and until when it polls and gives way to others. Calls
 /// of a model that generates are less than that apart.
@@ -43,13 +43,13 @@ const GIVE_WAY: Duration = Duration::from_millis(5);
 /// The entry of a rank in the greeting.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Offer {
-    /// Where it can be reached.
+    /// The rank's address.
     address: String,
     /// The connections of a queue that its options name.
     connections: Option<u32>,
     /// The same for ranks that share processors.
     host: String,
-    /// Processors of its host that it may use; 1 beside a virtual GPU, whose threads want the same.
+    /// Processors of its host that it may use; 1 with a virtual GPU, whose threads use them too.
     processors: u32,
 }
 
@@ -174,7 +174,7 @@ fn make_links(
     let peers = all.iter().map(|greeting| greeting.peers.len() as u32).max().unwrap_or_default();
     let plan = Plan::new(&offers, setup.options.queues_per_peer, peers);
     let deadline = deadline(setup.timeout);
-    // Connect and accept, and only then wait for answers: no rank waits for one that waits.
+    // Connect and accept, then wait for answers: two ranks must not wait for each other.
     let expected: Vec<Place> = Place::all(setup, plan.connections).collect();
     let mut outgoing = Vec::new();
     for &place in &expected {

@@ -3,7 +3,7 @@
 //! The invariant: the bytes of a put are stored behind the counter of the put before it, and its
 //! counter behind all of its bytes. A further connection stores a part once all earlier puts of the
 //! queue are complete. The first connection stores the counter once all parts have been stored. So
-//! puts of a queue happen one after the other, whatever connections they come over.
+//! puts of a queue are stored one after the other, on any connections.
 
 use std::collections::BTreeMap;
 use std::net::TcpStream;
@@ -47,7 +47,7 @@ pub(super) struct Receivers {
 
 #[derive(Debug, Default)]
 struct ReceiverState {
-    /// This rank takes nothing any more, so that broken connections are no failures.
+    /// This rank receives no more, so broken connections are no failures.
     closing: AtomicBool,
     /// The first failure of each peer.
     failures: Mutex<BTreeMap<u32, Error>>,
@@ -132,7 +132,7 @@ impl Drop for Receivers {
     }
 }
 
-/// How far the connections of a queue have come.
+/// The progress of a queue's connections.
 #[derive(Debug, Default)]
 struct Progress {
     /// One for each connection of the queue.
@@ -233,7 +233,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Takes puts, or on a further connection parts, until the peer says goodbye.
+    /// Receives puts, or on a further connection parts, until the peer's goodbye.
     fn run(&self, connection: u32, mut signer: Option<&mut Signer>) -> Result<()> {
         let (memory, further) = (self.target.bytes(), self.progress.stored.len() as u64);
         loop {
@@ -269,7 +269,7 @@ impl Reader {
 
     fn store(&self, put: &Put, parts: usize) -> Result<()> {
         let progress = &self.progress;
-        // SAFETY: checked by the caller: all of it lies in the target, which the reader keeps.
+        // SAFETY: the caller has checked that all bytes are in the target, which the reader keeps.
         unsafe { self.take(self.target.at(put.to), put.bytes as usize)? };
         // Only this thread stores it.
         let number = progress.complete.load(Ordering::Relaxed) + 1;
@@ -288,7 +288,7 @@ impl Reader {
     fn store_part(&self, part: &Part, index: usize) -> Result<()> {
         let before = part.number.saturating_sub(1);
         self.wait(&self.progress.complete, before, || format!("put {before}, ahead of a part"))?;
-        // SAFETY: checked by the caller: all of it lies in the target, which the reader keeps.
+        // SAFETY: the caller has checked that all bytes are in the target, which the reader keeps.
         unsafe { self.take(self.target.at(part.to), part.bytes as usize)? };
         self.progress.publish(&self.progress.stored[index], part.number);
         Ok(())
@@ -306,13 +306,13 @@ impl Reader {
         Err(self.ends.error("receive", reason))
     }
 
-    /// Takes exactly `len` bytes from the connection.
+    /// Receives exactly `len` bytes from the connection.
     ///
     /// # Safety
     /// `to` is live memory of at least `len` bytes.
     unsafe fn take(&self, to: *mut u8, len: usize) -> Result<()> {
         let (mut taken, mut since) = (0, None);
-        // A thread that polls does not block until nothing has come for a while.
+        // A polling thread blocks only after no bytes have arrived for a while.
         let mut flags = self.patience.flags();
         while taken < len {
             // SAFETY: within the caller's memory. The kernel writes through the address; no

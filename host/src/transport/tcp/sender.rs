@@ -33,14 +33,13 @@ use crate::virtual_time::spawn;
 const WRITE_PUTS: usize = 32;
 /// How long a goodbye may take.
 const GOODBYE_TIME: Duration = Duration::from_millis(200);
-/// Fewest bytes of a part, unless a test says otherwise. Sending as many takes about as long as
-/// waking a thread.
+/// Fewest bytes of a part, except in tests. Sending as many takes about as long as waking a thread.
 const SMALLEST_PART: u64 = 16 << 10;
 /// Parts begin at multiples of this many bytes of their put.
 const PART_ALIGNMENT: u64 = 64;
-/// Most parts that wait for a further connection. Headers leave behind the parts of their batch,
-/// and a part is stored only behind the headers of earlier puts. So where a part has to wait for
-/// room, headers of parts ahead of it must have left.
+/// Most parts that wait for a further connection. Headers are sent behind the parts of their batch,
+/// and a part is stored only behind the headers of earlier puts. So when a part waits for room, the
+/// headers of earlier parts must have been sent.
 const MOST_WAITING: u64 = 64;
 const _: () = assert!(MOST_WAITING >= 2 * WRITE_PUTS as u64);
 
@@ -54,7 +53,7 @@ pub(super) struct TcpQueue {
     sent: u64,
     /// The number and the parts of puts that further connections may not have sent.
     divided: VecDeque<(u64, usize)>,
-    /// The peer takes no further puts. Those that were sent have left nevertheless.
+    /// The peer takes no further puts. Puts sent before count as sent.
     ended: Option<Error>,
     failed: Option<Error>,
 }
@@ -218,7 +217,7 @@ impl PutQueue for TcpQueue {
         if self.failed.is_none() {
             let end = deadline(GOODBYE_TIME);
             for further in &self.further {
-                // One that has failed looks dead to the peer.
+                // A failed connection looks dead to the peer.
                 let _ = further.hand_over(Work::Goodbye, || self.first.check_wait(end));
             }
             self.first.say_goodbye(&header(&Put::default(), GOODBYE, 0));
@@ -250,7 +249,7 @@ struct FurtherState {
     /// All that was ever handed over, and all of it that was taken.
     handed_over: AtomicU64,
     taken: AtomicU64,
-    /// The number of the last put whose part has left.
+    /// The number of the last put whose part has been sent.
     sent: AtomicU64,
     failure: Mutex<Option<Error>>,
 }
@@ -352,7 +351,7 @@ fn run_further(connection: &mut Connection, state: &FurtherState) -> Result<()> 
     }
 }
 
-/// A connection that frames go over. One thread uses it.
+/// A connection for frames. One thread uses it.
 #[derive(Debug)]
 pub(super) struct Connection {
     ends: LinkEnds,
@@ -364,9 +363,9 @@ pub(super) struct Connection {
     pub(super) timeout: Duration,
     /// Shared by the connections of the queue.
     interrupt: Interrupt,
-    /// Tells the calls of the thread that uses this connection.
+    /// Records the calls of the thread that uses this connection.
     calls: Interrupt,
-    /// Nothing waits any more for what this connection sends.
+    /// Nothing waits any more for the bytes of this connection.
     stopped: Arc<AtomicBool>,
     /// The state of the peer's farewell.
     farewell: Vec<u8>,
@@ -374,8 +373,8 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Sends frames: each has a header, and so many bytes from an offset on, which the caller has
-    /// checked to lie in the source.
+    /// Sends frames: each has a header, an offset and a length, which the caller has checked to be
+    /// in the source.
     fn send_frames(&mut self, frames: &[(Vec<u8>, u64, u64)], deadline: Instant) -> Result<()> {
         let mut pieces = Vec::with_capacity(2 * frames.len());
         for (header, from, bytes) in frames {
@@ -385,12 +384,12 @@ impl Connection {
                 pieces.push(Bytes { start, len: *bytes as usize });
             }
         }
-        // SAFETY: the headers outlive the call; the rest lies in the source, which this connection
+        // SAFETY: the headers outlive the call; the rest is in the source, which this connection
         // keeps.
         unsafe { self.send(&mut pieces, deadline) }
     }
 
-    /// Says that nothing is put any more.
+    /// Sends the goodbye: no put follows.
     fn say_goodbye(&mut self, header: &[u8]) {
         let goodbye = signed(header, self.signer.as_mut());
         let mut piece = [Bytes { start: goodbye.as_ptr(), len: goodbye.len() }];
@@ -449,7 +448,7 @@ impl Connection {
             Some(Errno::AGAIN) if self.patience.polls_on(since) => return Ok(()),
             Some(Errno::AGAIN) => {}
             _ => {
-                // It may have said why.
+                // The peer may have sent the reason.
                 let reason = self.farewell().unwrap_or_else(|| format!("the connection broke: {error}"));
                 return Err(self.ends.error("put", reason));
             }

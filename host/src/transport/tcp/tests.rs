@@ -116,7 +116,7 @@ fn an_answer_that_comes_byte_by_byte_does_not_stretch_the_deadline() {
             peer.write_all(&(MAX_REASON as u32).to_le_bytes()).unwrap();
             for _ in 0..MAX_REASON {
                 std::thread::sleep(STALLS / 10);
-                // Fails once the rank has given up.
+                // Fails once the rank has closed the connection.
                 if peer.write_all(b"x").is_err() {
                     break;
                 }
@@ -193,7 +193,7 @@ fn a_token_without_the_secret_is_rejected() {
             assert!(second.accept(setup, 1, deadline(SOON)).unwrap().keys().eq(&[FIRST]));
         });
         drop(silent);
-        // The rank that was called shows that it knows the secret, too, with a proof of its own.
+        // The called rank proves the secret, too.
         read_answer(&mut friend, deadline(SOON)).unwrap();
         let mut proof = [0; PROOF];
         friend.read_exact(&mut proof).unwrap();
@@ -286,7 +286,7 @@ fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
                 assert!(read_to_end(&mut all[0]).contains("no hello"));
                 all.push(connect());
                 std::thread::sleep(Duration::from_millis(200));
-                // One too many: of 1, 2, 3 and 4 the first has to go.
+                // One too many: the first of 1, 2, 3 and 4 is closed.
                 let mut friend = connect();
                 assert_eq!(read_to_end(&mut all[1]), "");
                 friend.write_all(&good).unwrap();
@@ -473,7 +473,7 @@ fn frames_out_of_range_are_refused_and_the_sender_is_told() {
             let error = wait_for_failure(&receivers);
             assert!(error.contains("with rank 1: refused a frame of it"), "{error}");
             let mut queue = queue_over(setup, vec![theirs]);
-            // A put may leave before the answer is read.
+            // A put may be sent before the answer is read.
             let told = queue.put_with_counter(&[good]).and_then(|()| queue.put_with_counter(&[good]));
             let told = told.unwrap_err().to_string();
             assert!(told.contains("it refused a frame, and says \"") && told.contains("must be"), "{told}");
@@ -520,7 +520,7 @@ fn a_peer_that_dies_is_named_on_both_sides() {
     });
 }
 
-/// A rank closes once it has the last put that it needs. Its farewell may come while this rank is
+/// A rank closes once it has the last put that it needs. Its farewell may arrive while this rank is
 /// still in the call that sent that put.
 #[test]
 fn puts_that_were_sent_when_the_farewell_came_have_left() {
@@ -539,7 +539,7 @@ fn puts_that_were_sent_when_the_farewell_came_have_left() {
         assert_eq!(queue.completed().unwrap(), 1);
         theirs.set_read_timeout(Some(SOON)).unwrap();
         theirs.read_exact(&mut [0; 40 + 64]).unwrap();
-        // The reason is known at once, and the next put fails with it.
+        // `failure` returns the reason at once, and the next put fails with it.
         let known = queue.failure().unwrap().to_string();
         assert!(known.contains("put, rank 0 with rank 1: it said goodbye"), "{known}");
         for _ in 0..2 {
@@ -650,8 +650,8 @@ fn a_proxy_ends_promptly_though_its_peer_stalls() {
             let entry = ring + size_of::<QueueWords>() as u64 + index * size_of::<PutRequest>() as u64;
             let mut put = PutRequest::default();
             (put.bytes, put.ticket) = (BYTES, index + 1);
-            // SAFETY: an entry of the proxy's ring, in host memory, which the proxy has not come
-            // to. Seeing parts of it does no harm: all values but the ticket and the bytes are zero
+            // SAFETY: an entry of the proxy's ring, in host memory, which the proxy has not
+            // reached. A partial read is harmless: all values but the ticket and the bytes are zero
             // before and after.
             unsafe { (entry as *mut PutRequest).write_volatile(put) };
         }
@@ -697,8 +697,8 @@ fn wait_for_counter(setup: &Setup<'_>, value: u64) {
 }
 
 /// Random puts over three connections, of parts of random sizes, some of them missing. The streams
-/// of the connections come in random pieces, one far ahead of another. Whatever has come, the
-/// memory is that of some number of puts, one after the other, and of parts of the next one.
+/// of the connections arrive in random pieces, one far ahead of another. At any time the memory
+/// holds some number of puts, one after the other, and parts of the next one.
 #[test]
 fn parts_in_any_order_make_puts_in_order() {
     const CONNECTIONS: usize = 3;
@@ -711,7 +711,7 @@ fn parts_in_any_order_make_puts_in_order() {
             let mut streams = vec![Vec::new(); CONNECTIONS];
             // The memory after each put.
             let mut after = vec![vec![0; BYTES as usize]];
-            // Where the bytes of each put lie.
+            // The ranges of each put's bytes.
             let mut ranges: Vec<std::ops::Range<usize>> = Vec::new();
             for number in 1..=PUTS {
                 let parts = random.random_range(0..CONNECTIONS);
@@ -792,7 +792,7 @@ fn a_connection_that_dies_midway_ends_the_queue_without_the_counter() {
                 error.contains("receive, rank 0 with rank 1: the connection ended without a goodbye"),
                 "{error}"
             );
-            // The sender learns it from the other connection.
+            // The sender reads the reason from the other connection.
             other.set_read_timeout(Some(SOON)).unwrap();
             assert_eq!(read_to_end(&mut other), "");
             drop(receivers);
@@ -893,7 +893,7 @@ fn a_further_connection_that_stalls_or_dies_ends_the_queue() {
             }
         }
     };
-    /// Takes all that comes.
+    /// Reads and discards all bytes.
     fn drain(mut socket: TcpStream) -> impl FnOnce() {
         move || drop(std::io::copy(&mut socket, &mut std::io::sink()))
     }

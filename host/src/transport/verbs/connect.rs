@@ -1,5 +1,4 @@
-//! How ranks come to be connected: each tells all others, in its greeting, where its ends of the
-//! connections are.
+//! Connection set-up: each rank publishes its ends of the connections in its greeting.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::net::Ipv6Addr;

@@ -1,4 +1,4 @@
-//! Which devices, port and GIDs a rank uses, and what they are.
+//! The devices, port and GIDs of a rank, and their properties.
 
 use std::sync::Arc;
 
@@ -86,13 +86,12 @@ impl Card {
         let most = positive(device.max_qp_wr).min(positive(device.max_cqe));
         Ok(Card {
             infiniband,
-            // A global address only where it is asked for: within a subnet LIDs are simpler for the
-            // card.
+            // A global address only if requested: within a subnet LIDs are simpler for the card.
             gid: gid.filter(|_| !infiniband || options.gid_index.is_some()),
             lid: port.lid,
             mtu,
             max_message: port.max_msg_sz.clamp(4096, 1 << 30),
-            // Beside them there is a goodbye each way.
+            // One goodbye each way is additional.
             depth: options.queue_depth.min(most.saturating_sub(2)).max(4),
             context,
             pd,

@@ -12,11 +12,11 @@ use crate::driver::Device;
 use crate::error::Result;
 use crate::transport::verbs_options::{VerbsOptions, mtu_bytes};
 
-/// Bytes of wire memory that are registered to see how.
+/// Bytes of wire memory that are registered as a trial.
 const TRIAL: u64 = 2 << 20;
 
-/// One check per entry: its name, and what was found, or what is wrong and how to mend it. Wire
-/// memory of each of `gpus` is tried.
+/// One check per entry: its name, and the finding, or the error with its remedy. Tries wire memory
+/// of each of `gpus`.
 pub fn doctor(gpus: &[Device]) -> Vec<(String, Result<String, String>)> {
     let text = |result: Result<String>| result.map_err(|error| error.to_string());
     let options = match VerbsOptions::from_env() {
@@ -37,7 +37,7 @@ pub fn doctor(gpus: &[Device]) -> Vec<(String, Result<String, String>)> {
             }
         };
         report.push((format!("RDMA device {name}"), text(describe(&context))));
-        // 1 where the device does not tell: the first port then does.
+        // 1 if the device reports none: the first port is then used.
         let ports = context.device().map_or(1, |device| device.phys_port_cnt.max(1));
         for port in 1..=ports {
             report.push((format!("{name} port {port}"), text(describe_port(&context, port, &options))));
@@ -103,7 +103,7 @@ fn dma_buf(context: &Arc<Context>) -> Result<String> {
     Err(unavailable(format!("dma-buf on {}", context.name()), reason.into()))
 }
 
-/// Which cards the GPU uses, and how those reach its wire memory.
+/// The cards that the GPU uses, and how those reach its wire memory.
 fn wire_memory(options: &VerbsOptions, gpu: &Device) -> Result<String> {
     let cards = Card::open(options, gpu.info())?;
     let (_, reach) = register::wire_memory(&cards, gpu, TRIAL)?;

@@ -1,4 +1,4 @@
-//! This rank's end of a connection, and how it is left.
+//! This rank's end of a connection, and how it closes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,12 +13,12 @@ use crate::transport::setup::deadline;
 /// The work request numbers of the two goodbyes, which no put has: puts are numbered from 1.
 const OUR_GOODBYE: u64 = u64::MAX;
 const THEIR_GOODBYE: u64 = u64::MAX - 1;
-/// How long a rank that leaves waits for its peers, whose last puts may be under way or not
-/// acknowledged. Those that leave together need far less.
+/// How long a leaving rank waits for its peers, whose last puts may be in flight or not
+/// acknowledged. Ranks that leave together need far less.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// One end of a connection. The queue puts over it, and the receiving side keeps it until the peer
-/// has left too, since the peer's puts come in over it. The goodbye is an empty message behind all
+/// has left too, since it receives the peer's puts. The goodbye is an empty message behind all
 /// puts.
 #[derive(Debug)]
 pub(super) struct End {
@@ -68,22 +68,22 @@ impl End {
         Ok(completions)
     }
 
-    /// Whether the peer has said goodbye, as far as completions were taken.
+    /// Whether the polled completions include the peer's goodbye.
     pub fn peer_left(&self) -> bool {
         self.peer_left.load(Ordering::Acquire)
     }
 
-    /// Says goodbye, behind all puts. No more than once.
+    /// Sends the goodbye behind all puts, at most once.
     pub fn say_goodbye(&self) {
         let write = Write { id: OUR_GOODBYE, from: From::Nothing, to: 0, rkey: 0, signalled: true };
         match self.post(&[write], "goodbye") {
             Ok(()) => self.said_goodbye.store(true, Ordering::Release),
-            // To the peer it looks like a death.
+            // The peer then treats this rank as dead.
             Err(error) => tracing::debug!("{error}"),
         }
     }
 
-    /// Whether nothing is gained by staying: both ends have left, or this one failed.
+    /// Whether the wait can end: both ends have left, or this one failed.
     fn is_over(&self) -> bool {
         // Only goodbyes are still to come; the queue has finished everything else.
         let polled = self.poll();
@@ -95,7 +95,7 @@ impl End {
     }
 }
 
-/// All ends of a rank. Nothing is received by this side: the peers' cards write to memory.
+/// All ends of a rank. This side receives nothing itself: the peers' cards write to memory.
 #[derive(Debug)]
 pub(super) struct Ends(pub Vec<Arc<End>>);
 

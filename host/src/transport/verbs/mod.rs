@@ -3,8 +3,8 @@
 //!
 //! A rank uses one card (device, port and GID), or several
 //! ([`VerbsOptions::devices`](super::VerbsOptions::devices)): queue q to a peer is on card q mod
-//! their number. Wire memory is registered whole, with each. Each queue is a connection with a
-//! completion queue of its own, so that a queue that fails takes no other with it.
+//! their number. All wire memory is registered with each card. Each queue is a connection with its
+//! own completion queue, so the failure of a queue does not affect others.
 
 mod connect;
 mod device;

@@ -75,7 +75,7 @@ impl VerbsQueue {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Remembers what made the queue useless.
+    /// Records the error that ends the queue.
     fn fail(&mut self, error: Error) -> Error {
         self.failure.get_or_insert(error).clone()
     }
@@ -85,7 +85,7 @@ impl VerbsQueue {
         Error::Verbs { call, status, peer: Some(self.ends.peer), operation, remedy }
     }
 
-    /// Adds a write to the chain; a chain that fills half the connection goes at once.
+    /// Adds a write to the chain; a chain that fills half the connection is posted at once.
     fn push(&mut self, from: From, to: u64, deadline: Instant) -> Result<()> {
         let id = self.posted + self.chain.len() as u64 + 1;
         let to = self.remote.address + to;

@@ -1,5 +1,4 @@
-//! Owners of verbs objects. Each keeps alive what it was made from and gives its object back on
-//! drop.
+//! Owners of verbs objects. Each keeps its parent objects alive and frees its own on drop.
 
 use std::ffi::{CStr, c_int};
 use std::fmt::Debug;
@@ -187,10 +186,10 @@ impl Pd {
         Ok(Arc::new(Pd { raw, context: context.clone() }))
     }
 
-    /// Whether the device takes dma-buf memory: asked with a descriptor that is none, the others
-    /// object to that.
+    /// Whether the device takes dma-buf memory, tested with an invalid descriptor: other devices
+    /// return another error.
     pub fn takes_dma_buf(&self) -> bool {
-        // SAFETY: the domain is live; an invalid descriptor is refused.
+        // SAFETY: the domain is live; an invalid descriptor is rejected.
         let raw = unsafe { ib::ibv_reg_dmabuf_mr(self.raw.as_ptr(), 0, 0, 0, -1, 0) };
         let errno = errno();
         raw.is_null() && ![libc::EOPNOTSUPP, libc::EPROTONOSUPPORT, libc::ENOSYS].contains(&errno)
@@ -218,7 +217,7 @@ unsafe impl Sync for Mr {}
 
 impl Mr {
     /// Registers `bytes` at `address`: host memory, or device memory that a peer-memory module of
-    /// the kernel knows.
+    /// the kernel supports.
     ///
     /// # Safety
     /// The memory stays mapped for as long as the region lives. Peers write it at any time.
@@ -302,7 +301,7 @@ impl Drop for Cq {
     }
 }
 
-/// Where the other end of a connection is.
+/// The address of a connection's other end.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RemoteQp {
     /// Its queue pair.
@@ -344,7 +343,7 @@ unsafe impl Sync for Qp {}
 /// One RDMA write, or an empty message.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Write {
-    /// Comes back with its completion.
+    /// Returned with its completion.
     pub id: u64,
     /// The payload.
     pub from: From,
@@ -352,7 +351,7 @@ pub(super) struct Write {
     pub to: u64,
     /// The peer's key.
     pub rkey: u32,
-    /// Whether it completes visibly; all before it are complete then too.
+    /// Whether it generates a completion; all writes before it are complete then too.
     pub signalled: bool,
 }
 
@@ -402,7 +401,7 @@ impl Qp {
         Ok(Qp { raw, cq, _pd: pd.clone() })
     }
 
-    /// Its number, by which the other end knows it.
+    /// Its number, which the other end uses.
     pub fn number(&self) -> u32 {
         // SAFETY: the pair is live.
         unsafe { self.raw.as_ref().qp_num }
@@ -427,7 +426,7 @@ impl Qp {
         rtr.path_mtu = route.mtu;
         rtr.dest_qp_num = route.number;
         rtr.rq_psn = route.psn;
-        // Nothing reads, but some drivers refuse 0.
+        // Nothing reads, but some drivers reject 0.
         rtr.max_dest_rd_atomic = 1;
         rtr.min_rnr_timer = 12;
         rtr.ah_attr.port_num = behaviour.port;
@@ -472,7 +471,7 @@ impl Qp {
         check(code, "ibv_modify_qp", operation, remedy)
     }
 
-    /// Gets ready for one empty message; `id` comes back with its completion.
+    /// Posts a receive for one empty message; its completion has `id`.
     pub fn receive(&self, id: u64) -> Result<()> {
         let operation = "await the goodbye";
         // SAFETY: pointers and numbers, for which zeroes are valid: no buffers.
@@ -555,8 +554,7 @@ impl Qp {
         // SAFETY: as in `post`.
         let poll = unsafe { (*self.raw.as_ref().context).ops.poll_cq };
         let Some(poll) = poll else { return Err(failed("ibv_poll_cq", libc::ENOSYS, "poll", "")) };
-        // SAFETY: the completion queue is live, and there is room for as many entries as are asked
-        // for.
+        // SAFETY: the completion queue is live, and `entries` has room for the requested number.
         let count = unsafe { poll(self.cq.raw.as_ptr(), entries.len() as c_int, entries.as_mut_ptr()) };
         let count = usize::try_from(count).map_err(|_| {
             failed("ibv_poll_cq", count.saturating_abs(), "poll", "; the completion queue is broken")

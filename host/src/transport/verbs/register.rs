@@ -74,7 +74,7 @@ fn choose<M>(
             Err(error) => tracing::warn!(%error, "wire memory is host memory"),
         }
     } else {
-        // The device could see a counter before the bytes in front of it.
+        // The device could read a counter before the bytes written before it.
         tracing::warn!(
             "the driver does not order a card's writes to device memory: wire memory is host memory"
         );
@@ -151,7 +151,7 @@ impl Region {
     }
 }
 
-/// Where the memory is, in this process's addresses or, of a real GPU, the device's.
+/// The memory's address, in this process or, for a real GPU, on the device.
 fn address(memory: &Memory) -> u64 {
     if memory.host_ptr().is_null() { memory.ptr().0 } else { memory.host_ptr() as u64 }
 }
@@ -261,7 +261,7 @@ mod tests {
             (MemoryKind::MappedHost, Reach::Host)
         );
         assert_eq!(weakest([Ok(Reach::DmaBuf), Ok(Reach::PeerMemory)]).unwrap(), Reach::PeerMemory);
-        // The card reaches device memory, but the device could see counters too early there.
+        // The card reaches device memory, but the device could read counters too early there.
         let unordered = choose(false, RdmaWriteOrder::None, Ok, |kind| match kind {
             MemoryKind::MappedHost => Ok(Reach::Host),
             _ => Ok(Reach::DmaBuf),

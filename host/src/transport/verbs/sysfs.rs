@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// How a GID is put on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GidType {
-    /// InfiniBand, where routing goes by LID.
+    /// InfiniBand, which routes by LID.
     InfiniBand,
     /// RoCE v1: an Ethernet frame, not routed.
     RoceV1,
@@ -35,7 +35,7 @@ pub struct Gid {
     pub address: Ipv6Addr,
     /// How it is put on the wire.
     pub kind: GidType,
-    /// The network interface it belongs to; none for InfiniBand.
+    /// Its network interface; none for InfiniBand.
     pub interface: Option<String>,
 }
 
@@ -90,7 +90,7 @@ impl Sysfs {
         gids
     }
 
-    /// How far a device is from a GPU; `None` where sysfs does not tell. Only good for comparing.
+    /// The distance of a device from a GPU, only for comparison; `None` if sysfs has no path.
     pub fn distance(&self, device: &str, gpu_pci_bus_id: &str) -> Option<u32> {
         if gpu_pci_bus_id.is_empty() {
             return None;
@@ -266,8 +266,8 @@ mod tests {
         assert_eq!(nearest(&sysfs, &all, "0000:0B:01.0", 1), Some("mlx5_2"));
         assert_eq!(nearest(&sysfs, &all[..3], "0000:0A:01.0", 0), Some("mlx5_2"));
         assert_eq!(nearest(&sysfs, &all[..2], "0000:0A:01.0", 0), Some("mlx5_1"));
-        // A GPU that is on no PCI tree gets one by its number, and so does one that sysfs does not
-        // know.
+        // A GPU on no PCI tree gets a device by its number, and so does a GPU without an entry in
+        // sysfs.
         assert_eq!(nearest(&sysfs, &all, "", 6), Some("mlx5_2"));
         assert_eq!(nearest(&sysfs, &all, "0000:ff:00.0", 1), Some("mlx5_1"));
         assert_eq!(nearest(&sysfs, &[], "", 0), None);
