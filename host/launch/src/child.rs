@@ -18,7 +18,7 @@ pub fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let prepare = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died before the line above; then no signal would come.
+        // The parent may have died before the line above; then the kernel would send no signal.
         if getppid() != Some(parent) {
             return Err(rustix::io::Errno::SRCH.into());
         }

@@ -1,5 +1,4 @@
-//! The signs of life of several nodes' launchers: each gives its own, and looks for those that it
-//! depends on.
+//! Heartbeats of several nodes' launchers: each stores its own and polls those that it depends on.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -17,12 +16,12 @@ const SIGNS: u32 = 8;
 /// Signs are no further apart than this, however long that time is.
 const SLOWEST: Duration = Duration::from_secs(1);
 
-/// The nodes whose launchers are lost, and why they count as that.
+/// The nodes whose launchers are lost, and the reasons.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Losses(Arc<Mutex<BTreeMap<u32, String>>>);
 
 impl Losses {
-    /// Notes that a launcher is lost. Returns why it counts as that: the first reason stays.
+    /// Records that a launcher is lost. Returns the first recorded reason.
     pub fn note(&self, node: u32, why: String) -> String {
         self.lock().entry(node).or_insert(why).clone()
     }
@@ -42,11 +41,11 @@ impl Losses {
     }
 }
 
-/// A thread that gives signs of life. The first node's looks for all others, the others' for the
-/// first: the first tells them of each other.
+/// A thread that stores heartbeats. The first node polls all others and reports losses to them; the
+/// others poll the first.
 ///
-/// It is a thread of its own because the launcher's may be blocked for longer than a sign may be
-/// late. The causes are a rank's executable that is slow to load, or a slow reader of the output.
+/// A separate thread, because the launcher's may be blocked for longer than a sign may be late: by
+/// a rank's executable that is slow to load, or a slow reader of the output.
 #[derive(Debug)]
 pub(super) struct Heart {
     /// Dropped to end the thread.
@@ -60,8 +59,8 @@ pub(super) fn key(node: u32) -> String {
 }
 
 impl Heart {
-    /// Starts to give signs and to look for them. Every node must have given one before any begins
-    /// to look, and the store must not take longer for an answer than `silence`.
+    /// Starts to store signs and to poll for them. Every node must have stored one before any
+    /// polls, and the store must not take longer for an answer than `silence`.
     pub fn start(
         store: Arc<TcpStore>,
         node: u32,
@@ -83,8 +82,8 @@ impl Drop for Heart {
     fn drop(&mut self) {
         drop(self.beats.take());
         if let Some(thread) = self.thread.take() {
-            // It is between two signs, or in a call of the store, which ends within the store's own
-            // time.
+            // The thread is between two signs, or in a call of the store, which ends by the store's
+            // timeout.
             let _ = thread.join();
         }
     }
@@ -96,7 +95,7 @@ struct Signs {
     node: u32,
     others: Vec<u32>,
     silence: Duration,
-    /// The last sign of each, and when it was first seen.
+    /// The last sign of each, and when it was first read.
     seen: BTreeMap<u32, (Vec<u8>, Instant)>,
     losses: Losses,
 }
@@ -116,9 +115,8 @@ impl Signs {
         }
     }
 
-    /// Gives a sign, then looks for those of the others. In this order, a launcher that was itself
-    /// stopped does not take old readings for the others' silence. Its readings are as new as its
-    /// own sign.
+    /// Stores a sign, then reads those of the others. In this order a launcher that was itself
+    /// stopped does not mistake old readings for silence: its readings are as new as its own sign.
     fn look(&mut self) -> Result<()> {
         self.store.add(&key(self.node), 1)?;
         let keys: Vec<String> = self.others.iter().map(|node| key(*node)).collect();

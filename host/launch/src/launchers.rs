@@ -17,11 +17,11 @@ use crate::foreign::escaped;
 use crate::group::internal::{connect_unless, host_at, set_linger};
 use crate::group::{JobSecret, Store, TcpStore, TcpStoreOptions};
 
-/// How long the launchers wait for each other to come.
+/// How long the launchers wait for each other to join.
 const JOIN: Duration = Duration::from_secs(300);
 /// How long the first node's launcher stays for the others when it leaves ...
 const LINGER: Duration = Duration::from_secs(10);
-/// ... and where one of them is lost, whose connection may stay open for as long as its host is
+/// ... and after a loss, because a lost launcher's connection may stay open as long as its host is
 /// silent.
 const LINGER_AFTER_LOSS: Duration = Duration::from_secs(1);
 /// How much longer than its own ranks' end a node waits for that of the others', after a failure.
@@ -35,7 +35,7 @@ pub(super) enum Trouble {
     Rank(FirstFailure),
     /// A signal ended the launch.
     Signal(i32),
-    /// The launcher of a node is gone, or has given up.
+    /// The launcher of a node has died or given up.
     Lost { node: u32, why: String },
 }
 
@@ -86,7 +86,7 @@ struct Shape {
     node_timeout: Duration,
 }
 
-/// The launchers of all nodes, which meet at a store that the first node's serves.
+/// The launchers of all nodes, which share a store of the first node's launcher.
 #[derive(Debug)]
 pub(super) struct Launchers {
     heart: Option<Heart>,
@@ -123,14 +123,14 @@ fn parse<T: for<'a> Deserialize<'a>>(key: &str, value: &[u8]) -> Result<T> {
     })
 }
 
-/// The first signal since the last look that asks the launch to end.
+/// The first signal since the last call that ends the launch.
 fn ending(signals: &mut Option<&mut Signals>) -> Option<i32> {
     let caught = signals.as_deref_mut().map(Signals::take).unwrap_or_default();
     caught.into_iter().find(|signal| ends(*signal))
 }
 
 impl Launchers {
-    /// Waits until all nodes have come.
+    /// Waits until all nodes have joined.
     pub fn join(
         launch: &Launch,
         endpoint: &(String, u16),
@@ -183,7 +183,7 @@ impl Launchers {
         if node == 0 {
             self.store.set(run, launch.run_id.as_bytes())?;
         }
-        // Before this node counts as come, as the others look for it from then on.
+        // Before this node counts as joined, as the others poll its sign from then on.
         self.store.add(&heart::key(node), 1)?;
         self.store.set(&node_key(node), &json(&shape)?)?;
         let others: Vec<String> = (0..nodes).map(node_key).collect();
@@ -201,7 +201,7 @@ impl Launchers {
                 }));
             }
         }
-        // It becomes a variable of the ranks' environment and part of what they print.
+        // The id becomes a variable of the ranks' environment and part of their output.
         self.run_id = escaped(&self.store.get(run, self.timeout)?);
         self.heart = Some(Heart::start(self.store.clone(), node, nodes, self.timeout, self.losses.clone())?);
         Ok(())
@@ -229,17 +229,17 @@ impl Launchers {
         Ok(parse(&name, &self.store.get(&name, self.timeout)?)?)
     }
 
-    /// Tells all nodes why this start ends. The first reason stays.
+    /// Publishes to all nodes why this start ends. The first reason stays.
     pub fn report(&self, start: u32, trouble: &Trouble) -> Result<()> {
         let told = self.store.compare_set(&key(start, "trouble"), b"", &json(trouble)?);
         match self.reach(told) {
-            // The others find out as this node has: the store is gone for all.
+            // The others get the same error: the store has ended for all.
             Err(_) if self.losses.of(0).is_some() => Ok(()),
             told => told.map(drop),
         }
     }
 
-    /// Tells all nodes that this one ends before its time, so that they need not wait to find out.
+    /// Publishes the early end of this node, so that the others need not time out.
     pub fn leave(&self, start: u32, why: &Interrupted) {
         let trouble = match why {
             Interrupted::Signal(signal) => Trouble::Signal(*signal),
@@ -294,10 +294,9 @@ impl Launchers {
     ) -> Result<Option<Trouble>, Interrupted> {
         let ends: Vec<String> = (0..self.nodes).map(|node| end_key(start, node)).collect();
         self.reach(self.store.set(&end_key(start, self.node), b""))?;
-        // Ranks that do well may go on as long as they like; those that follow from a failure may
-        // not.
+        // The deadline applies only after a failure: healthy ranks may run without limit.
         let tick = |limit: &mut Option<Instant>| match self.trouble(start)? {
-            // Without its store there is nothing to wait at.
+            // The wait needs the store of node 0.
             Some(trouble @ Trouble::Lost { node: 0, .. }) if self.node != 0 => Err(trouble.into()),
             Some(_) => {
                 limit.get_or_insert_with(|| deadline(grace.saturating_add(SLACK)));
@@ -310,7 +309,7 @@ impl Launchers {
             self.leave(start, &why);
             return Err(why);
         }
-        // A node that was lost after something else went wrong is in its own key alone.
+        // A node lost after another failure is only in its own key.
         for name in &ends {
             let value = self.reach(self.store.get(name, self.timeout))?;
             if !value.is_empty() {
@@ -367,7 +366,7 @@ impl Launchers {
 
 impl Drop for Launchers {
     fn drop(&mut self) {
-        // Its thread lets go of the store.
+        // Ends the thread that holds the store.
         drop(self.heart.take());
         if let Some(store) = Arc::get_mut(&mut self.store)
             && self.losses.all().next().is_some()

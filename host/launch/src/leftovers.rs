@@ -14,7 +14,7 @@ pub(super) const GROUPS: &str = "groups";
 
 /// Kills the processes of the launch whose directory this is: those that have it in their
 /// environment and are still of a rank's process group. A process that has left its group, as a
-/// daemon does, does not belong to the launcher, however that ends.
+/// daemon does, is never ended.
 pub(super) fn end(directory: &Path) {
     let groups = std::fs::read_to_string(directory.join(GROUPS)).unwrap_or_default();
     let groups: BTreeSet<i32> = groups.lines().filter_map(|line| line.parse().ok()).collect();
@@ -25,8 +25,8 @@ pub(super) fn end(directory: &Path) {
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
         let Some(pid) = number.and_then(Pid::from_raw) else { continue };
-        // Its number says little: it may end and another get it. The descriptor always refers to
-        // the same process.
+        // The process may end and its number be reused. The descriptor always refers to the same
+        // process.
         let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else { continue };
         // The group of a thread of the kernel is 0, which rustix's `getpgid` takes for impossible.
         // SAFETY: the call takes a number and accesses no memory.

@@ -18,9 +18,8 @@ pub struct Nodes {
     pub count: u32,
     /// The number of this one.
     pub rank: u32,
-    /// With several hosts: a host name of the first and a port there, which its launcher listens
-    /// at; the same on all. On one host: where rank 0 is to serve the store, instead of any free
-    /// port.
+    /// With several hosts: a host name of the first and the port of its launcher; the same on all.
+    /// On one host: the address for rank 0's store, instead of any free port.
     pub endpoint: Option<(String, u16)>,
 }
 
@@ -37,14 +36,14 @@ impl Nodes {
 /// [`RankEnvironment::variables`](super::rank_environment::RankEnvironment::variables) in its environment, with
 /// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset.
 ///
-/// When a rank fails, the store of the launch is given up and the other ranks get
+/// When a rank fails, the store of the launch is poisoned and the other ranks get
 /// [`Launch::settle`] to end by themselves. Ranks still running then are sent SIGTERM and, after
 /// [`Launch::grace`], SIGKILL, with all processes of their groups. If restarts are left, all ranks
 /// are started again, on all hosts. The kernel kills the ranks (not the processes that they have
 /// started) if the thread that called [`Launch::run`] dies.
 ///
-/// With several hosts, a launcher that says nothing for [`Launch::node_timeout`] ends the launch on
-/// all others, with an error that names its node.
+/// With several hosts, a launcher without a heartbeat for [`Launch::node_timeout`] ends the launch
+/// on all others, with an error that names its node.
 #[derive(Debug, Clone)]
 pub struct Launch {
     /// Ranks of each host.
@@ -57,13 +56,13 @@ pub struct Launch {
     pub settle: Duration,
     /// How long a rank may then take to end after SIGTERM.
     pub grace: Duration,
-    /// How long the kernel may take to end it after SIGKILL. One that is in a call of a driver that
-    /// does not return is then left behind.
+    /// How long the kernel may take to end it after SIGKILL. A rank in a driver call that does not
+    /// return is then left behind.
     pub killed: Duration,
-    /// Each rank is a process group of its own, which ends with it where the launch does not end
-    /// well. Else it shares the launcher's group, so that signals to that group, such as a
-    /// terminal's, reach it. One with a group of its own ends at SIGINT and SIGQUIT also where the
-    /// launcher ignores them, as a script's background jobs do.
+    /// Each rank leads its own process group, which is killed when the launch fails. Otherwise
+    /// ranks share the launcher's group and receive its signals, such as a terminal's. A rank with
+    /// its own group ends at SIGINT and SIGQUIT even if the launcher ignores them, as a script's
+    /// background jobs do.
     pub groups: bool,
     /// Output of the ranks is passed on by whole lines. Rank 0 of the host keeps the launcher's
     /// standard input unless that is a terminal; the other ranks have none. Else each has the
@@ -80,7 +79,7 @@ pub struct Launch {
     pub run_id: String,
     /// Where output goes.
     pub sinks: Sinks,
-    /// The secret of the launch, known to its processes alone; every rank gets it in its
+    /// The secret of the launch, shared by its processes alone; every rank gets it in its
     /// environment. Default: the environment's ([`JobSecret::from_env`]), else a new one on a
     /// single host, and none on several.
     pub secret: Option<JobSecret>,

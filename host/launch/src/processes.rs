@@ -7,7 +7,7 @@ use super::exit::RankExits;
 use super::plan::Launch;
 use crate::error::{Error, Result};
 
-/// How long a rank that was asked to end (SIGTERM) may take before it is killed.
+/// How long a rank may take to end after SIGTERM before it is killed.
 const TERMINATION: Duration = Duration::from_secs(1);
 
 /// Starts `size` ranks as processes and waits until all have ended.
@@ -20,11 +20,11 @@ const TERMINATION: Duration = Duration::from_secs(1);
 /// environment has one. The store is a fresh directory, removed at the end. If this process is
 /// killed, the next one removes it.
 ///
-/// When a rank fails, the store is given up, so that the others fail at their next call of the
+/// When a rank fails, the store is poisoned, so that the others fail at their next call of the
 /// group. Ranks still running after `grace` are sent SIGTERM, and a second later SIGKILL. All
 /// processes are waited for in every case, and the kernel kills them if the calling thread dies.
-/// Signals are the caller's: ranks share its process group, so that a terminal's Ctrl-C reaches
-/// them too.
+/// The caller handles signals: ranks share its process group, so a terminal's Ctrl-C reaches them
+/// too.
 ///
 /// # Errors
 /// `size` is 0, a rank cannot be started, or one does not end within 10 s of SIGKILL, as in a

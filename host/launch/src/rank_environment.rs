@@ -3,7 +3,7 @@
 use crate::group::internal::{MASTER_ADDR, MASTER_PORT, RESTART_COUNT};
 use crate::group::{LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, STORE, WORLD_SIZE};
 
-/// Where a rank is among the others.
+/// The place of a rank among the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankEnvironment {
     /// The rank's number among the ranks of its host.

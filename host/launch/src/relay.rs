@@ -21,10 +21,10 @@ const TAIL_LINES: usize = 20;
 const TAIL_BYTES: usize = 4096;
 /// How long output is waited for after the ranks have ended: their own children may hold the pipe.
 const DRAIN: Duration = Duration::from_secs(1);
-/// Time for the reader of the output once the launch has been asked to end.
+/// Time for the reader of the output once a signal ends the launch.
 const READER: Duration = Duration::from_secs(2);
 
-/// Where output goes. One lock for all of it, so that no line is written into another.
+/// The destinations of output. One lock for all, so that lines are not mixed.
 #[derive(Clone)]
 pub struct Sinks(Arc<Mutex<Pair>>);
 
@@ -171,7 +171,7 @@ fn pump(kind: Kind, streams: Vec<RankOutput>, sinks: &Sinks, ended: &PipeReader)
             && let Err(error) = sinks.write(kind, &out)
         {
             lost = Some(error);
-            // The reader is gone. The ranks find out as they would without a launcher: by SIGPIPE.
+            // The reader has closed. The ranks get SIGPIPE, as they would without a launcher.
             streams.iter_mut().for_each(|stream| *stream = None);
         }
         out.clear();

@@ -50,7 +50,7 @@ extern "C" fn note(signal: i32) {
     // a signal handler.
     unsafe {
         let errno = *libc::__errno_location();
-        // A full pipe has told the launcher enough.
+        // A full pipe already wakes the launcher.
         libc::write(PIPE.load(Ordering::Relaxed), (&raw const byte).cast(), 1);
         *libc::__errno_location() = errno;
     }
@@ -133,7 +133,7 @@ impl Drop for Signals {
     }
 }
 
-/// Whether the signal asks a launch to end.
+/// Whether the signal ends a launch.
 pub(super) fn ends(signal: i32) -> bool {
     matches!(signal, libc::SIGINT | libc::SIGTERM | libc::SIGHUP | libc::SIGQUIT)
 }

@@ -18,13 +18,13 @@ const PREFIX: &str = "epoxide-store-";
 /// How often a directory is made anew after another launch swept it before it was locked.
 const ATTEMPTS: u32 = 100;
 
-/// The directory of a launch's store, which no other user may look into. Dropping removes it.
+/// The directory of a launch's store, closed to other users. Dropping removes it.
 ///
-/// Its owner holds a lock on it, which the kernel releases however the owner ends. Making one
-/// removes abandoned ones, and ends the processes that their ranks have left running. Abandoned are
-/// directories without a lock, of this user, below the same `TMPDIR`. They must be of this boot of
-/// this kernel, because the locks of another host may be invisible here. A launch leaves nothing
-/// else behind: its sockets have abstract names, its shared memory has none.
+/// Its owner holds a lock on it, which the kernel releases however the owner ends. Making a
+/// directory removes abandoned ones, and ends the remaining processes of their ranks. A directory
+/// is abandoned if it has no lock, and is of this user, below the same `TMPDIR`. It must be of this
+/// boot of this kernel, because the locks of another host may be invisible here. A launch leaves
+/// nothing else behind: its sockets have abstract names, its shared memory has none.
 #[derive(Debug)]
 pub struct StoreDirectory {
     /// Where it is.
@@ -53,7 +53,7 @@ impl StoreDirectory {
                         format!("{}: {error}; point TMPDIR at a writable directory", parent.display());
                     Error::os("mkdir", reason).with_errno(&error)
                 })?;
-            // Another launch's clean-up may have seen it before it was locked.
+            // Another launch's clean-up may have removed it before it was locked.
             if let Some(lock) = lock(directory.path()) {
                 return Ok(StoreDirectory {
                     path: directory.path().to_owned(),
@@ -70,7 +70,7 @@ impl StoreDirectory {
     pub(super) fn note_group(&self, leader: u32) {
         let mut options = File::options();
         let file = options.append(true).create(true).mode(0o600).open(self.path.join(leftovers::GROUPS));
-        // Without it the launch works as well; a killed launcher then leaves more behind.
+        // The launch works without the file; a killed launcher then leaves more behind.
         if let Err(error) = file.and_then(|mut file| writeln!(file, "{leader}")) {
             tracing::warn!("{}: {error}", self.path.display());
         }
@@ -84,8 +84,7 @@ fn boot() -> String {
     number.split('-').next().unwrap_or_default().to_owned()
 }
 
-/// Opens a directory and locks it. None if another process holds it, or if it does not exist any
-/// more.
+/// Opens a directory and locks it. `None` if another process holds it, or if it was removed.
 fn lock(path: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let directory = open(path, flags, Mode::empty()).ok()?;
@@ -101,7 +100,7 @@ fn lock(path: &Path) -> Option<OwnedFd> {
 
 /// Removes the directories without a lock, and ends the remaining processes of their ranks.
 fn sweep(parent: &Path, prefix: &str) {
-    // Without a number of the boot, directories of another host cannot be told apart.
+    // Without a number of the boot, directories of other hosts cannot be distinguished.
     if prefix.len() == PREFIX.len() + 1 {
         return;
     }
@@ -110,8 +109,7 @@ fn sweep(parent: &Path, prefix: &str) {
         let path = entry.path();
         let user = rustix::process::geteuid().as_raw();
         let Some(abandoned) = lock(&path) else { continue };
-        // Only where locks work is one that can be taken a sign: a second descriptor must not get
-        // it.
+        // A free lock is a sign only if locks work: a second descriptor must not get it.
         if fstat(&abandoned).is_ok_and(|stat| stat.st_uid == user) && lock(&path).is_none() {
             leftovers::end(&path);
             // The lock is held until after, so that a process that has just made it does not take

@@ -23,18 +23,18 @@ use crate::group::FileStore;
 use crate::group::internal::{HeldPort, LAUNCH, give_secret, poison_files};
 use crate::own_file;
 
-/// How often the other nodes are asked how they are.
+/// How often the state of the other nodes is polled.
 const ASK: Duration = Duration::from_millis(100);
 
-/// How far the end of a launch has come; its parts follow each other in this order.
+/// The phases of a launch's end, in order.
 #[derive(Clone, Copy)]
 enum Phase {
     Running,
     /// A rank has failed; the others may end by themselves until then.
     Settling(Instant),
-    /// They were asked to end and may take until then.
+    /// The ranks were sent SIGTERM or the signal, and may take until then.
     Ending(Instant),
-    /// They were killed, and must be gone by then.
+    /// The ranks were killed, and must have ended by then.
     Killed(Instant),
 }
 
@@ -136,8 +136,8 @@ impl Launch {
             (None, Some((host, port))) => Some(format!("tcp://{host}:{port}")),
             (None, None) => None,
         };
-        // For programs whose rank 0 serves a store of its own, as PyTorch's does: a port here,
-        // unless it was given or rank 0 is elsewhere.
+        // For programs whose rank 0 serves its own store, as PyTorch's does: a port here, unless
+        // one was given or rank 0 is on another host.
         let first = self.nodes.rank == 0 && (launchers.is_some() || self.nodes.endpoint.is_none());
         let port = first.then(HeldPort::any).transpose()?;
         let held = port.as_ref().map(HeldPort::number);
@@ -150,7 +150,7 @@ impl Launch {
         };
         let mut ranks = Watched::default();
         let (mut out, mut err) = (Vec::new(), Vec::new());
-        // Signals that came while ranks were started, which may take long where there are many.
+        // Signals that arrived during the start of the ranks, which may take long.
         let mut early: Vec<i32> = Vec::new();
         for local_rank in 0..self.ranks_per_node {
             early.extend(signals.as_deref_mut().map(Signals::take).unwrap_or_default());
@@ -182,7 +182,7 @@ impl Launch {
             let mut streams = [None, None];
             streams[0] = child.stdout.take().map(OwnedFd::from);
             streams[1] = child.stderr.take().map(OwnedFd::from);
-            // The logs come last: a rank that runs must be watched whatever happens.
+            // Logs last: a running rank must be watched even if its logs fail.
             let process = Process::new(environment.rank(), environment.node, child);
             ranks.0.push(if self.groups { process.leading_its_group() } else { process });
             for (pipe, name, streams) in streams
@@ -252,7 +252,7 @@ impl Launch {
                 (Some(own.filter(|own| own.rank == first.rank).unwrap_or(first)), None)
             }
             Some(lost @ Trouble::Lost { .. }) => {
-                // The ranks of a node that is gone go with it, and then those that talked to them.
+                // The loss of a node ends its ranks, and then the ranks connected to them.
                 let own = own.map(|own| format!("; here, {own}")).unwrap_or_default();
                 return Err(Error::os("launch", format!("{lost}{own}")).into());
             }
@@ -296,7 +296,7 @@ impl Launch {
         })
     }
 
-    /// Waits until all ranks have ended. Ends them once one has failed or a signal asks for it.
+    /// Waits until all ranks have ended. Ends them once one has failed or on a signal.
     fn watch(
         &self,
         ranks: &mut Watched,
@@ -309,8 +309,7 @@ impl Launch {
         let mut failure: Option<FirstFailure> = None;
         let (mut ended_by, mut ended_elsewhere) = (None, false);
         let mut phase = Phase::Running;
-        // Other ranks that cannot be told find out by the signal that ends them. The cause stays
-        // what it is.
+        // If the report fails, the signal still ends the other ranks. The cause stays the same.
         let report = |trouble| {
             if let Err(error) = report(trouble) {
                 self.sinks.say(&format!("launch: the other ranks cannot be told, and are ended: {error}"));
@@ -353,7 +352,7 @@ impl Launch {
             phase = match phase {
                 Phase::Settling(end) if Instant::now() >= end => {
                     ranks.signal(libc::SIGTERM);
-                    // A stopped process acts on SIGTERM only once it goes on.
+                    // A stopped process handles SIGTERM only once it continues.
                     ranks.signal(libc::SIGCONT);
                     Phase::Ending(deadline(self.grace))
                 }

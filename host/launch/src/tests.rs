@@ -17,7 +17,7 @@ use crate::group::{MeshGroup, ProcessGroup, RANK, rendezvous};
 
 /// Longer than anything takes on a busy machine that is meant to end.
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Tells a re-execution of this test binary what to do.
+/// The role of a re-executed test binary.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
 
 /// This test binary again, as a rank that runs [`as_a_rank`] in `role`.
@@ -196,7 +196,7 @@ fn as_a_launcher() {
 }
 
 /// A rank that does not end after SIGKILL, like one in a driver call that does not return. The test
-/// plays it with a process that has ended under a debugger, this process. Its parent gets no exit
+/// simulates it by a process that has ended under a debugger, this process. Its parent gets no exit
 /// status until the debugger has read it.
 #[test]
 fn a_rank_that_does_not_end_though_killed_is_left_behind() {

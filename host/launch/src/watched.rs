@@ -14,13 +14,13 @@ use super::exit::{FirstFailure, RankExit};
 use super::signals::Signals;
 use crate::error::{Error, Result};
 
-/// How often ranks are looked at where the kernel cannot wake us.
+/// How often ranks are polled if the kernel cannot wake us.
 const POLL: Duration = Duration::from_millis(10);
-/// How long a process that was killed is waited for when its [`Process`] is dropped. It takes a
-/// moment, unless it is in a call of a driver or a file system that does not return.
+/// How long the drop of a [`Process`] waits for a killed process. The end takes a moment, except in
+/// a call of a driver or a file system that does not return.
 const REAP: Duration = Duration::from_secs(10);
 
-/// Whether something can be read.
+/// Whether `fd` is readable.
 fn readable(fd: &OwnedFd) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
@@ -44,7 +44,7 @@ pub struct Process {
     /// Readable once it has ended; none where the kernel does not have that.
     ended: Option<OwnedFd>,
     exit: Option<RankExit>,
-    /// It has been waited for long enough.
+    /// It has not ended in time.
     given_up: bool,
     /// It leads a process group.
     leads: bool,
@@ -69,12 +69,12 @@ impl Process {
         self.child.id()
     }
 
-    /// How it has ended, if it was seen to.
+    /// How it has ended, if a call has detected its end.
     pub fn exit(&self) -> Option<RankExit> {
         self.exit
     }
 
-    /// Looks whether it has ended, and how.
+    /// Polls for its end, and returns how it ended.
     pub fn look(&mut self) -> Result<Option<RankExit>> {
         if self.exit.is_some() {
             return Ok(self.exit);
@@ -85,7 +85,7 @@ impl Process {
             Error::os("waitid", format!("rank {}: {error}", self.rank)).with_errno(&error)
         })?;
         if status.is_none() && self.ended.as_ref().is_some_and(readable) {
-            // It is dead, but a debugger has still to look at it: from here on it has to be asked.
+            // The process is dead, but a debugger has not read its status yet: poll from now on.
             self.ended = None;
         }
         self.exit = status.map(|status| match (status.exit_status(), status.terminating_signal()) {
@@ -99,7 +99,7 @@ impl Process {
     fn stuck(&self) -> String {
         let pid = self.child.id();
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        // The program's name stands in parentheses and may hold some itself.
+        // The program's name is in parentheses and may contain some itself.
         let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next()).unwrap_or("?");
         let meaning = match state {
             "D" => " (it waits in the kernel, for a device or a file system)",
