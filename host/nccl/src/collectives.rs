@@ -152,7 +152,7 @@ impl Communicator {
         let (data, op_code) = (piece("tensor", tensor)?, reduction(op, tensor.dtype())?);
         let description = self.describe(Operation::AllReduce, data, None, Some((op, tensor.dtype())));
         // SAFETY: `launch` passes a live communicator and a live stream; the tensor is live until
-        // the stream is through with it.
+        // the stream has passed its uses.
         self.launch(description, stream, move |nccl, comm, stream| unsafe {
             (nccl.ncclAllReduce)(
                 data.read(),
@@ -166,7 +166,7 @@ impl Communicator {
         })
     }
 
-    /// Reduces `tensor` elementwise into that of `root`; the others' stays as it is. See
+    /// Reduces `tensor` elementwise into that of `root`; the others' are not written. See
     /// [`Communicator::all_reduce`].
     pub fn reduce(&self, root: u32, tensor: &Tensor<'_>, op: ReduceOp, stream: &Stream) -> Result<Work<()>> {
         self.check_rank("root", root)?;
@@ -297,8 +297,8 @@ impl Communicator {
         self.batch_send_recv(&[P2p::Recv { from, tensor }], stream)
     }
 
-    /// Sends and receives that go on at the same time (a group of NCCL's), so that none waits for
-    /// another. See [`Communicator::all_reduce`].
+    /// Concurrent sends and receives (a group of NCCL's), so that none waits for another. See
+    /// [`Communicator::all_reduce`].
     pub fn batch_send_recv(&self, list: &[P2p<'_>], stream: &Stream) -> Result<Work<()>> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for item in list {
@@ -401,7 +401,7 @@ impl Communicator {
             });
             listed = Some(started.clone());
             turn.call(function(operation), |nccl, comm| enqueue(nccl, comm, stream.raw().0))?;
-            // In the stream by now: behind it.
+            // Recorded behind the operation, which is in the stream by now.
             let event = Event::new(stream.device())?;
             event.record(stream)?;
             started.enqueued(event);
@@ -410,7 +410,7 @@ impl Communicator {
         match (outcome, listed) {
             (Ok(started), _) => Ok(work_of(Arc::new(Followed::new(core, started)), |_| Ok(()))),
             (Err(error), Some(started)) => core.end_operation(&started, Err(error)).and_then(|()| {
-                // It had ended by itself, before the call came back with an error.
+                // The operation had ended before the call returned an error.
                 Err(core.error(name, started.sequence, "it ended while it was started"))
             }),
             (Err(error), None) => Err(error),
@@ -423,7 +423,7 @@ impl Communicator {
     }
 }
 
-/// The function of NCCL that an operation is started by.
+/// The function of NCCL that starts an operation.
 fn function(operation: Operation) -> &'static str {
     match operation {
         Operation::AllReduce => "ncclAllReduce",

@@ -1,4 +1,4 @@
-//! [`Communicator`]: made, split, with memory registered, given up, given back.
+//! [`Communicator`]: creation, splits, registered memory, abort and release.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -21,16 +21,16 @@ use epoxide_group::{ProcessGroup, Store};
 
 /// Ranks with a device each, among which NCCL moves and reduces device tensors.
 ///
-/// All methods may be called from any thread; NCCL is entered by one at a time. Operations are made
-/// by every rank, in the same order. NCCL's errors and missed deadlines end the communicator: from
-/// then on every use is an error with the reason. The remaining ranks can only make a new one.
-/// Wrong arguments do not end it.
+/// All methods may be called from any thread; NCCL is entered by one at a time. Every rank makes
+/// the same operations in the same order. NCCL's errors and missed deadlines end the communicator:
+/// from then on every use returns an error with the reason. The remaining ranks can only make a new
+/// one. Wrong arguments do not end it.
 ///
-/// [`Communicator::abort`] works while another thread is in any other method, which then comes back
-/// with an error.
+/// [`Communicator::abort`] works while another thread is in any other method, which then returns an
+/// error.
 ///
-/// Dropping it ends it without the other ranks: it waits for its operations, up to
-/// [`Config::close_timeout`], and aborts. [`Communicator::finalize`] ends it together with them.
+/// Dropping a communicator ends it without the other ranks: the drop waits for its operations, up
+/// to [`Config::close_timeout`], and aborts. [`Communicator::finalize`] ends it together with them.
 /// Neither waits without end. If NCCL does not return, the communicator is leaked together with a
 /// thread, and the log records it.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub struct Communicator {
     core: Arc<Core>,
     config: Config,
     created_by: Instant,
-    // Before the communicator goes: it looks after it.
+    // Dropped before the communicator that it watches.
     watchdog: Option<Guard>,
 }
 
@@ -46,8 +46,8 @@ impl Communicator {
     /// Joins the communicator of `id` with `device`; waits for all ranks. Collective.
     ///
     /// # Errors
-    /// Wrong arguments; [`Error::Unavailable`] if the library lacks a feature that `config` asks
-    /// for; [`Error::Nccl`]; [`Error::Group`] if a rank does not join within [`Config::timeout`].
+    /// Wrong arguments; [`Error::Unavailable`] if the library lacks a feature of `config`;
+    /// [`Error::Nccl`]; [`Error::Group`] if a rank does not join within [`Config::timeout`].
     pub fn new(
         library: &Arc<Library>,
         device: &Device,
@@ -104,7 +104,7 @@ impl Communicator {
                 }
             }
             Some(create) => create_blocking(&core, move |_, comm| {
-                // All of it goes to the other thread, with the texts that it points to.
+                // The other thread owns the whole configuration, with the texts that it points to.
                 let mut prepared = prepared;
                 // SAFETY: valid out and in pointers.
                 unsafe { create(comm, size, id, rank, &mut prepared.raw) }
@@ -291,8 +291,7 @@ impl Communicator {
         core.with_turn("deregister", deadline(core.identity.timeout), |turn| {
             let registered = core.registrations.take(registration)?;
             turn.call("ncclCommDeregister", |_, comm| {
-                // SAFETY: a live communicator, and a handle that it gave and that is given back
-                // once.
+                // SAFETY: a live communicator, and a handle of it that is released once.
                 unsafe { deregister(comm, registered.handle.0) }
             })
         })
@@ -304,21 +303,21 @@ impl Communicator {
     }
 
     /// Aborts the communicator. Operations under way here end with an error that has `reason`, in
-    /// other threads and on the device, and later uses fail with it. Other ranks notice by NCCL's
-    /// own means, or by their deadlines. The first reason stays.
+    /// other threads and on the device, and later uses fail with it. Other ranks get an error from
+    /// NCCL or at their deadlines. The first reason stays.
     ///
     /// # Errors
-    /// Where NCCL has not let go of it within [`Config::close_timeout`]; it is given up all the
-    /// same, and left behind.
+    /// If NCCL has not released it within [`Config::close_timeout`]; it is aborted all the same,
+    /// and leaked.
     pub fn abort(&self, reason: &str) -> Result<()> {
         self.core.abort(reason)
     }
 
     /// Ends the communicator together with the other ranks, once all operations have ended.
-    /// Collective. No operation works from then on.
+    /// Collective. Later operations fail.
     ///
     /// # Errors
-    /// Where the others do not come within [`Config::timeout`]: it is aborted then.
+    /// If the others do not arrive within [`Config::timeout`]: it is aborted then.
     pub fn finalize(&self) -> Result<()> {
         self.wait_ready()?;
         let core = &self.core;
@@ -367,8 +366,8 @@ impl Communicator {
         self.core.check_async().map_err(|error| self.core.fail(error))
     }
 
-    /// State of the communicator as text: from this type, and from NCCL as far as its version gives
-    /// it. For people, and for collectors of dumps.
+    /// State of the communicator as text: from this type, and from NCCL if its version returns it.
+    /// For people, and for collectors of dumps.
     ///
     /// NCCL's builds with `ncclCommDump` have that under a C++ signature, which cannot be called
     /// here.
@@ -436,7 +435,7 @@ impl Drop for Communicator {
             }
         }
         for operation in core.under_way.all() {
-            // Its handle may still be asked.
+            // Its handle may still be polled.
             drop(core.poll(&operation));
         }
     }

@@ -7,15 +7,15 @@ use super::ffi::RawConfig;
 use super::library::Library;
 use crate::error::{Error, Result};
 
-/// A thread that looks after a communicator: see [`Config::watchdog`].
+/// A thread that watches a communicator: see [`Config::watchdog`].
 ///
-/// It acts when an operation passes its deadline, or NCCL reports an error. It dumps the state of
-/// the flight recorder and of NCCL to [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE), and aborts the
-/// communicator. If [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a pipe, a write to the pipe
-/// requests a dump at any time.
+/// When an operation passes its deadline, or NCCL reports an error, the watchdog dumps the state of
+/// the flight recorder and of NCCL to [`DEBUG_INFO_FILE`](super::DEBUG_INFO_FILE). Then it aborts
+/// the communicator. If [`DEBUG_INFO_PIPE`](super::DEBUG_INFO_PIPE) names a pipe, a write to the
+/// pipe requests a dump at any time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Watchdog {
-    /// How often it looks.
+    /// How often it polls.
     pub interval: Duration,
 }
 
@@ -33,14 +33,14 @@ pub struct Config {
     /// Its name: in errors, in the flight recorder, and in NCCL's log (2.27).
     pub name: String,
     /// How long creation, an operation, a split or `finalize` may take. An operation that takes
-    /// longer is given up where its [`Work`](epoxide_group::Work) is looked at, or by the watchdog.
+    /// longer is ended by a call of its [`Work`](epoxide_group::Work), or by the watchdog.
     pub timeout: Duration,
     /// Time that `abort` waits for NCCL to release the communicator, and that a drop waits for
     /// operations before that. An abort that takes longer continues on a leaked thread.
     pub close_timeout: Duration,
-    /// Whether calls of NCCL block until NCCL is done. By default they do not, and are asked for
-    /// their progress until the deadline. A call that blocks ends by NCCL's own rules, or by
-    /// `abort` from another thread.
+    /// Whether calls of NCCL block until NCCL is done. By default they do not, and their progress
+    /// is polled until the deadline. A call that blocks ends by NCCL's own rules, or by `abort`
+    /// from another thread.
     pub blocking: bool,
     /// Fewest blocks (CTAs) of a kernel (2.17).
     pub min_ctas: Option<u32>,

@@ -31,7 +31,7 @@ const FIRST_PAUSE: Duration = Duration::from_micros(20);
 /// Short against a deadline and human perception, long enough to cost nothing.
 const LONGEST_PAUSE: Duration = Duration::from_millis(5);
 
-/// How far a communicator is.
+/// The phase of a communicator.
 ///
 /// | from | by | to |
 /// |---|---|---|
@@ -40,7 +40,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(5);
 /// | `Finalizing` | NCCL has flushed all operations | `Finalized` |
 /// | `Creating`, `Ready`, `Finalizing` | `abort`, an error, a deadline, drop | `Aborted` |
 ///
-/// Nothing leads out of `Finalized` and `Aborted`: NCCL has let go of the communicator, or does so.
+/// `Finalized` and `Aborted` are final: NCCL has released the communicator, or does so.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Phase {
     Creating,
@@ -109,12 +109,12 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// How a communicator goes back to NCCL.
+/// How a communicator is released to NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Release {
     /// Ends work that still runs on the device.
     Abort,
-    /// Nothing runs any more.
+    /// No operation runs any more.
     Destroy,
 }
 
@@ -225,8 +225,8 @@ impl Core {
         value.ok_or_else(|| Error::internal("nccl", "the device did not run the call"))
     }
 
-    /// Pauses, longer each time, and asks NCCL how far `comm` is. Ends the pause when the
-    /// communicator is given up, with that error; an error at `deadline` as well.
+    /// Pauses, longer each time, and queries NCCL for the state of `comm`. An abort ends the pause
+    /// with its error; an error at `deadline` as well.
     ///
     /// # Safety
     /// `comm` is this communicator, or one that only the calling thread has.
@@ -276,8 +276,8 @@ impl Core {
         if code == Code::SUCCESS { state } else { code }
     }
 
-    /// An error that NCCL's threads have come across, if any. Says nothing while a thread is inside
-    /// NCCL: that one gets it.
+    /// An error of NCCL's threads, if any. None while a thread is inside NCCL, because that thread
+    /// gets it.
     pub fn check_async(&self) -> Result<()> {
         match self.async_code() {
             None | Some(Code::SUCCESS | Code::IN_PROGRESS) => Ok(()),
@@ -299,7 +299,7 @@ impl Core {
 
     // ---- Dumps ----
 
-    /// NCCL's account of its device memory, where its version has one and it can be asked.
+    /// NCCL's statistics of its device memory, if its version has them and they can be queried.
     fn memory_statistics(&self) -> Vec<(&'static str, u64)> {
         let names = [
             "nccl_memory_suspendable",
@@ -383,8 +383,7 @@ impl Core {
         let registrations = self.registrations.take_all();
         let Some(deregister) = self.functions().ncclCommDeregister else { return };
         for registered in registrations {
-            // SAFETY: the communicator is live, and the handle is one that it gave and that was not
-            // given back.
+            // SAFETY: the communicator is live, and the handle is of it and was not released.
             let code = unsafe { deregister(comm, registered.handle.0) };
             if code.is_failure() {
                 tracing::debug!("{}", self.library.error("ncclCommDeregister", code));
@@ -392,11 +391,11 @@ impl Core {
         }
     }
 
-    /// Gives the communicator up for `reason`: every operation under way here ends with an error,
-    /// and later ones fail. The first reason stays; a second call waits for nothing.
+    /// Aborts the communicator for `reason`: every operation under way here ends with an error, and
+    /// later ones fail. The first reason stays; a second call does not wait.
     ///
     /// # Errors
-    /// Where NCCL has not let go of it within `close_timeout`: it is left behind, with a thread.
+    /// If NCCL has not released it within `close_timeout`: it is leaked, with a thread.
     pub fn abort(self: &Arc<Core>, reason: &str) -> Result<()> {
         self.give_up(reason, true)
     }
@@ -465,7 +464,7 @@ impl Core {
         Ok(())
     }
 
-    /// Keeps the handle that NCCL gave, if it is still wanted; otherwise false.
+    /// Stores the handle from NCCL; false if the communicator was aborted meanwhile.
     pub fn adopt(&self, comm: *mut Comm) -> bool {
         let mut state = self.state();
         if state.phase != Phase::Creating {
@@ -565,8 +564,8 @@ impl Core {
         }
     }
 
-    /// Waits for the thread that is inside to leave, which it does at its next look, unless a call
-    /// of NCCL holds it.
+    /// Waits until the thread inside NCCL has left. It leaves at its next poll, unless a call of
+    /// NCCL blocks.
     fn await_nobody_inside(&self) -> bool {
         let until = deadline(self.identity.close_timeout / 4);
         let mut state = self.state();
@@ -586,7 +585,7 @@ impl Core {
 }
 
 impl Turn<'_> {
-    /// One call of NCCL on the device, followed until it is no longer in progress.
+    /// One call of NCCL on the device, polled until it is no longer in progress.
     pub fn call(&self, name: &'static str, call: impl FnOnce(&Functions, *mut Comm) -> Code) -> Result<()> {
         let comm = self.core.comm();
         let code = self.core.on_device(|| call(self.core.functions(), comm))?;
@@ -612,8 +611,8 @@ impl Turn<'_> {
 }
 
 impl Turn<'_> {
-    /// The handle that NCCL writes, which some versions do a moment after they are done; null where
-    /// it does not come until the deadline.
+    /// The handle that NCCL writes, which some versions do a moment after they are done; null if it
+    /// is not written by the deadline.
     pub fn await_handle(&self, written: &AtomicPtr<Comm>) -> Result<*mut Comm> {
         let mut pause = FIRST_PAUSE;
         loop {

@@ -29,7 +29,7 @@ fn named(variable: &str, suffix: String) -> Option<PathBuf> {
     Some(path.into())
 }
 
-/// Where the environment wants the dumps of a rank, if anywhere.
+/// The path of a rank's dumps from the environment, if any.
 pub(super) fn path(rank: u32) -> Option<PathBuf> {
     named(DEBUG_INFO_FILE, rank.to_string())
 }
@@ -82,7 +82,7 @@ fn open_pipe(path: &Path) -> std::io::Result<Option<File>> {
     Ok(Some(file))
 }
 
-/// The pipe that asks for dumps.
+/// The pipe that requests dumps.
 #[derive(Debug)]
 pub(super) struct Pipe {
     path: PathBuf,

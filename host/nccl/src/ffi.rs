@@ -21,7 +21,7 @@ impl Code {
     pub const SUCCESS: Code = Code(0);
     pub const IN_PROGRESS: Code = Code(7);
 
-    /// Whether the call has failed: it has neither ended well nor goes on.
+    /// Whether the call has failed: it has neither succeeded nor is in progress.
     pub fn is_failure(self) -> bool {
         !matches!(self, Code::SUCCESS | Code::IN_PROGRESS)
     }
@@ -80,7 +80,7 @@ pub struct RawConfig {
 }
 
 impl RawConfig {
-    /// Says nothing, to a library of `version`.
+    /// A configuration without values, for a library of `version`.
     pub fn new(version: u32) -> RawConfig {
         RawConfig {
             size: RawConfig::size_at(version),
@@ -106,7 +106,7 @@ impl RawConfig {
     /// How long the structure was in a version, padding to 8 bytes included.
     fn size_at(version: u32) -> usize {
         use std::mem::offset_of;
-        // From the version on, and how long it was before.
+        // The version from which it is longer, and the length before.
         let grown = [
             (21700, offset_of!(RawConfig, cga_cluster_size)),
             (21800, offset_of!(RawConfig, split_share)),

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use epoxide_group::internal::CallResult;
 use epoxide_group::internal::Pending;
 
-/// The first pause between two looks of a thread that waits; each is twice as long, up to
+/// The first pause between two polls of a waiting thread; each is twice as long, up to
 /// [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_micros(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(2);

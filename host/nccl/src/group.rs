@@ -14,11 +14,11 @@ use epoxide_group::internal::{Call, CallResult};
 use epoxide_group::{JobSecret, ProcessGroup, Work};
 
 /// A [`ProcessGroup`] with a backend for each kind of data, as PyTorch's groups have
-/// (`cpu:gloo,cuda:nccl`). Host data goes over another group, such as a
+/// (`cpu:gloo,cuda:nccl`). Host data is sent over another group, such as a
 /// [`MeshGroup`](epoxide_group::MeshGroup), and device tensors over a [`Communicator`] of the same
 /// ranks ([`NcclGroup::device`]).
 ///
-/// Its parts ([`ProcessGroup::split`]) have both ways, [`ProcessGroup::abort`] gives both up, and
+/// Its parts ([`ProcessGroup::split`]) have both backends, [`ProcessGroup::abort`] aborts both, and
 /// [`ProcessGroup::destroy`] ends both together with the other ranks.
 #[derive(Debug)]
 pub struct NcclGroup {

@@ -42,12 +42,12 @@ impl InFlight {
         lock(&self.progress)
     }
 
-    /// How far it is. A copy: the driver is not asked about an event under the lock.
+    /// Its progress, as a copy: the event must not be queried under the lock.
     pub fn progress(&self) -> Progress {
         self.lock().clone()
     }
 
-    /// It is in the stream, in front of `event`.
+    /// Records that it is in the stream, before `event`.
     pub fn enqueued(&self, event: Event) {
         *self.lock() = Progress::Enqueued(Arc::new(event));
     }
@@ -61,7 +61,7 @@ impl InFlight {
             }
             std::mem::replace(&mut *progress, Progress::Ended(result.clone()))
         };
-        // Its event goes back to the driver, and not under the lock.
+        // Frees its event, which must not happen under the lock.
         drop(before);
         None
     }

@@ -13,9 +13,8 @@ use super::places;
 use crate::driver::Device;
 use crate::error::{Error, Result};
 
-/// A symbol of libraries that stand in for NCCL on the host, for tests. Such a library takes
-/// addresses of this process for device memory, and ignores streams. NCCL itself would take both
-/// for CUDA's.
+/// A symbol of libraries that replace NCCL on the host, for tests. Such a library uses addresses of
+/// this process as device memory, and ignores streams. NCCL itself would use both as CUDA's.
 const ON_HOST: &str = "epoxide_nccl_on_host";
 
 /// NCCL, loaded into this process.
@@ -154,7 +153,7 @@ impl Library {
         })
     }
 
-    /// The error that `code` of `call` stands for.
+    /// The error for `code` of `call`.
     pub(super) fn error(&self, call: &'static str, code: Code) -> Error {
         let name = self.code_text(code);
         let last = self.last_error(std::ptr::null_mut());
@@ -174,8 +173,8 @@ impl Library {
     /// NCCL's text about the last error; may be empty.
     pub(super) fn last_error(&self, comm: *mut Comm) -> String {
         let Some(last) = self.functions.ncclGetLastError else { return String::new() };
-        // SAFETY: the argument is not looked at, by NCCL's own account, and null is allowed; the
-        // text is of NCCL's own.
+        // SAFETY: NCCL documents that it ignores the argument, and null is allowed; NCCL owns the
+        // text.
         unsafe { text(last(comm)) }.trim().to_owned()
     }
 }

@@ -1,4 +1,4 @@
-//! Where the library may be.
+//! The places where the library may be.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ fn places(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     places
 }
 
-/// The folders that Python would look for packages in, by its own rules, as far as they are known
-/// without running it.
+/// The folders in which Python would search for packages, as far as its rules apply without running
+/// it.
 fn package_folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let list = |name| variable(name).iter().flat_map(std::env::split_paths).collect::<Vec<_>>();
     let mut folders = list("PYTHONPATH");

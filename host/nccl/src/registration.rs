@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::lock::lock;
 
 /// Memory that is registered with a [`Communicator`], as [`Communicator::register`] gives it. It
-/// stays so until [`Communicator::deregister`], or until the communicator goes, which releases all
-/// that is left in the order of registration.
+/// stays registered until [`Communicator::deregister`], or until the communicator ends, which
+/// releases the rest in the order of registration.
 ///
 /// [`Communicator`]: super::Communicator
 /// [`Communicator::register`]: super::Communicator::register

@@ -36,7 +36,7 @@ impl Drop for Guard {
         *lock(&self.stop.0) = true;
         self.stop.1.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It may be in an abort, which ends by its own deadline. A panic of it has been
+            // The thread may be in an abort, which ends by its own deadline. Its panic has been
             // printed.
             let _ = thread.join();
         }
@@ -58,7 +58,7 @@ fn watch(core: &Weak<Core>, stop: &(Mutex<bool>, Condvar), interval: Duration, r
         if let Phase::Aborted(_) | Phase::Finalized = core.phase() {
             continue;
         }
-        // Each of them gives the communicator up where it has failed or takes too long.
+        // Each poll aborts the communicator if the operation has failed or takes too long.
         core.under_way.all().iter().for_each(|operation| drop(core.poll(operation)));
         if let Err(error) = core.check_async() {
             core.fail(error);
