@@ -16,7 +16,7 @@ pub const JSON: u64 = 256 << 20;
 /// Where it holds more than `most` bytes, or no UTF-8.
 pub fn read_text(reader: impl Read, most: u64) -> io::Result<String> {
     let mut text = String::new();
-    // One more than allowed, to tell one that ends there from a longer one.
+    // One more than allowed, to distinguish a text of that length from a longer one.
     let length = reader.take(most.saturating_add(1)).read_to_string(&mut text);
     if text.len() as u64 > most || matches!(length, Ok(length) if length as u64 > most) {
         let reason =

@@ -1,5 +1,5 @@
-//! Items for the other crates of this repository; users of the library do not need them. They are
-//! no public interface: any version may change them.
+//! Items for the other crates of this repository; users of the library do not need them. These
+//! items are no public interface: any version may change them.
 
 pub mod fuzz;
 
@@ -59,8 +59,8 @@ pub mod driver {
         Memory::import(device, fd, bytes, peer)
     }
 
-    /// A stream that no fence comes behind, as one of another library: memory is reused whether or
-    /// not its work has ended.
+    /// A stream that no fence waits for, like one of another library: memory is reused even if its
+    /// work has not ended.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -131,8 +131,8 @@ pub fn local_parts(
     buffer.local_parts(shape, stream)
 }
 
-/// Enqueues one run of the kernel of [`launch_ceiling`] that stores rows to the own memory alone. It
-/// overwrites received rows on this rank.
+/// Enqueues one run of the kernel of [`launch_ceiling`] that stores rows only to this rank's
+/// memory. It overwrites received rows on this rank.
 ///
 /// # Errors
 /// As of [`launch_ceiling`].
@@ -146,9 +146,9 @@ pub fn launch_local_ceiling(
 }
 
 /// Copies received rows into `out`, `[num_out_rows, hidden]`, and their scales into the second of
-/// the pair, `[num_out_rows, num_scales]`: row r to each row of `places[r]`, `[num_rows, num_topk]`,
-/// and nowhere for -1. Only this rank takes part, and the call can be captured. The first call loads
-/// the kernel: no operation may be under way then.
+/// the pair, `[num_out_rows, num_scales]`: row r to each row of `places[r]`, `[num_rows,
+/// num_topk]`, without those of -1. Only this rank takes part, and the call can be captured. The
+/// first call loads the kernel: no operation may be under way then.
 ///
 /// # Errors
 /// [`Error::DType`](crate::Error::DType), [`Error::Shape`](crate::Error::Shape) and
@@ -178,8 +178,8 @@ pub fn check_nodes(config: &throughput::Config, nodes: u32) -> Result<()> {
     config.check_nodes(nodes)
 }
 
-/// [`Buffer::regroup`](low_latency::Buffer::regroup) as after so many operations more; the same
-/// number on every rank. For tests of long runs.
+/// [`Buffer::regroup`](low_latency::Buffer::regroup) with epochs as after `ahead` more operations,
+/// equal on every rank. For tests of long runs.
 ///
 /// # Errors
 /// The same.

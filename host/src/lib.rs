@@ -1,11 +1,11 @@
 //! epoxide: expert parallelism in Rust.
 //!
 //! Moves Mixture-of-Experts tokens between GPUs: **dispatch** sends each token to the ranks that
-//! hold its experts, **combine** brings the experts' outputs back and sums them. The kernels are
+//! hold its experts, **combine** returns the experts' outputs and sums them. The kernels are
 //! written in Rust and shipped as PTX. The same PTX runs on NVIDIA GPUs and on a virtual GPU, so
 //! everything works, and is tested, without a GPU.
 //!
-//! Two modes have the same two operations, and a page each:
+//! Two modes have the same two operations. Each has a page:
 //!
 //! | | page | take it for |
 //! |---|---|---|
@@ -116,7 +116,7 @@
 //! | the same routing again, for another tensor | [`Buffer::dispatch_cached`](throughput::Buffer::dispatch_cached) |
 //!
 //! # Results of the operations
-//! `tokens` are this rank's, `received` the rows that came to it; `rows` stands for `num_ranks *
+//! `tokens` are this rank's, `received` its received rows; `rows` stands for `num_ranks *
 //! max_tokens`.
 //!
 //! | | high throughput: [`Received`](throughput::Received), [`Combined`](throughput::Combined) | low latency: [`Received`](low_latency::Received), [`Combined`](low_latency::Combined) |

@@ -9,11 +9,11 @@
 //!                       Combined <--combine(received, request)
 //! ```
 //!
-//! A token's row travels once to each rank that has one of its experts, and lands at `source *
+//! A token's row is sent once to each rank that has one of its experts, and is stored at `source *
 //! max_tokens + token`, where it stays. Hence no count exchange precedes it and no copy follows.
 //! Each rank lists the rows of each of its experts. For experts that need their rows contiguous,
 //! [`Buffer::gather_by_expert`] copies them. Combine sums, weighted, the experts' results of a
-//! token on each rank, and returns one row per rank. Rows of bf16 travel as they are or, in either
+//! token on each rank, and returns one row per rank. Rows of bf16 are sent unchanged or, in either
 //! direction, as e4m3, in a dispatch also as MXFP8 ([`Quantise`]). Rows of other types are
 //! dispatched as they are, with up to four columns of bytes ([`DispatchRequest::column`],
 //! [`Payload`](crate::Payload)). Combine sums rows of bf16, f16 or f32
@@ -31,7 +31,7 @@
 //! | [`Buffer::gather_by_expert`], [`Buffer::gather_columns_by_expert`] | copies received rows together by expert, and their columns |
 //! | [`Buffer::combine`] | sums and returns the experts' rows: [`CombineRequest::by_expert`] weighs them, [`CombineRequest::by_row`] does not, and [`CombineRequest::in_pool`] reads them where experts left them ([`Received::combine_rows`]) |
 //! | [`Buffer::combine_into`], [`Buffer::combine_send_into`] | the same with the sums in a tensor of the caller's |
-//! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows |
+//! | [`Buffer::first_tokens`] | ids of a batch whose size is only on the device |
 //! | [`Buffer::capture`] | records calls as a [`Step`], which is launched any number of times |
 //! | [`Buffer::regroup`] | goes on without ranks that are gone |
 //!
@@ -42,13 +42,12 @@
 //! with a stream of its own, and interleave their halves: `dispatch_send` of A, `dispatch_send` of
 //! B, `receive` of A, `combine_send` of A, `receive` of B, and so on. A [`Pending`] borrows its
 //! buffer, so the compiler rejects a second operation in flight there. Give each buffer half of the
-//! multiprocessors ([`Options::num_sms`]): the operations of both then fit on the device, in
-//! whatever order ranks launch them ([`StreamOrder`](crate::StreamOrder) says why that matters).
-//! A recording of two streams has both.
+//! multiprocessors ([`Options::num_sms`]): the operations of both then fit on the device, in any
+//! order of the ranks' launches ([`StreamOrder`](crate::StreamOrder) explains why that matters). A
+//! recording of two streams has both.
 //!
 //! # Whose memory
-//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there
-//! is a buffer.
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] compute all sizes without a buffer.
 //!
 //! | | in memory of the buffer | in memory of the caller |
 //! |---|---|---|
@@ -56,8 +55,8 @@
 //! | rows for a combine | [`Received::combine_rows`]: peers read there, within a node | any tensor; this rank's kernel sends them |
 //! | sums | the place ([`Combined`]) | [`Buffer::combine_into`]: this rank's kernel writes there, nothing is copied |
 //!
-//! A dispatch and its combine can be two calls of the caller's: [`Received::detach`] gives up the
-//! lifetime, [`Detached::attach`] takes it again for the combine.
+//! A dispatch and its combine can be in separate functions: [`Received::detach`] drops the
+//! lifetime, [`Detached::attach`] restores it for the combine.
 //!
 //! # Errors
 //! If a rank has died, operations end at their deadlines, and a host read of their results returns

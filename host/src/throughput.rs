@@ -9,10 +9,9 @@
 //!                                              Combined <--combine(rows, handle)
 //! ```
 //!
-//! Operations are collective unless they say that they are local: each rank of the group makes the
-//! same calls in the same order. Work is enqueued on a stream
-//! ([`StreamOrder`](crate::StreamOrder)); only an exact-size dispatch, for the counts, and
-//! [`Buffer::capture`] make the host wait.
+//! Operations are collective unless documented as local: each rank of the group makes the same
+//! calls in the same order. Work is enqueued on a stream ([`StreamOrder`](crate::StreamOrder));
+//! only an exact-size dispatch, for the counts, and [`Buffer::capture`] make the host wait.
 //!
 //! # The calls of a layer
 //!
@@ -28,15 +27,15 @@
 //! | [`Buffer::dispatch_send`], [`Buffer::dispatch_cached_send`], [`Buffer::combine_send`], [`Buffer::combine_send_into`] | the first [half](#two-batches-at-once) of a call; [`Pending::receive`] is the second | as the call |
 //! | [`Buffer::copy_received`] | copies received rows into a tensor of the caller's; local | no |
 //! | [`Buffer::transpose_column`] | copies a received column with the rows side by side, as grouped GEMMs read scales; local | no |
-//! | [`Buffer::first_tokens`] | ids of a batch whose size only the device knows; local | no |
+//! | [`Buffer::first_tokens`] | ids of a batch whose size is only on the device; local | no |
 //! | [`Buffer::capture`] | records calls as a [`Step`], for CUDA graphs | for the run before the recording |
 //! | [`Buffer::check`] | returns the error of an operation that has failed by now | no |
 //!
 //! # Two batches at once
 //! One batch's experts can run while another batch is under way. Make a buffer for each of the two,
 //! with a stream of its own, and interleave their halves: `dispatch_send` of A, `combine_send` of
-//! B, `receive` of A, and so on. The first half of a dispatch ends when this rank's rows have left,
-//! that of a combine when its rows are where peers gather them. The second half waits for the
+//! B, `receive` of A, and so on. The first half of a dispatch ends when this rank's rows have been
+//! sent, that of a combine when its rows are where peers gather them. The second half waits for the
 //! peers. No multiprocessor is held in between. A [`Pending`] borrows its buffer, so the compiler
 //! rejects a second operation in flight there. Kernels of both batches must fit on the device
 //! together: give each buffer half of the multiprocessors ([`Config`]).
@@ -52,20 +51,20 @@
 //! | weights of the experts' rows | [`Buffer::weights_backward`] | the gradient of `topk_weights` |
 //!
 //! A forward pass and its gradients take two places ([`Options::places`]). Low latency is for
-//! decoding: it has no handle, and its combine gives up the received rows.
+//! decoding: it has no handle, and its combine consumes the received rows.
 //!
 //! # Rows and weights
-//! Received rows are grouped by source rank and sorted by token ([`Received`]).
-//! `recv_topk_idx` has the local ids of this rank's experts, -1 for others. A token comes once,
-//! however many of this rank's experts it has: add their results, weighted, before the combine.
+//! Received rows are grouped by source rank and sorted by token ([`Received`]). `recv_topk_idx` has
+//! the local ids of this rank's experts, -1 for others. A token is received once, however many of
+//! this rank's experts it has: add their results, weighted, before the combine.
 //!
 //! # Payloads
-//! A row is bytes, and up to four columns of bytes travel with it
-//! ([`DispatchRequest::column`], [`Received::recv_columns`]): scales of MXFP8 and NVFP4, or
-//! whatever the experts need. [`Payload`](crate::Payload) has the usual formats, the room that
-//! they need in a buffer, and the shapes of their tensors.
+//! A row is bytes, sent with up to four columns of bytes ([`DispatchRequest::column`],
+//! [`Received::recv_columns`]): scales of MXFP8 and NVFP4, or other data for the experts.
+//! [`Payload`](crate::Payload) has the usual formats, the room that they need in a buffer, and the
+//! shapes of their tensors.
 //!
-//! A dispatch converts rows of bf16 to e4m3 with f32 scales or to MXFP8, if the request says so
+//! A dispatch converts rows of bf16 to e4m3 with f32 scales or to MXFP8, on request
 //! ([`DispatchRequest::quantise`], [`Quantise`]).
 //!
 //! ```
@@ -99,8 +98,7 @@
 //! ```
 //!
 //! # Whose memory
-//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] give the sizes of all of it before there
-//! is a buffer.
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] compute all sizes without a buffer.
 //!
 //! | | in memory of the buffer | in memory of the caller |
 //! |---|---|---|
@@ -110,15 +108,15 @@
 //! | e4m3 rows that a dispatch makes of bf16 | the buffer, from the first such dispatch on: [`Sizes::quantise_bytes`](crate::Sizes::quantise_bytes) | rows that are quantised before |
 //! | inputs | | any tensor; a [`DispatchLayout`] and a [`DispatchHandle`] own their tables |
 //!
-//! A dispatch and its combine can be two calls of the caller's: [`Received::detach`] gives up the
+//! A dispatch and its combine can be in separate functions: [`Received::detach`] drops the
 //! lifetime, and the handle owns all that the combine needs.
 //!
 //! # Errors
 //! Calls only enqueue work. A host read of a result ([`Tensor::to_host`](crate::Tensor::to_host))
 //! waits for its operation and returns that operation's error instead of numbers. For results that
-//! only kernels read, synchronise their stream and call [`Buffer::check`]; sums that a failed
-//! combine did not make are NaN. The deadline of all waits is [`Options::timeout`]; an expired one
-//! is [`Error::PeerTimeout`](crate::Error::PeerTimeout).
+//! only kernels read, synchronise their stream and call [`Buffer::check`]; sums missing after a
+//! failed combine are NaN. The deadline of all waits is [`Options::timeout`]; an expired one is
+//! [`Error::PeerTimeout`](crate::Error::PeerTimeout).
 //!
 //! # Several nodes
 //! [`Options::ranks_per_node`] spreads the ranks over nodes, and [`Options::transport`]

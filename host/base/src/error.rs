@@ -9,19 +9,18 @@ use crate::foreign::printable;
 /// `Result` with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The ranks that see an error of a collective call.
+/// The ranks that get an error of a collective call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
     /// This rank, perhaps alone. Ranks that made the call wait for this one until their deadline,
     /// unless it makes the call after all.
     ThisRank,
-    /// Every rank of the group sees an error of this call, and none has moved a row.
+    /// Every rank of the group gets an error of this call, and none has moved a row.
     EveryRank,
 }
 
-/// Everything that can go wrong in epoxide. Text that another process chose is shown without
-/// control characters. `Debug` gives the same text as `Display`, so that a `main` that returns an
-/// error shows it as it is meant to be read.
+/// All errors of epoxide. Text of another process is shown without control characters. `Debug`
+/// gives the same text as `Display`, so that a `main` that returns an error prints readable text.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -70,7 +69,7 @@ pub enum Error {
         unit: &'static str,
         /// The remedy.
         remedy: String,
-        /// Whether this rank alone sees the error, or every rank.
+        /// Whether this rank alone gets the error, or every rank.
         scope: Scope,
     },
     /// A rank's top-k ids hold one that is neither -1 nor the id of an expert. High throughput
@@ -98,22 +97,22 @@ pub enum Error {
         operation: &'static str,
         /// The place of the operation, where it is known: none for a count exchange.
         place: Option<u32>,
-        /// The late ranks, in ascending order; `peer` is always among them. They are all ranks that
-        /// had not entered the operation when the wait expired. If all had entered, they are the
-        /// ranks from which something else had not arrived. A rank that has entered may be late
-        /// because it waits for another one itself.
+        /// The late ranks, in ascending order; `peer` is always among them. The list has all ranks
+        /// that had not entered the operation when the wait expired. If all had entered, it has the
+        /// ranks from which other data had not arrived. A rank that has entered may be late because
+        /// it waits for another one itself.
         late: Box<[u32]>,
         /// The control word it waited on.
         word: &'static str,
         /// The epoch of the operation.
         epoch: u64,
-        /// The value it needed to see.
+        /// The value it waited for.
         needed: u64,
         /// The value it last saw.
         seen: u64,
         /// How long it waited.
         waited: Duration,
-        /// Other possible causes, each with a separator in front; may be empty. They are a broken
+        /// Other possible causes, each with a separator in front; may be empty. Causes are a broken
         /// connection, proxies in a call that does not return, operations in flight of other
         /// buffers of this process and device, or in check mode the kernels' longest waits.
         beside: Box<str>,
@@ -210,8 +209,8 @@ pub enum Error {
         /// The remedy, with a leading separator; may be empty.
         remedy: String,
     },
-    /// This machine lacks what was asked for (a driver, a device, peer access). The command exits
-    /// with 77 on it.
+    /// This machine lacks a requirement (a driver, a device, peer access). The command exits with
+    /// 77 on it.
     #[error("{what} is not available: {reason}")]
     Unavailable {
         /// The item that was requested.
@@ -253,14 +252,14 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
-    /// The launch that the rendezvous store is of was given up, because another rank failed.
+    /// The launch of the rendezvous store was given up, because another rank failed.
     #[error("store: {operation} of key {key:?}: the group was given up: {}", printable(reason))]
     GivenUp {
         /// `get`, `set`, `wait`, ...
         operation: &'static str,
         /// The key.
         key: String,
-        /// Why, as the rank that failed or the launcher says it.
+        /// The reason, from the failed rank or the launcher.
         reason: String,
     },
     /// An operation of a process group failed: a peer died, left, hung, or gave the group up.
@@ -274,7 +273,7 @@ pub enum Error {
         operation: &'static str,
         /// Its number in the group.
         sequence: u64,
-        /// The ranks of the group to blame, as far as known.
+        /// The ranks of the group to blame, if known.
         peers: Vec<u32>,
         /// The cause.
         reason: String,
@@ -385,7 +384,7 @@ impl Error {
         Error::Capacity { what, needed, have, unit, remedy: remedy.into(), scope }
     }
 
-    /// The ranks that see this error of a collective call.
+    /// The ranks that get this error of a collective call.
     pub fn scope(&self) -> Scope {
         match self {
             Error::Capacity { scope, .. } => *scope,

@@ -1,8 +1,8 @@
-//! Text of other processes, made fit to be shown.
+//! Text of other processes, escaped for output.
 //!
-//! A stranger that answers at a port of the job, or that writes to a store without a secret,
-//! chooses text that ends up in errors and logs. Control characters in it would set a terminal's
-//! title or its clipboard, and a line end would begin a line that looks like one of this program's.
+//! An unauthenticated process at a port of the job, or with access to a store without a secret, can
+//! put text into errors and logs. Control characters could set a terminal's title or clipboard, and
+//! a line end could forge a line of this program.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;

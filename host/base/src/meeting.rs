@@ -1,8 +1,8 @@
-//! Where threads of a process wait for each other by means that a race checker does not see: a
-//! message, a barrier of a process group.
+//! Synchronisation between threads of a process that a race checker cannot observe: a message, a
+//! barrier of a process group.
 //!
-//! The checker of virtual GPUs has to know of it, and the crate of process groups does not know the
-//! checker. The driver of virtual GPUs sets the function that tells the checker.
+//! The checker of virtual GPUs needs these events, and the crate of process groups does not depend
+//! on the checker. The driver of virtual GPUs sets the function that reports them to the checker.
 
 use std::sync::OnceLock;
 

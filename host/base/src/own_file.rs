@@ -1,8 +1,8 @@
-//! Files and folders that hold what a job does, wherever the user has them: for this user alone.
+//! Files and folders with a job's data, in a place of the user's choice: for this user alone.
 //!
-//! Other users may write in the folder that a file is to be in, such as `/tmp`. They may have put a
-//! link, a pipe or a file of theirs in its place. Nothing here follows a link in a file's own name,
-//! and what is opened is looked at before it is written to or believed.
+//! Other users may write in a file's folder, such as `/tmp`, and may have put a link, a pipe or a
+//! file of theirs in its place. No function here follows a link in a file's own name, and each
+//! opened file is checked before it is read or written.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Error, ErrorKind, Read};
@@ -60,13 +60,13 @@ fn opened(options: &OpenOptions, path: &Path) -> io::Result<File> {
 /// Where a link, a file of another user's or no file at all is in its place.
 pub fn create(path: &Path) -> io::Result<File> {
     let file = checked(opened(options().write(true).create(true), path)?)?;
-    // One that was there before may have been open to others.
+    // A file from before may have been open to others.
     file.set_permissions(std::fs::Permissions::from_mode(0o600))?;
     file.set_len(0)?;
     Ok(file)
 }
 
-/// A file of this user's with mode 0600, made where it is not there, whose content stays.
+/// A file of this user with mode 0600, created if missing, with its content kept.
 pub fn open_or_create(path: &Path) -> io::Result<File> {
     checked(opened(options().append(true).create(true), path)?)
 }

@@ -1,10 +1,9 @@
-//! One clock for ranks that are threads of one process. It advances only while none of them can do
-//! anything.
+//! One clock for ranks that are threads of one process. It advances only while none of them can
+//! progress.
 //!
 //! Deadlines on virtual GPUs are read from this clock, so that no result depends on the speed of
-//! the machine. A busy machine runs the ranks later, and their clock later too. The invariant: the
-//! clock moves forward only after a moment at which every member thread was blocked or had found
-//! nothing to do.
+//! the machine. A busy machine delays the ranks and their clock alike. The invariant: the clock
+//! moves forward only after a moment at which every member thread was blocked or idle.
 //!
 //! A *member* is a rank's thread ([`VirtualTime::join`]) or a thread that the library started for
 //! it ([`spawn`]). `/proc/self/task` shows for each member whether it is blocked, so that any kind
@@ -39,21 +38,20 @@ const START_NS: u64 = 1_000_000_000;
 const FIRST_STEP_NS: u64 = 50_000;
 /// The longest step, in nanoseconds.
 const LONGEST_STEP_NS: u64 = 100_000_000_000;
-/// A step is this part of the time in which nothing has happened. A deadline is noticed late by one
+/// A step is this part of the time in which nothing has happened. A deadline expires late by one
 /// step at most.
 const STEP_PART: u64 = 2;
 /// Virtual time in which nothing happens until nothing ever will.
 const STUCK_NS: u64 = 3_600_000_000_000;
-/// Real time between two looks at the members.
+/// Real time between two inspections of the members.
 const LOOK: Duration = Duration::from_micros(250);
-/// The longest real time between two looks: while attempts fail, and once [`LONG_NS`] have passed.
+/// The longest such time: while attempts fail, and once [`LONG_NS`] have passed.
 const LONGEST_LOOK: Duration = Duration::from_millis(4);
 /// Virtual time without any event after which attempts become rarer. A thread that is no member may
 /// hold what members wait for, and a busy machine may keep it from its processor.
 const LONG_NS: u64 = 1_000_000_000;
-/// How long a member waits for a mutex until it counts as blocked. It is longer than a busy machine
-/// keeps the holder from a processor. It is not endless, because some other waits look like that
-/// for a mutex.
+/// How long a member waits for a mutex until it counts as blocked. Longer than a busy machine keeps
+/// the holder from a processor, and finite, because some other waits look like that for a mutex.
 const MUTEX: Duration = Duration::from_millis(200);
 /// How long a polling host thread pauses between two rounds.
 const ROUND: Duration = Duration::from_micros(50);
@@ -79,7 +77,7 @@ struct Table {
     members: BTreeMap<i32, Arc<Member>>,
     /// Threads that have been started and have not joined yet.
     starting: u64,
-    /// Times at which a member goes on.
+    /// Times at which a member wakes.
     wakes: Vec<u64>,
     attempt: Option<Attempt>,
     /// Members that wait for a mutex: their time on a processor, and since when.
@@ -97,14 +95,14 @@ struct Member {
     rounds: AtomicU64,
 }
 
-/// The first look of an attempt.
+/// The first inspection of an attempt.
 #[derive(Debug)]
 struct Attempt {
     activity: u64,
     seen: BTreeMap<i32, Seen>,
 }
 
-/// A member at a look.
+/// A member at an inspection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Seen {
     /// Empty rounds so far.
@@ -181,9 +179,9 @@ impl VirtualTime {
         self.inner.activity.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Moves the clock if no member can do anything; called by members behind an empty round.
+    /// Moves the clock if no member can progress; called by members after an empty round.
     fn try_to_step(&self) {
-        // Another member holds the table, and looks already.
+        // Another member holds the table, and inspects already.
         let Ok(mut table) = self.inner.table.try_lock() else { return };
         let now = Instant::now();
         if table.next_look.is_some_and(|next| now < next) {
@@ -198,7 +196,7 @@ impl VirtualTime {
                     return;
                 }
                 Compared::Changed => table.failed += 1,
-                // A member may have begun to act during the second look.
+                // A member may have begun to act during the second inspection.
                 Compared::Quiet(_) if self.inner.activity.load(Ordering::Acquire) != activity => {}
                 Compared::Quiet(seen) => {
                     self.step(&mut table, activity);
@@ -238,7 +236,7 @@ enum Compared {
     /// A polling member has not completed its rounds yet.
     Wait,
     Changed,
-    /// The second look is the first one of the next attempt.
+    /// The second inspection is the first one of the next attempt.
     Quiet(BTreeMap<i32, Seen>),
 }
 
@@ -298,7 +296,7 @@ pub struct Membership {
     id: i32,
     replaced: Option<Arc<Member>>,
     before: Option<(VirtualTime, Arc<Member>)>,
-    /// It is of one thread.
+    /// The value is for one thread.
     _here: std::marker::PhantomData<*const ()>,
 }
 
@@ -375,7 +373,7 @@ impl Poller {
         Poller::new(VirtualTime::of_this_thread().as_ref())
     }
 
-    /// The thread has looked at all that it polls, and found nothing to do.
+    /// The thread has polled everything, and found nothing to do.
     pub fn found_nothing(&self) {
         if let (Some(time), Some(member)) = (&self.time, &self.member) {
             member.rounds.fetch_add(1, Ordering::AcqRel);
@@ -383,9 +381,8 @@ impl Poller {
         }
     }
 
-    /// The thread has found something to do, or goes to wait in another way. Call it before the
-    /// next empty round is reported: until then the thread's rounds keep an attempt from
-    /// succeeding.
+    /// The thread has found something to do, or will wait in another way. Call it before the next
+    /// empty round is reported: until then the thread's rounds keep an attempt from succeeding.
     pub fn acts(&self) {
         if let (Some(time), Some(member)) = (&self.time, &self.member)
             && member.rounds.swap(0, Ordering::AcqRel) != 0
@@ -498,12 +495,12 @@ mod tests {
 
     use super::*;
 
-    /// Real time for which a clock that must stand is watched.
+    /// Real time for which a clock that must not move is observed.
     const WATCHED: Duration = Duration::from_millis(30);
     /// Real time in which a clock that passes has begun to, on a busy machine.
     const PATIENCE: Duration = Duration::from_secs(120);
 
-    /// Polls for so much virtual time; false where the clock stands for [`PATIENCE`] before.
+    /// Polls for `duration` of virtual time; false if the clock stops for [`PATIENCE`] before.
     fn passes(time: &VirtualTime, duration: Duration) -> bool {
         let (poller, began, start) = (Poller::new(Some(time)), time.now(), Instant::now());
         while time.now() - began < duration {
@@ -515,7 +512,7 @@ mod tests {
         true
     }
 
-    /// Polls for [`WATCHED`]; whether the clock stands meanwhile.
+    /// Polls for [`WATCHED`]; whether the clock stops meanwhile.
     fn stands(time: &VirtualTime) -> bool {
         let (poller, began, start) = (Poller::new(Some(time)), time.now(), Instant::now());
         while start.elapsed() < WATCHED {
@@ -628,7 +625,7 @@ mod tests {
         assert!(stands(&time));
         let rounds = std::thread::scope(|scope| {
             let passed = scope.spawn(|| passes(&time, Duration::from_micros(50)));
-            // This thread is no member, or the clock would stand while it is busy here.
+            // This thread is no member, or its work here would stop the clock.
             let mut rounds = 0;
             while !passed.is_finished() {
                 round();
@@ -659,8 +656,7 @@ mod tests {
         let woken = woken.into_inner().unwrap();
         assert_eq!(woken.iter().map(|(asked, _)| *asked).collect::<Vec<_>>(), [10, 11, 70, 400]);
         for (asked, at) in woken {
-            // The clock stops at the time that a sleeper asked for, and the others' first steps are
-            // short.
+            // The clock stops at the end of a sleep, and the others' first steps are short.
             let (asked, at) = (Duration::from_millis(asked), at);
             assert!(at >= asked && at < asked + Duration::from_millis(60), "{asked:?}: {at:?}");
         }

@@ -124,7 +124,7 @@ impl LentStream {
         shape: &[u64],
     ) -> Result<Lent<'a, T>> {
         if is_recorded {
-            // Its drop would record an event in the capture, which nothing outside may wait for.
+            // Its drop would record an event in the capture, on which no outside work may wait.
             std::mem::forget(guard);
             // SAFETY: passed on to the caller.
             let tensor = unsafe { TypedTensor::from_raw(Address(at), shape) };
@@ -147,8 +147,8 @@ impl LentStream {
         Ok(Lent { tensor, _guard: Some(guard) })
     }
 
-    /// Memory of epoxide's, such as received rows, as a slice of cudarc's, for its kernels. Those
-    /// of other streams than this one wait for the work that this one has now.
+    /// Memory of epoxide, such as received rows, as a slice of cudarc, for its kernels. Kernels on
+    /// other streams wait for the present work of this one.
     ///
     /// # Safety
     /// Work that uses the slice is enqueued before the result is dropped, on this stream or on one

@@ -51,9 +51,9 @@
 //! waits for the call's event.
 //!
 //! # Graphs
-//! While the stream is captured nothing is waited for, and nothing is recorded: an event of a
-//! recording cannot be waited for outside of it, nor the other way round. The caller orders the
-//! memory before the capture and behind each replay, as with any captured kernel.
+//! While the stream is captured, guards wait for nothing and record nothing: waits cannot cross the
+//! border of a recording, in either direction. The caller orders the memory before the capture and
+//! behind each replay, as with any captured kernel.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod lend;

@@ -10,9 +10,8 @@ use epoxide::{Error, Result};
 
 /// A stream of cudarc's that epoxide enqueues work on. It derefs to [`Stream`].
 ///
-/// epoxide uses the stream, and never synchronises or destroys it. The legacy default stream, which
-/// `CudaContext::default_stream` is, works as well, but waits for all others and cannot be
-/// captured.
+/// epoxide uses the stream, and never synchronises or destroys it. The legacy default stream
+/// (`CudaContext::default_stream`) works as well, but waits for all others and cannot be captured.
 #[derive(Debug)]
 pub struct LentStream {
     // Before cudarc's, which it uses.

@@ -17,7 +17,7 @@ const TOKENS: usize = 6;
 const HIDDEN: usize = 256;
 const ROWS: [u64; 2] = [TOKENS as u64, HIDDEN as u64];
 
-/// The number of ranks; `None` where no GPU was asked for.
+/// The number of ranks; `None` if no GPU was requested.
 fn ranks() -> Option<u32> {
     match std::env::var("EPOXIDE_TEST_DEVICE").as_deref() {
         Ok("cuda") => Some(std::env::var("EPOXIDE_TEST_RANKS").map_or(1, |ranks| ranks.parse().unwrap())),
@@ -56,8 +56,8 @@ impl Rank {
         Ok(Rank { group, context, stream, lent, buffer, place, topk_idx })
     }
 
-    /// A dispatch of `x` and a combine of the rows as they came: each token's sum is its row times
-    /// the number of ranks.
+    /// A dispatch of `x` and a combine of the unchanged rows: each token's sum is its row times the
+    /// number of ranks.
     fn round_trip(&mut self, x: &CudaSlice<u16>, out: &mut CudaSlice<u16>) -> Result<()> {
         let order = StreamOrder::on(&self.lent);
         let topk = u64::from(self.group.size());

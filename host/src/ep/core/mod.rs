@@ -11,7 +11,7 @@
 //! | `fault.rs` | what kernels record, and the errors made of it |
 //! | `step.rs` | recordings, and what they keep |
 //! | `add_counts.rs` | counts and times that grow with each operation |
-//! | `first_tokens.rs` | batches whose size only the device knows |
+//! | `first_tokens.rs` | batches whose size is only on the device |
 //! | `sizes.rs` | the sizes of a buffer that does not exist yet |
 //! | `instruments.rs` | when blocks reached their phases; what benchmarks and tests read |
 //! | `methods.rs` | the public methods that buffers and options of both modes have |
