@@ -103,10 +103,10 @@ impl Mailbox {
                 alive?;
             }
             for id in ready.strangers {
-                self.hear(id, rank, &mut received)?;
+                self.read_packet(id, rank, &mut received)?;
             }
             while let Some(id) = self.strangers.overdue() {
-                self.hear(id, rank, &mut received)?;
+                self.read_packet(id, rank, &mut received)?;
             }
             if !ready.listener {
                 continue;
@@ -115,7 +115,7 @@ impl Mailbox {
                 match self.strangers.accept(&self.socket) {
                     // Its packet is read once `poll` reports it.
                     Next::Greet(_) => {}
-                    Next::LastLook(id) => self.hear(id, rank, &mut received)?,
+                    Next::LastLook(id) => self.read_packet(id, rank, &mut received)?,
                     Next::Nobody => break,
                 }
             }
@@ -124,7 +124,7 @@ impl Mailbox {
     }
 
     /// Reads the packet of a connection and closes the connection.
-    fn hear(&mut self, id: u64, rank: u32, received: &mut [Option<Vec<OwnedFd>>]) -> Result<()> {
+    fn read_packet(&mut self, id: u64, rank: u32, received: &mut [Option<Vec<OwnedFd>>]) -> Result<()> {
         let packet = match self.strangers.get_mut(id) {
             Some(stranger) => take_packet(&self.address, self.secret.as_ref(), rank, &stranger.socket),
             None => Ok(None),

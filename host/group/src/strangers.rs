@@ -236,20 +236,20 @@ impl Strangers {
     /// Takes a connection from the listener. Call it again until it returns [`Next::Nobody`], but
     /// no more than [`ACCEPT_SLICE`] times in a row.
     pub fn accept(&mut self, listener: impl AsFd) -> Next {
-        let knocks = || {
+        let is_pending = || {
             let mut polled = [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)];
             // If `poll` fails, `accept` returns the reason.
             poll(&mut polled, Some(&Timespec::default())).is_err() || !polled[0].revents().is_empty()
         };
         let accept = || rustix::net::accept_with(&listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
-        self.accept_by(knocks, accept)
+        self.accept_by(is_pending, accept)
     }
 
-    /// Takes a connection from `accept`. `knocks` returns whether one waits: only then is a
+    /// Takes a connection from `accept`. `is_pending` returns whether one waits: only then is a
     /// stranger closed to make room.
     fn accept_by(
         &mut self,
-        knocks: impl FnOnce() -> bool,
+        is_pending: impl FnOnce() -> bool,
         mut accept: impl FnMut() -> Result<OwnedFd, Errno>,
     ) -> Next {
         if self.paused() {
@@ -258,7 +258,7 @@ impl Strangers {
         if self.waiting.len() >= self.most
             && let Some(oldest) = self.waiting.front()
         {
-            if !knocks() {
+            if !is_pending() {
                 return Next::Nobody;
             }
             let (id, age) = (oldest.id, oldest.since.elapsed());

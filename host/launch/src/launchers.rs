@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::exit::FirstFailure;
-use super::heart::{self, Heart, Losses};
+use super::heartbeat::{self, Heartbeat, Losses};
 use epoxide_base::deadline;
 
 use super::plan::Launch;
@@ -89,7 +89,7 @@ struct Shape {
 /// The launchers of all nodes, which share a store of the first node's launcher.
 #[derive(Debug)]
 pub(super) struct Launchers {
-    heart: Option<Heart>,
+    heartbeat: Option<Heartbeat>,
     losses: Losses,
     store: Arc<TcpStore>,
     node: u32,
@@ -164,9 +164,9 @@ impl Launchers {
             let rule = "another launcher has this number; give each node its own";
             return Err(Error::argument("node rank", node, rule).into());
         }
-        let (heart, losses, store) = (None, Losses::default(), Arc::new(store));
+        let (heartbeat, losses, store) = (None, Losses::default(), Arc::new(store));
         let run_id = launch.run_id.clone();
-        let mut launchers = Launchers { heart, losses, store, node, nodes, run_id, timeout };
+        let mut launchers = Launchers { heartbeat, losses, store, node, nodes, run_id, timeout };
         launchers.meet(launch, signals).inspect_err(|why| launchers.leave(0, why))?;
         Ok(launchers)
     }
@@ -184,7 +184,7 @@ impl Launchers {
             self.store.set(run, launch.run_id.as_bytes())?;
         }
         // Before this node counts as joined, as the others poll its sign from then on.
-        self.store.add(&heart::key(node), 1)?;
+        self.store.add(&heartbeat::key(node), 1)?;
         self.store.set(&node_key(node), &json(&shape)?)?;
         let others: Vec<String> = (0..nodes).map(node_key).collect();
         let end = Some(Instant::now() + JOIN);
@@ -203,7 +203,8 @@ impl Launchers {
         }
         // The id becomes a variable of the ranks' environment and part of their output.
         self.run_id = escaped(&self.store.get(run, self.timeout)?);
-        self.heart = Some(Heart::start(self.store.clone(), node, nodes, self.timeout, self.losses.clone())?);
+        self.heartbeat =
+            Some(Heartbeat::start(self.store.clone(), node, nodes, self.timeout, self.losses.clone())?);
         Ok(())
     }
 
@@ -367,7 +368,7 @@ impl Launchers {
 impl Drop for Launchers {
     fn drop(&mut self) {
         // Ends the thread that holds the store.
-        drop(self.heart.take());
+        drop(self.heartbeat.take());
         if let Some(store) = Arc::get_mut(&mut self.store)
             && self.losses.all().next().is_some()
         {
@@ -386,7 +387,7 @@ mod tests {
         let options = TcpStoreOptions { linger: LINGER, ..TcpStoreOptions::new(timeout) };
         let store = host_at("127.0.0.1", 0, &options).unwrap();
         Launchers {
-            heart: None,
+            heartbeat: None,
             losses: Losses::default(),
             store: Arc::new(store),
             node: 0,

@@ -3,7 +3,7 @@
 
 mod child;
 mod exit;
-mod heart;
+mod heartbeat;
 mod launchers;
 mod leftovers;
 mod plan;

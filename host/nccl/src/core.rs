@@ -230,7 +230,7 @@ impl Core {
     ///
     /// # Safety
     /// `comm` is this communicator, or one that only the calling thread has.
-    unsafe fn ask_after_pause(
+    unsafe fn query_after_pause(
         &self,
         what: &'static str,
         comm: *mut Comm,
@@ -250,7 +250,7 @@ impl Core {
             return Err(self.aborted(what, &state.phase));
         }
         // SAFETY: under the lock, and not aborted, so the communicator is not freed meanwhile.
-        let code = unsafe { self.ask(comm) };
+        let code = unsafe { self.query(comm) };
         if code == Code::IN_PROGRESS && left.is_zero() {
             let reason =
                 "NCCL is still in progress at the deadline; a peer may not have come, hang or have died";
@@ -269,7 +269,7 @@ impl Core {
     /// # Safety
     /// `comm` is a communicator that is not freed meanwhile, and no other thread is in a call of
     /// it.
-    unsafe fn ask(&self, comm: *mut Comm) -> Code {
+    unsafe fn query(&self, comm: *mut Comm) -> Code {
         let mut state = Code::SUCCESS;
         // SAFETY: the out pointer is valid; the rest is the caller's promise.
         let code = unsafe { (self.functions().ncclCommGetAsyncError)(comm, &mut state) };
@@ -294,7 +294,7 @@ impl Core {
         }
         // SAFETY: no thread is inside, and the handle is taken under the lock, before the
         // communicator is freed.
-        Some(unsafe { self.ask(comm) })
+        Some(unsafe { self.query(comm) })
     }
 
     // ---- Dumps ----
@@ -309,7 +309,7 @@ impl Core {
         ];
         let state = self.state();
         let comm = self.comm();
-        let Some(ask) = self.functions().ncclCommMemStats else { return Vec::new() };
+        let Some(query) = self.functions().ncclCommMemStats else { return Vec::new() };
         if comm.is_null() || state.inside.is_some() || state.phase != Phase::Ready {
             return Vec::new();
         }
@@ -318,7 +318,7 @@ impl Core {
             let mut bytes = 0;
             // SAFETY: a live communicator, with no thread in a call of it, that is not freed while
             // the state is locked; a valid out pointer.
-            if unsafe { ask(comm, number, &mut bytes) } == Code::SUCCESS {
+            if unsafe { query(comm, number, &mut bytes) } == Code::SUCCESS {
                 found.push((name, bytes));
             }
         }
@@ -597,7 +597,7 @@ impl Turn<'_> {
         let mut pause = FIRST_PAUSE;
         while code == Code::IN_PROGRESS {
             // SAFETY: a communicator of this turn.
-            code = unsafe { self.core.ask_after_pause(self.what, comm, &mut pause, self.deadline)? };
+            code = unsafe { self.core.query_after_pause(self.what, comm, &mut pause, self.deadline)? };
         }
         if code == Code::SUCCESS {
             return Ok(());
@@ -621,7 +621,7 @@ impl Turn<'_> {
                 return Ok(handle);
             }
             // SAFETY: a communicator of this turn.
-            unsafe { self.core.ask_after_pause(self.what, self.core.comm(), &mut pause, self.deadline)? };
+            unsafe { self.core.query_after_pause(self.what, self.core.comm(), &mut pause, self.deadline)? };
         }
     }
 }

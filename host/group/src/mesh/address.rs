@@ -115,7 +115,7 @@ impl Listener {
     /// Starts to listen for other hosts as well; `theirs` is the address of a rank on one, if
     /// known.
     pub(super) fn open_network(&mut self, theirs: Option<&Address>) -> Result<()> {
-        let interface = wanted(self.interface.as_deref());
+        let interface = requested(self.interface.as_deref());
         let ip = interface_address(interface.as_deref())?;
         let elsewhere = theirs.is_some_and(|theirs| !theirs.host.is_empty() && !self.address.host.is_empty());
         if ip.is_loopback() && interface.is_none() && elsewhere {
@@ -185,19 +185,19 @@ pub fn host_id() -> String {
 /// This host's address for others: that of the requested interface, else of the default route, else
 /// of any route, else loopback.
 pub fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
-    let wanted = wanted(interface);
-    if let Some(ip) = wanted.as_ref().and_then(|wanted| wanted.parse().ok()) {
+    let requested = requested(interface);
+    if let Some(ip) = requested.as_ref().and_then(|requested| requested.parse().ok()) {
         return Ok(ip);
     }
     let all = || -> Result<Vec<(String, IpAddr)>> {
         let all = if_addrs::get_if_addrs().map_err(|error| Error::system("getifaddrs", error))?;
         Ok(all.into_iter().map(|interface| (interface.name.clone(), interface.ip())).collect())
     };
-    match wanted {
-        Some(wanted) => choose(&wanted, &all()?).ok_or_else(|| {
+    match requested {
+        Some(requested) => choose(&requested, &all()?).ok_or_else(|| {
             Error::argument(
                 SOCKET_IFNAME,
-                wanted,
+                requested,
                 "no such network interface with an address of its own (addresses of one link alone, fe80::/10, do not \
                  count); give its name or its address",
             )
@@ -213,9 +213,9 @@ pub fn interface_address(interface: Option<&str>) -> Result<IpAddr> {
 }
 
 /// The requested interface.
-fn wanted(interface: Option<&str>) -> Option<String> {
-    let wanted = interface.map(str::to_owned).or_else(|| std::env::var(SOCKET_IFNAME).ok());
-    wanted.filter(|wanted| !wanted.is_empty())
+fn requested(interface: Option<&str>) -> Option<String> {
+    let requested = interface.map(str::to_owned).or_else(|| std::env::var(SOCKET_IFNAME).ok());
+    requested.filter(|requested| !requested.is_empty())
 }
 
 /// This host's address on its default route, by IPv4 or else by IPv6.

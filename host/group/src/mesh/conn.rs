@@ -35,7 +35,7 @@ pub(crate) struct Conn {
     frames: Frames,
     /// True once its goodbye has been received.
     pub farewell: bool,
-    heard: bool,
+    received_any: bool,
 }
 
 /// Why a connection ended.
@@ -70,7 +70,7 @@ impl Conn {
             signer: None,
             frames: Frames::default(),
             farewell: false,
-            heard: false,
+            received_any: false,
         }
     }
 
@@ -82,7 +82,7 @@ impl Conn {
     /// A connection that `peer` opened and sent its hello on; `keys` sign its frames where the job
     /// has a secret.
     pub(crate) fn accepted(socket: OwnedFd, peer: u32, keys: Option<Keys>) -> Conn {
-        let mut conn = Conn { heard: true, ..Conn::opened(socket, peer) };
+        let mut conn = Conn { received_any: true, ..Conn::opened(socket, peer) };
         if let Some(keys) = keys {
             conn.sign(keys);
         }
@@ -106,8 +106,8 @@ impl Conn {
     }
 
     /// True once anything but the answer to a challenge was received.
-    pub(crate) fn heard(&self) -> bool {
-        self.heard
+    pub(crate) fn received_any(&self) -> bool {
+        self.received_any
     }
 
     /// Sends a frame. Bytes that the kernel does not take now wait for [`Conn::flush`], and all
@@ -177,7 +177,7 @@ impl Conn {
                 Ok((_, 0)) => return Ok(false),
                 Ok((_, count)) => {
                     let rest = self.take_reply(&scratch[..count])?;
-                    self.heard |= !rest.is_empty();
+                    self.received_any |= !rest.is_empty();
                     self.frames.parse(rest, frames).map_err(broken)?;
                     if count < scratch.len() {
                         return Ok(true);

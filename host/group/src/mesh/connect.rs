@@ -79,7 +79,7 @@ impl Engine {
                     return Ok(Some(*index));
                 }
                 let reason = format!("it takes no connections, it may have died or left: {reason}");
-                self.peers[peer as usize].health = self.last_words(peer, &reason);
+                self.peers[peer as usize].health = self.final_health(peer, &reason);
                 return self.check_health(peer).map(|()| None);
             }
         };
@@ -139,7 +139,7 @@ impl Engine {
     /// The health of `peer`, whose connection ended for `reason`. The store records whether `peer`
     /// gave up or left; otherwise it died. A store that a launcher gave up has no record of `peer`,
     /// but names the rank that failed first.
-    pub(super) fn last_words(&self, peer: u32, reason: &str) -> Health {
+    pub(super) fn final_health(&self, peer: u32, reason: &str) -> Health {
         match self.left_in_store(peer) {
             Ok(Some(words)) => words,
             Ok(None) => Health::Dead(reason.to_owned()),
@@ -298,7 +298,7 @@ mod tests {
         gone.leave();
         drop(gone);
         here.waiting = vec![0];
-        here.ask().unwrap();
+        here.query_awaited().unwrap();
         while here.peers[0].health == Health::Alive {
             here.progress(Duration::from_millis(100)).unwrap();
         }
@@ -327,12 +327,12 @@ mod tests {
             engine
         };
         let mut asked = engine();
-        asked.receive(0, connecting(patience).question(), Vec::new());
+        asked.receive(0, connecting(patience).query(), Vec::new());
         assert!(asked.mismatch.is_none(), "{:?}", asked.mismatch);
         // The same of a rank that is in another collective.
         let mut differs = engine();
         let barrier = Current { signature: Signature::new(Operation::Barrier), ..connecting(patience) };
-        differs.receive(0, barrier.question(), Vec::new());
+        differs.receive(0, barrier.query(), Vec::new());
         assert!(differs.mismatch.is_some());
     }
 }

@@ -58,7 +58,7 @@ impl Current {
     }
 
     /// The query for the state of an awaited rank.
-    pub(super) fn question(&self) -> Header {
+    pub(super) fn query(&self) -> Header {
         let (signature, sequence) = (self.signature, self.sequence);
         Header { kind: Kind::Query, signature, sequence, tag: 0, len: 0 }
     }
@@ -268,7 +268,7 @@ impl Engine {
             }
         }
         while let Some(id) = self.strangers.overdue() {
-            self.look_last(id);
+            self.greet_or_close(id);
         }
         Ok(())
     }
@@ -328,7 +328,7 @@ impl Engine {
             };
             match self.strangers.accept(socket) {
                 Next::Greet(id) => self.meet(id),
-                Next::LastLook(id) => self.look_last(id),
+                Next::LastLook(id) => self.greet_or_close(id),
                 Next::Nobody => return false,
             }
         }
@@ -359,7 +359,7 @@ impl Engine {
             address: &self.ours,
             secret: self.secret.as_ref(),
         };
-        match self.strangers.get_mut(id).map(|stranger| check.hear(stranger)) {
+        match self.strangers.get_mut(id).map(|stranger| check.read_hello(stranger)) {
             None | Some(Ok(None)) => {}
             Some(Ok(Some(peer))) => self.welcome(id, peer),
             Some(Err(reason)) => self.strangers.refuse(id, &reason),
@@ -378,7 +378,7 @@ impl Engine {
     }
 
     /// Closes a stranger, unless its hello has arrived in the meantime.
-    fn look_last(&mut self, id: u64) {
+    fn greet_or_close(&mut self, id: u64) {
         self.greet(id);
         self.strangers.close(id);
     }
@@ -405,7 +405,7 @@ impl Engine {
             }
         }
         if let Some(peer) = leaving {
-            self.say_farewell(peer);
+            self.record_farewell(peer);
         }
         match outcome {
             Ok(true) => {}
@@ -434,10 +434,10 @@ impl Engine {
         strangers.into_iter().for_each(|id| self.greet(id));
     }
 
-    /// Notes a goodbye of `peer`. The peer sends one on each connection, behind its other frames.
+    /// Records a goodbye of `peer`. The peer sends one on each connection, behind its other frames.
     /// The other connection may still hold frames that a collective waits for, so the peer has left
     /// only once all connections have delivered theirs.
-    fn say_farewell(&mut self, peer: u32) {
+    fn record_farewell(&mut self, peer: u32) {
         self.peers[peer as usize].farewell = true;
         self.accept_waiting();
         let state = &self.peers[peer as usize];
@@ -470,13 +470,13 @@ impl Engine {
             self.read(other);
         }
         if self.peers[peer as usize].farewell {
-            return self.say_farewell(peer);
+            return self.record_farewell(peer);
         }
         let state = &self.peers[peer as usize];
         if state.health == Health::Alive && state.conns.is_empty() {
             // The peer may have left with this connection still in its accept queue.
             let dead = || Health::Dead(reason.to_owned());
-            let health = if conn.heard() { dead() } else { self.last_words(peer, reason) };
+            let health = if conn.received_any() { dead() } else { self.final_health(peer, reason) };
             self.peers[peer as usize].health = health;
         }
     }

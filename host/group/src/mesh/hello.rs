@@ -39,7 +39,7 @@ pub(super) struct HelloCheck<'a> {
 
 impl HelloCheck<'_> {
     /// The rank that a stranger is, once it has shown that it is.
-    pub(super) fn hear(&self, stranger: &mut Stranger) -> Result<Option<u32>, String> {
+    pub(super) fn read_hello(&self, stranger: &mut Stranger) -> Result<Option<u32>, String> {
         let token = self.address.token.as_bytes();
         let length = token.len() + self.secret.map_or(0, |_| OPENING);
         if !stranger.read(HEADER)? {

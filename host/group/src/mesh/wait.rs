@@ -144,7 +144,7 @@ impl Engine {
             let since = asked.unwrap_or(current.start).elapsed();
             if since >= beat {
                 asked = Some(Instant::now());
-                self.ask()?;
+                self.query_awaited()?;
             }
             self.looked = Some(Instant::now());
             self.progress(left.min(beat.saturating_sub(since)).max(Duration::from_millis(1)))?;
@@ -159,9 +159,9 @@ impl Engine {
 
     /// Queries the awaited ranks for their state. Connects to ranks without a connection, which
     /// shows whether their processes run.
-    pub(super) fn ask(&mut self) -> Result<()> {
+    pub(super) fn query_awaited(&mut self) -> Result<()> {
         let Some(current) = self.current.clone() else { return Ok(()) };
-        let query = current.question();
+        let query = current.query();
         for peer in self.waiting.clone() {
             if self.peers[peer as usize].conns.is_empty() && self.peers[peer as usize].health == Health::Alive
             {

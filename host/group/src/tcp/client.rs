@@ -302,7 +302,7 @@ impl TcpStore {
     }
 
     /// Sends requests that have no answer, and waits until the server has taken them.
-    fn tell(&self, operation: &'static str, key: &str, message: Message) -> Result<()> {
+    fn send_unanswered(&self, operation: &'static str, key: &str, message: Message) -> Result<()> {
         self.call(operation, key, self.timeout, |connection, deadline| {
             let nonce = connection.nonce();
             connection.send(&message.then(Query::Ping).word(nonce), deadline)?;
@@ -347,7 +347,7 @@ impl TcpStore {
 impl Store for TcpStore {
     fn set(&self, key: &str, value: &[u8]) -> Result<()> {
         check_entry("set", key, value)?;
-        self.tell("set", key, Message::query(Query::Set).key(key).string(value))
+        self.send_unanswered("set", key, Message::query(Query::Set).key(key).string(value))
     }
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Vec<u8>> {
@@ -421,7 +421,7 @@ impl Store for TcpStore {
 
     fn append(&self, key: &str, value: &[u8]) -> Result<()> {
         check_entry("append", key, value)?;
-        self.tell("append", key, Message::query(Query::Append).key(key).string(value))
+        self.send_unanswered("append", key, Message::query(Query::Append).key(key).string(value))
     }
 
     fn multi_get(&self, keys: &[&str], timeout: Duration) -> Result<Vec<Vec<u8>>> {
@@ -446,7 +446,7 @@ impl Store for TcpStore {
         let message = Message::query(Query::MultiSet).count(entries.len());
         let message = entries.iter().fold(message, |message, (key, value)| message.key(key).string(value));
         check_message("multi_set", &keys, &message)?;
-        self.tell("multi_set", keys.first().unwrap_or(&""), message)
+        self.send_unanswered("multi_set", keys.first().unwrap_or(&""), message)
     }
 
     /// How many keys have values. The server counts PyTorch's count of arrivals, `init/`, among
@@ -460,7 +460,7 @@ impl Store for TcpStore {
 
     fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
         check_entry("queue_push", key, value)?;
-        self.tell("queue_push", key, Message::query(Query::QueuePush).key(key).string(value))
+        self.send_unanswered("queue_push", key, Message::query(Query::QueuePush).key(key).string(value))
     }
 
     fn queue_pop(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {

@@ -37,14 +37,14 @@ impl Opener {
     /// Appends to `plain` what the records hold that are complete with `bytes`.
     pub(super) fn open(&mut self, mut bytes: &[u8], plain: &mut Vec<u8>) -> Result<(), Violation> {
         loop {
-            let wanted = self.wanted()?;
-            let take = (wanted - self.partial.len()).min(bytes.len());
+            let needed = self.needed()?;
+            let take = (needed - self.partial.len()).min(bytes.len());
             self.partial.extend_from_slice(&bytes[..take]);
             bytes = &bytes[take..];
-            if self.partial.len() < wanted {
+            if self.partial.len() < needed {
                 return Ok(());
             }
-            if wanted == LENGTH {
+            if needed == LENGTH {
                 continue;
             }
             let rest = &self.partial[LENGTH..];
@@ -61,7 +61,7 @@ impl Opener {
     }
 
     /// The length that the partial record needs for its next step.
-    fn wanted(&self) -> Result<usize, Violation> {
+    fn needed(&self) -> Result<usize, Violation> {
         let Some(length) = self.partial.first_chunk().map(|length| u32::from_le_bytes(*length)) else {
             return Ok(LENGTH);
         };

@@ -314,7 +314,7 @@ impl Acceptor {
             self.greet(id, setup, expected)?;
         }
         while let Some(id) = self.strangers.overdue() {
-            self.look_last(id, setup, expected)?;
+            self.greet_or_close(id, setup, expected)?;
         }
         if !ready.listener {
             return Ok(());
@@ -322,7 +322,7 @@ impl Acceptor {
         for _ in 0..ACCEPT_SLICE {
             match self.strangers.accept(&self.listener) {
                 Next::Greet(id) => self.greet(id, setup, expected)?,
-                Next::LastLook(id) => self.look_last(id, setup, expected)?,
+                Next::LastLook(id) => self.greet_or_close(id, setup, expected)?,
                 Next::Nobody => break,
             }
         }
@@ -385,7 +385,7 @@ impl Acceptor {
     }
 
     /// Closes a stranger, unless its hello has arrived in the meantime.
-    fn look_last(&mut self, id: u64, setup: &Setup<'_>, expected: &[Place]) -> Result<()> {
+    fn greet_or_close(&mut self, id: u64, setup: &Setup<'_>, expected: &[Place]) -> Result<()> {
         self.greet(id, setup, expected)?;
         self.strangers.close(id);
         Ok(())

@@ -220,7 +220,7 @@ impl PutQueue for TcpQueue {
                 // A failed connection looks dead to the peer.
                 let _ = further.hand_over(Work::Goodbye, || self.first.check_wait(end));
             }
-            self.first.say_goodbye(&header(&Put::default(), GOODBYE, 0));
+            self.first.send_goodbye(&header(&Put::default(), GOODBYE, 0));
             let end = deadline(GOODBYE_TIME);
             while self.further.iter().any(Further::runs) && Instant::now() < end {
                 std::thread::sleep(Duration::from_micros(200));
@@ -342,7 +342,7 @@ fn run_further(connection: &mut Connection, state: &FurtherState) -> Result<()> 
                 state.sent.store(part.number, Ordering::Release);
             }
             Some(Work::Goodbye) => {
-                connection.say_goodbye(&part_header(&Part { bytes: GOODBYE, ..Part::default() }));
+                connection.send_goodbye(&part_header(&Part { bytes: GOODBYE, ..Part::default() }));
                 return Ok(());
             }
             None => {}
@@ -390,7 +390,7 @@ impl Connection {
     }
 
     /// Sends the goodbye: no put follows.
-    fn say_goodbye(&mut self, header: &[u8]) {
+    fn send_goodbye(&mut self, header: &[u8]) {
         let goodbye = signed(header, self.signer.as_mut());
         let mut piece = [Bytes { start: goodbye.as_ptr(), len: goodbye.len() }];
         // SAFETY: the header outlives the call.

@@ -25,7 +25,7 @@ pub(super) struct End {
     // Before the region: dropped first.
     qp: Qp,
     pub region: Arc<Region>,
-    said_goodbye: AtomicBool,
+    sent_goodbye: AtomicBool,
     goodbye_arrived: AtomicBool,
     peer_left: AtomicBool,
     broken: AtomicBool,
@@ -38,7 +38,7 @@ impl End {
         Ok(End {
             qp,
             region: region.clone(),
-            said_goodbye: AtomicBool::default(),
+            sent_goodbye: AtomicBool::default(),
             goodbye_arrived: AtomicBool::default(),
             peer_left: AtomicBool::default(),
             broken: AtomicBool::default(),
@@ -74,10 +74,10 @@ impl End {
     }
 
     /// Sends the goodbye behind all puts, at most once.
-    pub fn say_goodbye(&self) {
+    pub fn send_goodbye(&self) {
         let write = Write { id: OUR_GOODBYE, from: From::Nothing, to: 0, rkey: 0, signalled: true };
         match self.post(&[write], "goodbye") {
-            Ok(()) => self.said_goodbye.store(true, Ordering::Release),
+            Ok(()) => self.sent_goodbye.store(true, Ordering::Release),
             // The peer then treats this rank as dead.
             Err(error) => tracing::debug!("{error}"),
         }
@@ -90,7 +90,7 @@ impl End {
         let is = |flag: &AtomicBool| flag.load(Ordering::Acquire);
         polled.is_err()
             || is(&self.broken)
-            || !is(&self.said_goodbye)
+            || !is(&self.sent_goodbye)
             || (is(&self.goodbye_arrived) && is(&self.peer_left))
     }
 }

@@ -227,7 +227,7 @@ impl PutQueue for VerbsQueue {
 
     fn close(&mut self) {
         if self.failure.is_none() {
-            self.end.say_goodbye();
+            self.end.send_goodbye();
             self.failure = Some(self.ends.error("put", "this rank has closed the queue"));
         }
     }

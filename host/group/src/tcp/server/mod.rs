@@ -230,7 +230,7 @@ impl Server {
                 self.greet(id);
             }
             while let Some(id) = self.strangers.overdue() {
-                self.look_last(id);
+                self.greet_or_close(id);
             }
             for index in ready.listeners {
                 self.accept(index);
@@ -300,7 +300,7 @@ impl Server {
             let Some(listener) = self.listeners.get(index) else { return };
             match self.strangers.accept(listener) {
                 Next::Greet(id) => self.greet(id),
-                Next::LastLook(id) => self.look_last(id),
+                Next::LastLook(id) => self.greet_or_close(id),
                 Next::Nobody => return,
             }
         }
@@ -310,12 +310,12 @@ impl Server {
     /// has a secret.
     fn greet(&mut self, id: u64) {
         let Some(stranger) = self.strangers.get_mut(id) else { return };
-        let heard = admit(stranger, &self.terms).and_then(|inside| match inside {
+        let admitted = admit(stranger, &self.terms).and_then(|inside| match inside {
             true if stranger.keys.is_some() => Ok(true),
             true => validate(stranger),
             false => Ok(false),
         });
-        match heard {
+        match admitted {
             Ok(false) => {}
             Ok(true) if self.clients.connections.len() >= self.most_clients => {
                 self.strangers.close(id);
@@ -334,7 +334,7 @@ impl Server {
     }
 
     /// Closes a stranger, unless its hello has arrived in the meantime.
-    fn look_last(&mut self, id: u64) {
+    fn greet_or_close(&mut self, id: u64) {
         self.greet(id);
         self.strangers.close(id);
     }

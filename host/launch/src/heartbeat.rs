@@ -47,7 +47,7 @@ impl Losses {
 /// A separate thread, because the launcher's may be blocked for longer than a sign may be late: by
 /// a rank's executable that is slow to load, or a slow reader of the output.
 #[derive(Debug)]
-pub(super) struct Heart {
+pub(super) struct Heartbeat {
     /// Dropped to end the thread.
     beats: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -58,7 +58,7 @@ pub(super) fn key(node: u32) -> String {
     format!("epoxide-launch.sign.{node}")
 }
 
-impl Heart {
+impl Heartbeat {
     /// Starts to store signs and to poll for them. Every node must have stored one before any
     /// polls, and the store must not take longer for an answer than `silence`.
     pub fn start(
@@ -67,18 +67,18 @@ impl Heart {
         nodes: u32,
         silence: Duration,
         losses: Losses,
-    ) -> Result<Heart> {
+    ) -> Result<Heartbeat> {
         let (beats, ended) = channel();
         let others = if node == 0 { (1..nodes).collect() } else { vec![0] };
         let signs = Signs { store, node, others, silence, seen: BTreeMap::new(), losses };
         let thread =
             std::thread::Builder::new().name("epoxide-signs".to_owned()).spawn(move || signs.run(&ended));
         let thread = thread.map_err(|error| Error::system("spawn thread", error))?;
-        Ok(Heart { beats: Some(beats), thread: Some(thread) })
+        Ok(Heartbeat { beats: Some(beats), thread: Some(thread) })
     }
 }
 
-impl Drop for Heart {
+impl Drop for Heartbeat {
     fn drop(&mut self) {
         drop(self.beats.take());
         if let Some(thread) = self.thread.take() {
