@@ -134,8 +134,8 @@ pub trait Driver: Send + Sync + Debug {
         Ok(())
     }
 
-    /// A descriptor that stands for [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory
-    /// in this or another process.
+    /// A descriptor of [`MemoryKind::Shareable`] or [`MemoryKind::SharedHost`] memory, for this or
+    /// another process.
     fn export(&self, memory: &RawMemory) -> Result<OwnedFd>;
 
     /// A dma-buf of [`MemoryKind::Shareable`] memory, by which a network card reaches it.
@@ -151,8 +151,7 @@ pub trait Driver: Send + Sync + Debug {
     /// `peer` names it in errors.
     fn import_host(&self, fd: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory>;
 
-    /// A handle that stands for [`MemoryKind::Shareable`] memory on every host of the same NVLink
-    /// domain.
+    /// A handle of [`MemoryKind::Shareable`] memory, for every host of the same NVLink domain.
     fn export_fabric(&self, _memory: &RawMemory) -> Result<FabricHandle> {
         let what = format!("a fabric handle for memory of {}", self.info().name);
         Err(crate::Error::Unavailable { what, reason: "its driver has none".into() })

@@ -144,7 +144,7 @@ impl Memory {
     /// [`Error::Argument`] where it is too short for them.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check_range(offset, bytes.len() as u64)?;
-        // SAFETY: this owner keeps the memory, and the range lies in it, which was just checked.
+        // SAFETY: this owner keeps the memory, and the check above ensures that the range is in it.
         unsafe { stream.write(self.raw.ptr.add(offset), bytes) }
     }
 
@@ -615,7 +615,7 @@ pub(crate) fn poll(
     };
     let poller = Poller::new(time.as_ref());
     while !is_done()? {
-        // Work that the host runs itself takes as long as it takes, however busy the machine is.
+        // The limit does not apply while the host itself runs work: the machine may be busy.
         if !device.driver.make_progress() && elapsed() > timeout {
             return is_done();
         }
@@ -630,7 +630,7 @@ pub(crate) trait Outcome: fmt::Debug + Send + Sync {
     /// The error of the work, if it has failed.
     fn report(&self) -> Result<()>;
 
-    /// Has `stream` wait for the last of the work, on whichever stream it runs.
+    /// Makes `stream` wait for the last of the work, on any stream.
     fn order_before(&self, stream: &Stream) -> Result<()>;
 
     /// [`Outcome::report`] where `stream` has passed the work.
@@ -736,7 +736,7 @@ fn broken(error: ContractError) -> Error {
 struct LoadedModule {
     device: Device,
     handle: u64,
-    /// Kernels that wait for the one in front of them in the stream.
+    /// Kernels that wait for the previous kernel of the stream.
     waiting: Vec<String>,
 }
 

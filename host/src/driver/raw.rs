@@ -89,7 +89,7 @@ pub struct LaunchConfig {
     pub block: u32,
     /// Dynamic shared memory in bytes.
     pub shared_bytes: u32,
-    /// All blocks must be resident at once: the driver refuses the launch if they cannot be.
+    /// All blocks must be resident at once: the driver rejects the launch if they cannot be.
     pub cooperative: bool,
     /// The kernel itself first waits for the previous kernel of the stream (`griddepcontrol.wait`).
     /// So it may be launched before that kernel has ended.

@@ -58,7 +58,7 @@ pub(super) unsafe fn copy(
     if bytes == 0 {
         return Ok(());
     }
-    // A free piece is this call's alone until it is given back.
+    // Only this call uses a free piece until it is returned.
     let free = lock(&device.driver.staging().free).pop();
     let piece = match free {
         Some(piece) => piece,

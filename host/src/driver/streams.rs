@@ -14,7 +14,7 @@ use crate::lock::lock;
 pub struct Streams {
     list: Mutex<List>,
     /// The modules that captures under way have recorded kernels of, one list a capture of this
-    /// library. Behind a lock of its own, which no driver call is made under.
+    /// library. Behind its own lock, under which no driver call is made.
     recorded: Mutex<Vec<Recorded>>,
     /// Whether a wait for work of the device was given up. The work may still run.
     given_up: AtomicBool,
@@ -129,8 +129,7 @@ impl List {
 pub struct Fence(Vec<(u64, Event)>);
 
 impl Fence {
-    /// A fence behind all that has been enqueued so far. Takes events from `spare` as far as there
-    /// are any.
+    /// A fence behind all that has been enqueued so far. Takes events from `spare` first.
     pub fn new(device: &Device, spare: &mut Vec<Event>) -> Result<Fence> {
         let list = device.driver.streams().hold();
         let mut events = Vec::with_capacity(list.streams.len() + 1);

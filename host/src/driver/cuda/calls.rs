@@ -177,7 +177,7 @@ impl Driver for CudaDevice {
 
     fn stream_destroy(&self, stream: u64) {
         if stream & ADOPTED == 0 {
-            // SAFETY: its owner gives it back once; the driver lets its work finish.
+            // SAFETY: its owner frees it once; the driver lets its work finish.
             self.clean_up(|_| unsafe { ffi::cuStreamDestroy_v2(raw(stream)) }.log("cuStreamDestroy"));
         }
     }
@@ -204,7 +204,7 @@ impl Driver for CudaDevice {
     }
 
     fn event_destroy(&self, event: u64) {
-        // SAFETY: its owner gives it back once; a pending record still completes.
+        // SAFETY: its owner frees it once; a pending record still completes.
         self.clean_up(|_| unsafe { ffi::cuEventDestroy_v2(event as CuEvent) }.log("cuEventDestroy"));
     }
 
@@ -318,7 +318,7 @@ impl Driver for CudaDevice {
     }
 
     fn graph_destroy(&self, graph: u64) {
-        // SAFETY: its owner gives it back once; a run in flight completes.
+        // SAFETY: its owner frees it once; a run in flight completes.
         self.clean_up(|_| unsafe { ffi::cuGraphExecDestroy(graph as CuGraphExec) }.log("cuGraphExecDestroy"));
     }
 }

@@ -163,7 +163,7 @@ pub(super) fn retain_primary(device: CustDevice) -> Result<Context> {
     unsafe { ffi::cuDevicePrimaryCtxRetain(&mut primary, device.as_raw()) }
         .check("cuDevicePrimaryCtxRetain")?;
     let context = Context::new(device).map_err(from_cust("cuDevicePrimaryCtxRetain"));
-    // SAFETY: gives back the retain above, once; `context` holds its own.
+    // SAFETY: releases the retain above, once; `context` holds its own.
     unsafe { ffi::cuDevicePrimaryCtxRelease_v2(device.as_raw()) }.log("cuDevicePrimaryCtxRelease");
 
     // `Context::new` made the context current.
@@ -193,7 +193,7 @@ pub(super) fn current_ordinal() -> Result<u32> {
     let mut primary: CuContext = std::ptr::null_mut();
     // SAFETY: the out pointer is valid and the device exists, since it has a context.
     unsafe { ffi::cuDevicePrimaryCtxRetain(&mut primary, device) }.check("cuDevicePrimaryCtxRetain")?;
-    // SAFETY: gives back the retain above, once.
+    // SAFETY: releases the retain above, once.
     unsafe { ffi::cuDevicePrimaryCtxRelease_v2(device) }.log("cuDevicePrimaryCtxRelease");
     if primary != current {
         let rule = format!(

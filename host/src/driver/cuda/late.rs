@@ -67,7 +67,7 @@ pub struct LaunchAttribute {
 
 impl LaunchAttribute {
     /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the kernel may be launched before
-    /// the one in front of it in the stream has ended.
+    /// the previous kernel of the stream has ended.
     pub fn dependent() -> LaunchAttribute {
         LaunchAttribute { id: 6, padding: [0; 4], value: 1, rest: [0; 60] }
     }

@@ -3,8 +3,8 @@
 //!
 //! Every function of the driver that `cust_raw` or `ffi` declares is defined here as a jump through
 //! an entry of a table. An entry first points to [`resolve`], which looks the function up in the
-//! library and stores its address in the entry. Arguments pass through unchanged, whatever their
-//! types. Without a library, or without the function, the call returns an error code.
+//! library and stores its address in the entry. Arguments of any types pass through unchanged.
+//! Without a library, or without the function, the call returns an error code.
 //!
 //! The definitions are weak: a program may have others. Linking the real library as well is
 //! harmless, because a definition in the program takes precedence over that of a shared library.
@@ -29,7 +29,7 @@ struct Entry {
     name: *const c_char,
 }
 
-/// The loader's handle of the library, or its reason why there is none.
+/// The loader's handle of the library, or its error.
 pub fn library() -> Result<*mut c_void, &'static str> {
     struct Handle(*mut c_void);
     // SAFETY: a handle of the loader may be used from any thread; this one is never closed.

@@ -49,7 +49,7 @@ impl Origin {
 
 /// [`Driver::alloc`](crate::driver::device::Driver::alloc).
 pub fn alloc(bound: &Bound<'_>, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory> {
-    // The driver refuses to allocate nothing.
+    // The driver rejects an allocation of 0 bytes.
     let bytes = bytes.max(1);
     match kind {
         MemoryKind::Device => {

@@ -7,7 +7,7 @@
 //! | file | concern |
 //! |---|---|
 //! | `ffi` | the driver's functions, structs and constants, as C has them |
-//! | `library` | `libcuda.so.1`, found at run time: where the functions of `cust_raw` and `ffi` lead |
+//! | `library` | `libcuda.so.1`, found at run time: where the functions of `cust_raw` and `ffi` jump |
 //! | `late` | functions newer than `cust_raw`, which a driver may lack |
 //! | `error` | result codes, their names and remedies |
 //! | `context` | start-up, device facts, the primary context, made current on a thread |
@@ -15,7 +15,7 @@
 //! | `calls` | the trait: streams, events, copies, capture; what is longer is in the files below |
 //! | `memory` | allocation |
 //! | `vmm` | what can be shared; export and import through virtual memory management |
-//! | `pool` | device memory that comes and goes in stream order |
+//! | `pool` | device memory, allocated and freed in stream order |
 //! | `module`, `ptx` | loading PTX, kernels, launches; which driver reads which PTX |
 //! | `doctor` | what this machine has and lacks |
 //!

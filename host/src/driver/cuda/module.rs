@@ -31,7 +31,7 @@ pub fn load(bound: &Bound<'_>, text: &str) -> Result<u64> {
         ffi::CU_JIT_INFO_LOG_BUFFER,
         ffi::CU_JIT_INFO_LOG_BUFFER_SIZE_BYTES,
     ];
-    // Sizes travel by value in the pointer slots.
+    // Sizes are passed by value in the pointer slots.
     let mut values: [*mut c_void; 4] = [
         errors.as_mut_ptr().cast(),
         LOG_BYTES as *mut c_void,

@@ -261,7 +261,7 @@ impl Physical {
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        // SAFETY: gives back our one reference; mappings hold their own.
+        // SAFETY: releases our one reference; mappings hold their own.
         unsafe { ffi::cuMemRelease(self.0) }.log("cuMemRelease");
     }
 }
@@ -326,7 +326,7 @@ impl Mapping {
         }
     }
 
-    /// Gives up ownership: the address and the size, for [`Mapping::from_raw`].
+    /// Releases ownership: the address and the size, for [`Mapping::from_raw`].
     pub fn into_raw(self) -> (DevicePtr, u64) {
         let raw = (DevicePtr(self.range.ptr), self.range.bytes as u64);
         std::mem::forget(self);

@@ -22,7 +22,7 @@ use crate::virtual_time::VirtualTime;
 /// The unit of allocation, in bytes.
 const PAGE: u64 = 4096;
 
-/// How long a thread that polls leaves its processor to the engine's.
+/// How long a polling thread yields its processor to the engine's.
 const NAP: Duration = Duration::from_micros(50);
 /// Waits that the report of one that has expired names.
 const LONGEST_WAITS: usize = 4;

@@ -65,7 +65,7 @@ impl Stop {
         self.ordinal == ordinal
     }
 
-    /// Notes that so many have been executed.
+    /// Records this many executed instructions.
     pub(super) fn executed(&self, warp_instructions: u64) {
         // Cannot fail: there is always a next value.
         let _ = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
@@ -109,8 +109,8 @@ pub struct Hooks {
     /// Blocks of a kernel that run at a time, where kernels of others hold all other
     /// multiprocessors for good; `None`: as many as fit on the device.
     pub max_blocks_resident: Option<u32>,
-    /// Links to other devices have native atomics, as NVLink has. Without, a buffer refuses them;
-    /// the memory is the host's either way.
+    /// Links to other devices have native atomics, as NVLink has. Without it, a buffer rejects
+    /// them; the memory is the host's either way.
     pub native_atomics: bool,
 }
 

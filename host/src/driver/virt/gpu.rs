@@ -164,7 +164,7 @@ impl VirtualGpu {
     }
 
     /// Takes the context's lock for a call that has begun, and waits until all that was enqueued
-    /// before has ended. The lock is held however the wait ends.
+    /// before has ended. The lock is held after the wait in all cases.
     pub(super) fn hold<'a>(
         &'a self,
         call: &'static str,

@@ -85,8 +85,7 @@ impl GpuCore {
     /// The tables, regardless of the device's state and of the context's lock: for the engine, and
     /// within calls.
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic under the lock is a bug; the tables are still the best there is to report it
-        // with.
+        // A panic under the lock is a bug; the tables are still the best data for its report.
         lock(&self.state)
     }
 
@@ -187,7 +186,7 @@ impl GpuCore {
         Grid::launch(launch.residency, kernel, memory, &config, launch.config, &launch.params, order)
     }
 
-    /// Refuses a launch that the device cannot run.
+    /// Rejects a launch that the device cannot run.
     pub(super) fn check_launch(&self, launch: &Launch) -> Result<()> {
         Grid::check_launch(&launch.kernel, &self.memory, &self.config, &launch.config, &launch.params)
             .map_err(|error| Error::Launch { kernel: launch.name, rule: error.to_string() })
