@@ -33,7 +33,7 @@
 //! | [`Buffer::combine_into`], [`Buffer::combine_send_into`] | the same with the sums in a tensor of the caller's |
 //! | [`Buffer::first_tokens`] | ids of a batch whose size is only on the device |
 //! | [`Buffer::capture`] | records calls as a [`Step`], which is launched any number of times |
-//! | [`Buffer::regroup`] | goes on without ranks that are gone |
+//! | [`Buffer::regroup`] | continues without lost ranks |
 //!
 //! Every rank makes the same calls in the same order.
 //!

@@ -213,7 +213,7 @@ fn record_of(bytes: impl Iterator<Item = u64>) -> u64 {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Columns<'a> {
     given: [Option<&'a Tensor<'a>>; MAX_COLUMNS],
-    /// How many there are; more than there is room for are an error of the call.
+    /// How many there are; more than fit are an error of the call.
     count: usize,
 }
 
@@ -374,7 +374,7 @@ pub struct Records {
 impl Records {
     const NONE: Records = Records::at(DevicePtr::NULL);
 
-    /// Records that another kernel makes, or that are there.
+    /// Records that another kernel makes, or that exist.
     pub const fn at(at: DevicePtr) -> Records {
         Records { at, pack: None }
     }

@@ -9,10 +9,9 @@ use crate::error::{Error, Result};
 /// How an operation converts BF16 rows on their way: a dispatch of either mode, or a combine of low
 /// latency, with f32 scales.
 ///
-/// Low latency converts rows while it sends them. High throughput converts them by a kernel in
-/// front of the one that sends, into memory of the buffer's. Both make the same bytes. A row has a
-/// multiple of 128 elements; in high throughput with [`Quantise::Mxfp8`] a multiple of 32 is
-/// enough.
+/// Low latency converts rows while it sends them. High throughput converts them by a kernel before
+/// the sending one, into memory of the buffer. Both make the same bytes. A row has a multiple of
+/// 128 elements; in high throughput with [`Quantise::Mxfp8`] a multiple of 32 is enough.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Quantise {
@@ -68,7 +67,7 @@ impl Quantise {
         Err(Error::argument("quantise", format!("{self:?} of {hidden} x {dtype}"), rule))
     }
 
-    /// The scales of a row of so many elements, as they travel.
+    /// The scales of a row of so many elements, as they are sent.
     pub(super) fn record(self, hidden: u32) -> Record {
         match self {
             Quantise::Not => Record::default(),

@@ -228,8 +228,7 @@ fn bytes_of(dtype: DType, shape: &[u64]) -> Result<u64> {
 }
 
 impl Tensor<'static> {
-    /// A tensor of its own memory, with unspecified contents. `shape` is `[rows]` or `[rows,
-    /// columns]`.
+    /// A tensor with new memory and unspecified contents. `shape` is `[rows]` or `[rows, columns]`.
     ///
     /// # Errors
     /// [`Error::Argument`] where `shape` has no or more than two dimensions, or more than 2^63
@@ -292,7 +291,7 @@ impl<'a> Tensor<'a> {
         Tensor { outcome: Some(of.clone()), ..self.named(name) }
     }
 
-    /// Notes that operations of a buffer fill this tensor of the caller's.
+    /// Records that operations of a buffer fill this tensor of the caller.
     pub(crate) fn is_filled_by(&self, of: &Arc<impl Outcome + 'static>) {
         self.set_filled(Some(of.clone()));
     }

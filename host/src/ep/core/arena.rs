@@ -1,5 +1,4 @@
-//! Device memory that is handed out again: outputs and handles of repeated operations do not
-//! allocate.
+//! Device memory for reuse: outputs and handles of repeated operations do not allocate.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};

@@ -101,7 +101,7 @@ impl<'a> StreamOrder<'a> {
         StreamOrder { previous_event: Some(event), ..self }
     }
 
-    /// Leaves the caller's stream alone at the end: the output has an event to wait for.
+    /// Does not make the caller's stream wait at the end: the output has an event to wait for.
     pub fn asynchronous(self) -> Self {
         StreamOrder { asynchronous: true, ..self }
     }
@@ -181,8 +181,7 @@ impl Enqueuer {
             outcome.and(self.captured_end.record(stream))
         } else {
             let submission = self.sequence.begin(stream, operation)?;
-            // After an error as well: kernels that were launched still run, and the memory they use
-            // is given back.
+            // After an error as well: launched kernels still run, and the memory they use is freed.
             submission.end(stream, work(stream))
         };
         if order.asynchronous && outcome.is_ok() {

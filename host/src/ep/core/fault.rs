@@ -261,7 +261,7 @@ impl Faults {
         self.find_context() + &self.longest_waits()
     }
 
-    /// On a device in check mode the kernels' longest waits, with a separator in front.
+    /// On a device in check mode the kernels' longest waits, after a separator.
     fn longest_waits(&self) -> String {
         let waits = self.device.driver.longest_waits();
         if waits.is_empty() { waits } else { format!("; the longest waits of kernels:{waits}\n  ") }

@@ -9,7 +9,7 @@ use crate::ep::tensor::{Owner, owners};
 use crate::ep::{DType, ExpertId, TypedTensor};
 use crate::error::{Error, Result};
 
-/// Blocks at most: the kernel is small, and runs in front of one that takes the whole device.
+/// Blocks at most: the kernel is small, and runs before one that takes the whole device.
 const MOST_BLOCKS: u32 = 16;
 /// Threads of a block.
 const THREADS: u32 = FirstTokens::INFO.max_threads;

@@ -58,7 +58,7 @@ impl Trace {
         Ok((launches, self.dropped))
     }
 
-    /// The memory for a launch of `blocks` blocks, or null where there is no more room.
+    /// The memory for a launch of `blocks` blocks, or null if it does not fit any more.
     pub fn reserve(&mut self, operation: &'static str, blocks: u32) -> DevicePtr {
         let (start, bytes) = (self.used, blocks as u64 * ENTRY);
         if start + bytes > self.memory.bytes() {

@@ -189,8 +189,8 @@ macro_rules! option_methods {
             self
         }
 
-        /// A combine that fails leaves the old contents where it has no sum. By default it writes
-        /// NaN there, for kernels that read sums without the error.
+        /// A failed combine keeps the old contents where it has no sum. By default it writes NaN
+        /// there, for kernels that read sums without the error.
         pub fn keep_sums_on_failure(mut self) -> Self {
             self$(.$fields)?.nan_on_failure = false;
             self
@@ -206,8 +206,8 @@ macro_rules! option_methods {
             self
         }
 
-        /// Keeps nodes apart though all ranks can map each other's memory: rows travel as over tcp
-        /// or verbs.
+        /// Keeps nodes apart though all ranks can map each other's memory: rows are sent as over
+        /// tcp or verbs.
         $(#[$keep_nodes])*
         pub fn keep_nodes(mut self) -> Self {
             self$(.$fields)?.keep_nodes = true;

@@ -1,4 +1,4 @@
-//! The buffer core: what every operation of a buffer needs, whatever its mode.
+//! The buffer core: what every operation of a buffer needs, in both modes.
 //!
 //! | file | holds |
 //! |---|---|
@@ -186,7 +186,7 @@ impl<R> Core<R> {
         self.pools.addresses()
     }
 
-    /// The way to other nodes, where there are several.
+    /// The way to other nodes, if any.
     pub fn network(&self) -> Option<&Network> {
         self.network.as_deref()
     }

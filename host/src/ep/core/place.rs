@@ -42,7 +42,7 @@ impl Pool {
         Arc::new(Pool { memory, arena: arena.clone(), longest_ns: nanoseconds(timeout).into() })
     }
 
-    /// Notes the deadline of a call, in ns.
+    /// Records the deadline of a call, in ns.
     pub fn may_take(&self, timeout_ns: u64) {
         self.longest_ns.fetch_max(timeout_ns, Ordering::Relaxed);
     }
@@ -79,7 +79,7 @@ pub struct PlaceState<R> {
     room: R,
     pool: Arc<Pool>,
     arena: Arc<Arena>,
-    /// Handed out to the caller.
+    /// Taken by the caller.
     taken: AtomicBool,
     /// The dispatch whose rows the place holds.
     current: AtomicU64,
@@ -112,7 +112,7 @@ pub struct Lease<R> {
     recorded: AtomicBool,
 }
 
-/// A place that is handed out. Others can have it once this is dropped.
+/// A place in use by the caller. Others can take it once this is dropped.
 #[derive(Debug)]
 pub struct Held<R>(Arc<PlaceState<R>>);
 
@@ -202,7 +202,7 @@ impl<R> PlaceState<R> {
         Ok(self.lease(dispatch))
     }
 
-    /// The same, with `stream` behind all readers of the rows that are there.
+    /// The same, with `stream` behind all readers of the present rows.
     pub fn begin_on(self: &Arc<Self>, stream: &Stream) -> Result<Arc<Lease<R>>> {
         let lease = self.begin()?;
         self.order_before(stream)?;
@@ -364,7 +364,7 @@ mod tests {
     use crate::driver::MemoryKind;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
 
-    /// Streams may read the rows of a lease until its fence is there.
+    /// Streams may read the rows of a lease until its fence is stored.
     #[test]
     fn a_lease_that_is_being_dropped_has_readers() {
         let device = VirtualGpu::new(VirtConfig::default());

@@ -1,5 +1,4 @@
-//! The order of a buffer's operations on the device: one after the other, in whichever streams they
-//! run.
+//! The order of a buffer's operations on the device: one after the other, in any streams.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::Duration;

@@ -130,7 +130,7 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         }
     }
 
-    /// Notes other rows that the step that is being captured overwrites, if there is one.
+    /// Records other rows that the step being captured overwrites, if any.
     pub fn overwrites(&mut self, rows: Arc<dyn Overwrites>) {
         if let Some(step) = &mut self.recordings.step {
             step.overwritten.push(rows);

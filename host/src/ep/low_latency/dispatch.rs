@@ -1,4 +1,4 @@
-//! Low-latency dispatch: rows go to the ranks that hold their experts.
+//! Low-latency dispatch: sends rows to the ranks that hold their experts.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -174,7 +174,7 @@ impl<'a> DispatchRequest<'a> {
         quantise: Quantise;
         /// Adds the rows of each local expert ([`Received::expert_counts`]) to these, i32
         /// `[local_experts]`, behind the dispatch and in each replay of a graph. A dispatch that
-        /// fails adds nothing. The run in front of a recording adds too.
+        /// fails adds nothing. The run before a recording adds too.
         cumulative_counts: &'a TypedTensor<'a, i32>;
         /// Adds the nanoseconds that this rank waited for each rank's rows to this i64
         /// `[num_ranks]`, by the device's `%globaltimer`. A slow rank or link stands out. The time
@@ -381,8 +381,8 @@ impl Buffer {
             cumulative_counts: request.cumulative_counts.map(|counts| counts.ptr()),
             num_sms: request.num_sms,
             wait_ns,
-            // Ranks compare whether scales are f32. MXFP8 scales that are made travel as words, and
-            // so do those that are given as a column: a dispatch may have both.
+            // Ranks compare whether scales are f32. MXFP8 scales are sent as words, made or given
+            // as a column: a dispatch may have both.
             packs_scales: with_scales && has_scale_packets(self.options.shape.max_tokens, self.num_ranks()),
             uses,
         };
@@ -429,7 +429,7 @@ impl Buffer {
 
     /// Blocks of the first half, and those of a batch that list rows meanwhile. The links of more
     /// than two ranks are full with fewer blocks, each of which then waits for its stores once for
-    /// two tokens: 128 tokens between four ranks leave 4 to 6 us earlier.
+    /// two tokens: 128 tokens between four ranks are sent 4 to 6 us earlier.
     fn dispatch_blocks(&self, num_tokens: u32) -> u32 {
         const TOKENS_OF_BLOCKS_WITH_ONE: u32 = 64;
         let (is_one_node, num_ranks) = (self.core.topology().nodes == 1, self.num_ranks());

@@ -247,7 +247,7 @@ impl Buffer {
             Arguments::Dispatch(args) => (args.common, args.row_bytes, false),
             Arguments::DispatchByExpert(args) => (args.dispatch.common, args.dispatch.row_bytes, false),
             Arguments::Combine(args) => (args.common, args.row_bytes, true),
-            // Rows do not travel.
+            // No rows are sent.
             Arguments::PooledCombine(args) => (args.common, 0, true),
         };
         let (across, grid) = (operation.place.room().messages, self.num_ranks());

@@ -37,7 +37,7 @@ pub struct MessageLayout {
 }
 
 impl MessageLayout {
-    /// `has_puts`: whether messages leave from here, too.
+    /// `has_puts`: whether the memory also has outgoing messages.
     pub fn new(options: &Options, peers: u32, has_puts: bool) -> MessageLayout {
         let (tokens, topk) = (u64::from(options.shape.max_tokens), options.shape.num_topk);
         let (bf16, fp8) = ((options.shape.hidden * 2) as u32, options.shape.hidden as u32);

@@ -5,10 +5,10 @@
 //! | `mod.rs` | [`Buffer`]: how it is made, and how its operations run |
 //! | `options.rs` | how a buffer is made, and how rows are quantised |
 //! | `dispatch.rs`, `combine.rs`, `gather.rs`, `halves.rs` | the operations, and their launches in one or two halves |
-//! | `results.rs` | their results, and the places that those lie in |
-//! | `layout.rs` | where things are in the pool |
+//! | `results.rs` | their results, and their places |
+//! | `layout.rs` | the layout of the pool |
 //! | `internode.rs` | messages to the ranks of other nodes |
-//! | `regroup.rs` | going on without ranks that are gone |
+//! | `regroup.rs` | continuation without lost ranks |
 //! | `fault.rs` | the texts of faults that only this mode has, and the outcome of the operations between two regroups |
 
 mod combine;
@@ -97,7 +97,7 @@ struct Kernels {
     dispatch: Kernel,
     /// Within a node, a dispatch of many tokens.
     batch_dispatch: Kernel,
-    /// Within a node of few ranks, a dispatch whose scales travel as packets.
+    /// Within a node of few ranks, a dispatch whose scales are sent as packets.
     packed_dispatch: Kernel,
     /// A dispatch of rows that become MXFP8.
     mxfp8_dispatch: Kernel,

@@ -281,7 +281,7 @@ impl Options {
         self.shape.hidden * self.combine_dtype.size()
     }
 
-    /// Most words that travel with a row: f32 scales, or columns.
+    /// Most words sent with a row: f32 scales, or columns.
     pub(super) fn most_words(&self) -> u64 {
         self.fp8_scales().max(self.max_scales.into())
     }
@@ -292,7 +292,7 @@ impl Options {
     }
 }
 
-/// An error where there are more ranks than messages between nodes are made for.
+/// An error for more ranks than messages between nodes support.
 pub(super) fn check_members(topology: Topology) -> Result<()> {
     if topology.nodes == 1 || topology.ranks() <= MAX_MEMBERS as u32 {
         return Ok(());

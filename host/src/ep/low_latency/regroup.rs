@@ -1,4 +1,4 @@
-//! Going on without ranks that have died or left, and with them again.
+//! Continuation without ranks that have died or left, and their return.
 
 use std::time::Duration;
 

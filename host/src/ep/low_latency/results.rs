@@ -72,7 +72,7 @@ pub struct Room {
     /// Received rows, and their scales.
     pub recv_x: DevicePtr,
     pub recv_scales: DevicePtr,
-    /// Rows of bf16 that this rank's experts leave for a combine; none across nodes.
+    /// Rows of bf16 that this rank's experts store for a combine; none across nodes.
     pub combine_rows: Option<DevicePtr>,
     /// Arguments of the kernels for it across nodes.
     pub messages: Option<LowLatencyMessages>,

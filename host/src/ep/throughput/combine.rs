@@ -140,7 +140,7 @@ pub struct Combined {
 pub(super) struct CombineLaunch {
     pub handle: Arc<HandleState>,
     dtype: DType,
-    /// Sums of rows where they are, or of those that a kernel in front has copied there.
+    /// Sums of rows in the pool, whether stored or copied there by an earlier kernel.
     args: CombineArgs,
     stage: StageArgs,
     /// Whether the device compares the tensors' rows with the received rows.
@@ -149,7 +149,7 @@ pub(super) struct CombineLaunch {
     staged: Option<(StagedCombineArgs, u32)>,
     ring: RingShape,
     num_sms: u32,
-    /// Blocks that copy rows, where a kernel in front does.
+    /// Blocks of an earlier kernel that copies rows, if any.
     copiers: u32,
     /// The weights of entries, at a null address where a rank without tokens has them there.
     entry_weights: Option<DevicePtr>,
@@ -602,7 +602,7 @@ impl Buffer {
     unsafe fn sum_rows(&mut self, stream: &Stream, launch: &CombineLaunch) -> Result<()> {
         let CombineLaunch { handle, dtype, staged, ring, num_sms, entry_weights, .. } = launch;
         let (dtype, mut args, by_expert) = (*dtype, launch.args, handle.tables.by_expert);
-        // Rows are copied by as many threads as the kernel can have, however few gather.
+        // Rows are copied by as many threads as the kernel can have, even if few gather.
         let (blocks, threads, reserved) = match (&handle.tables.routing, staged) {
             (_, Some((staged, gatherers))) => (staged.stagers + gatherers, STAGED_THREADS, JOINED_BYTES),
             (Spread::OneNode(..), None) => {

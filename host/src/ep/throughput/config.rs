@@ -139,7 +139,7 @@ impl Config {
     /// The same with the smallest NVLink ring, not below the present one, that suits `nodes` nodes.
     ///
     /// Where such a ring does not fit 32 bits, the ring is the largest multiple of `nodes` that
-    /// does. Chunks that are too large for it are then refused where the configuration is used.
+    /// does. The use of the configuration then rejects chunks that are too large for it.
     pub fn for_nodes(self, nodes: u32) -> Self {
         let chunk = self.num_max_rdma_chunked_send_tokens.max(self.num_max_nvl_chunked_send_tokens);
         let (nodes, least) = (nodes.max(1), chunk.saturating_add(1).saturating_mul(nodes));

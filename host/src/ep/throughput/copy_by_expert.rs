@@ -80,7 +80,7 @@ impl Buffer {
         let uses = uses.chain([handle.block.clone() as Owner]);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
-            // A warp for each row, as far as there are multiprocessors.
+            // A warp for each row, up to the number of multiprocessors.
             let grid = args.num_rows.div_ceil(THREADS / 32).clamp(1, sms);
             let kernel = buffer.kernels.copy_by_expert()?;
             // SAFETY: the memory of tensors and of the handle's block is freed only behind all work

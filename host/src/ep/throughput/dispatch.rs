@@ -1,4 +1,4 @@
-//! Dispatch: rows go to the ranks that hold their experts.
+//! Dispatch: sends rows to the ranks that hold their experts.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -153,9 +153,8 @@ impl<'a> DispatchRequest<'a> {
         /// Whether the host waits for the counts.
         counts: Counts;
         /// Adds the selections of each local expert to these, i32 `[local_experts]`, behind the
-        /// dispatch, in the run in front of a recording, and in each replay. A dispatch that fails
-        /// adds nothing. Counts are without rounding. Without rows by expert the alignment must be
-        /// 1.
+        /// dispatch, in the run before a recording, and in each replay. A dispatch that fails adds
+        /// nothing. Counts are without rounding. Without rows by expert the alignment must be 1.
         cumulative_counts: &'a TypedTensor<'a, i32>;
         /// Adds the nanoseconds that this rank waited for each rank to this i64 `[num_ranks]`, by
         /// the device's `%globaltimer`. A slow rank or link stands out. This rank waits until the
@@ -245,7 +244,7 @@ type Given<'a> = (&'a Tensor<'a>, Option<&'a TypedTensor<'a, f32>>, Columns<'a>,
 struct CountExchange<'a> {
     layout: &'a DispatchLayout<'a>,
     capacity: u64,
-    /// Entries of a token that travel.
+    /// Entries of a token that are sent.
     num_topk: u32,
     is_weighted: bool,
     num_channels: u32,
@@ -257,10 +256,10 @@ struct CountExchange<'a> {
     timeout_ns: u64,
 }
 
-/// The metadata that travels with rows.
+/// The metadata sent with rows.
 #[derive(Debug, Clone, Copy, Default)]
 struct Metadata {
-    /// Null where no weights travel, and so are the weights.
+    /// Null if no weights are sent, and so are the weights.
     topk_idx: DevicePtr,
     /// 1 where ids are i32.
     narrow_ids: u32,
@@ -543,7 +542,7 @@ impl Buffer {
     }
 
     /// Sends rows along the routing of an earlier dispatch, into `place`, the one of the same index
-    /// on every rank. No counts are exchanged, and neither top-k nor source indices travel.
+    /// on every rank. No counts are exchanged, and neither top-k nor source indices are sent.
     /// Collective, with handles of the same dispatch on every rank.
     ///
     /// # Errors

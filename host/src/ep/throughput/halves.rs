@@ -102,7 +102,7 @@ impl<T> Pending<'_, T> {
 pub(super) struct DispatchEnd {
     /// The name of the call.
     pub name: &'static str,
-    /// The end of a dispatch that was entered by a kernel of its own.
+    /// The end of a dispatch that a separate kernel entered.
     pub waits: Option<Waits>,
     /// Copies of rows by expert that its kernel has not made.
     pub copies: Option<Copies>,

@@ -1,4 +1,4 @@
-//! The state that a dispatch leaves for combine and for cached dispatches.
+//! The state of a dispatch, for combines and cached dispatches.
 
 use std::sync::{Arc, OnceLock};
 
@@ -115,7 +115,7 @@ pub struct InternodeExpertTables {
     /// The destinations of entries on this node.
     pub send_row: DevicePtr,
     pub bases: DevicePtr,
-    /// Null where no weights travel.
+    /// Null if no weights are sent.
     pub forward_weights: DevicePtr,
 }
 

@@ -515,8 +515,8 @@ impl Kernels {
         }
     }
 
-    /// The ring of a dispatch, and the bytes of a row that travel together. A stage holds those and
-    /// the scales; across nodes it also holds a slot's metadata.
+    /// The ring of a dispatch, and the bytes of a row that are sent together. A stage holds those
+    /// and the scales; across nodes it also holds a slot's metadata.
     pub fn dispatch_ring(
         &self,
         row_bytes: u32,

@@ -204,7 +204,7 @@ pub struct Tuning {
     /// Further warps per block in a dispatch of rows by expert, 1 to 6: they copy received rows
     /// that are for several experts of this rank. Across nodes a block has up to 12 warps.
     pub dispatch_copy_warps: u32,
-    /// Largest stage in dispatch, in bytes; longer rows travel in pieces.
+    /// Largest stage in dispatch, in bytes; longer rows are sent in pieces.
     pub dispatch_stage_bytes: u32,
     /// Most stages per warp in dispatch, 2 to 28.
     pub dispatch_stages: u32,
@@ -214,13 +214,12 @@ pub struct Tuning {
     pub dispatch_claiming_blocks: u32,
     /// Warps per block in combine, 1 to 16.
     pub combine_warps: u32,
-    /// Largest slot in combine, in bytes, at most 4096; longer rows travel in pieces.
+    /// Largest slot in combine, in bytes, at most 4096; longer rows are sent in pieces.
     pub combine_slot_bytes: u32,
     /// Most slots per warp in combine, at least 2.
     pub combine_slots: u32,
     /// Blocks that copy rows into the pool during a combine of a tensor within a node, 1 to 1024.
-    /// `None`: all multiprocessors that the configuration leaves. The number never exceeds the work
-    /// there is.
+    /// `None`: all other multiprocessors. The number never exceeds the work there is.
     pub combine_stagers: Option<u32>,
 }
 

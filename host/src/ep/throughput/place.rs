@@ -12,7 +12,7 @@ use crate::ep::{DType, Tensor, TypedTensor};
 use crate::error::{Error, Result, Scope};
 
 /// Room in the pool for the rows of one dispatch, and for the rows of its combine. A buffer has
-/// [`Options::places`](super::Options::places) of them, and each is handed out once, by
+/// [`Options::places`](super::Options::places) of them, and each is taken once, by
 /// [`Buffer::place`](super::Buffer::place).
 ///
 /// A dispatch borrows its place mutably, and its results keep that borrow. A second dispatch there
@@ -63,7 +63,7 @@ pub struct Room {
     /// The pool's layout with the rows of this place.
     pub layout: PoolLayout,
     pub max_row_bytes: u64,
-    /// The combine rows are given out.
+    /// The combine rows are in use.
     pub rows_given: AtomicBool,
 }
 

@@ -43,7 +43,7 @@ fn fixed_bytes(shape: &Shape, topology: Topology, by_expert: bool) -> u64 {
     (size_of::<Control>() as u64 + message_bytes(shape, topology, by_expert)).next_multiple_of(ROW_ALIGN)
 }
 
-/// Bytes that one row takes in all regions of a place together, their alignment aside.
+/// Bytes of one row in all regions of a place together, without alignment.
 fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
     let (topk, scales) = (shape.max_topk as u64, shape.max_scales as u64);
     2 * row_stride(shape.max_row_bytes()) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)

@@ -28,7 +28,7 @@ pub struct Scratch {
     block: Arc<Block>,
     rows: DevicePtr,
     scales: DevicePtr,
-    /// Bytes of a row that there is room for, and words of its scales.
+    /// Most bytes of a row, and words of its scales.
     row_bytes: u32,
     num_scales: u32,
 }
