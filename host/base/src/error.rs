@@ -316,7 +316,7 @@ pub enum Error {
         /// The state that must not occur.
         reason: String,
     },
-    /// The operating system refused something.
+    /// A call of the operating system failed.
     #[error("{call}: {}", printable(reason))]
     Os {
         /// The call.

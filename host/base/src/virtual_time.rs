@@ -41,7 +41,7 @@ const LONGEST_STEP_NS: u64 = 100_000_000_000;
 /// A step is this part of the time in which nothing has happened. A deadline expires late by one
 /// step at most.
 const STEP_PART: u64 = 2;
-/// Virtual time in which nothing happens until nothing ever will.
+/// Virtual time without an event after which the ranks count as stuck.
 const STUCK_NS: u64 = 3_600_000_000_000;
 /// Real time between two inspections of the members.
 const LOOK: Duration = Duration::from_micros(250);
@@ -350,7 +350,7 @@ impl Drop for Starting {
     }
 }
 
-/// A thread that polls memory, on whatever clock. Dropping it ends the polling.
+/// A thread that polls memory, on any clock. Dropping it ends the polling.
 #[derive(Debug)]
 pub struct Poller {
     time: Option<VirtualTime>,
@@ -400,7 +400,7 @@ impl Poller {
         self.time.as_ref().is_some_and(is_stuck)
     }
 
-    /// Ends a round that found nothing, and pauses where there is a clock.
+    /// Ends an empty round, and pauses if there is a clock.
     pub fn pause(&self) {
         if self.time.is_some() {
             self.found_nothing();

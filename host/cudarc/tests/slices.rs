@@ -137,7 +137,7 @@ fn a_capture_waits_for_no_event_and_records_none() {
         let other = rank.context.new_stream().expect("a stream");
         let mut x = other.clone_htod(&row_bits(0)).expect("rows");
         let mut out = other.alloc_zeros::<u16>(TOKENS * HIDDEN).expect("sums");
-        // Memory and kernels of the recording are there before it begins.
+        // Memory and kernels of the recording exist before it begins.
         rank.round_trip(&x, &mut out)?;
         rank.synchronize()?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

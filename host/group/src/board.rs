@@ -7,7 +7,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Approximate overhead of a key or value beside its bytes.
+/// Approximate overhead of a key or value, in addition to its bytes.
 pub(super) const OVERHEAD: usize = 64;
 /// Longest text of a counter.
 const MAX_COUNTER_TEXT: usize = 20;

@@ -184,7 +184,7 @@ macro_rules! floats {
                     ReduceOp::Max if a == b => <$type>::from_bits(a.to_bits() & b.to_bits()),
                     ReduceOp::Min => a.min(b),
                     ReduceOp::Max => a.max(b),
-                    // Refused by `ReduceOp::check` before any rank gets here.
+                    // `ReduceOp::check` has rejected these before.
                     ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => a,
                 };
                 // The processor returns one of two NaNs, by the order of the operands.

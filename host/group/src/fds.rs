@@ -142,7 +142,7 @@ impl Mailbox {
     }
 }
 
-/// Reads the packet of a connection, if it is there. `None` when it is a stranger's.
+/// Reads the packet of a connection, if it has arrived. `None` when it is a stranger's.
 fn take_packet(
     address: &[u8],
     secret: Option<&JobSecret>,

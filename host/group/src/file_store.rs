@@ -174,7 +174,7 @@ impl FileStore {
         }
     }
 
-    /// Takes the lock file; dropping the file gives it back.
+    /// Takes the lock file; dropping the file releases it.
     fn lock(&self, operation: &'static str, key: &str) -> Result<File> {
         let file = own_file::open_or_create(&self.directory.join(LOCK_FILE))
             .map_err(|error| self.io_error(operation, key, error))?;

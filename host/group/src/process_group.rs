@@ -22,7 +22,7 @@ pub trait ProcessGroup: Send + Sync + Debug {
     /// This rank, `0..size()`.
     fn rank(&self) -> u32;
 
-    /// How many ranks there are, at least 1.
+    /// The number of ranks, at least 1.
     fn size(&self) -> u32;
 
     /// How long a collective waits for the other ranks.

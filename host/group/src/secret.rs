@@ -3,7 +3,7 @@
 //! [`Initiator`] and [`Responder`] are the two ends of the challenge, without input and output: the
 //! owner of the socket carries the bytes. The connecting side sends an *opening*, its nonce. The
 //! other side answers with a *reply*, its own nonce and its proof. The first then sends its own
-//! *proof*. Where the other's nonce is known beforehand the proof goes with the opening, and one
+//! *proof*. If the other's nonce is known beforehand, the proof is sent with the opening, and one
 //! message each way is enough. A proof is the HMAC-SHA256 of all messages so far, and of:
 //! - the proving side, so that no proof can be sent back to its origin;
 //! - the purpose of the connection ([`Purpose`]), so that a proof is of no use for another purpose;
@@ -81,8 +81,8 @@ pub fn hex(bytes: &[u8]) -> String {
 /// The secret of a job's processes. With it, ranks and stores accept only connections that prove
 /// it.
 ///
-/// It travels in the environment or in a file, never in an argument, which all users of a host can
-/// read; nothing here prints it.
+/// The secret is passed in the environment or in a file, never in an argument, which all users of a
+/// host can read; nothing here prints it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JobSecret(Arc<str>);
 

@@ -344,7 +344,7 @@ impl Strangers {
     /// Closes one, if it is still a stranger.
     pub fn close(&mut self, id: u64) {
         drop(self.take(id));
-        // Its descriptor may be what the listener lacked.
+        // The listener may have lacked a descriptor.
         self.accept_again = None;
     }
 

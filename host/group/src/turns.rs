@@ -49,7 +49,7 @@ struct Job {
 }
 
 /// Passes the turn to the next operation when dropped. A panic breaks the group, because the engine
-/// is left in the middle of the operation.
+/// is then in the middle of the operation.
 struct Turn<'a>(&'a Core);
 
 impl Drop for Turn<'_> {
@@ -153,7 +153,7 @@ impl Core {
         turns.messages - 1
     }
 
-    /// Queues a checked call for the worker, which is started when there is none.
+    /// Queues a checked call for the worker, and starts a worker if none runs.
     pub(crate) fn start(self: &Arc<Core>, call: Call, timeout: Duration) -> Work {
         let (work, promise) = Work::pending();
         let mut turns = lock(&self.turns);

@@ -65,7 +65,7 @@ pub trait Collectives: ProcessGroup {
         fill(data, &self.call(call, self.timeout())?.data()?)
     }
 
-    /// Reduces several slices, which travel as one.
+    /// Reduces several slices, which are sent as one.
     fn all_reduce_coalesced<T: Reducible>(&self, all: &mut [&mut [T]], op: ReduceOp) -> Result<()> {
         let call = |data: &&mut [T]| Call::AllReduce { data: bytes(data), dtype: T::DTYPE, op };
         let calls = Call::Coalesced(all.iter().map(call).collect());

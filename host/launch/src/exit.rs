@@ -105,8 +105,8 @@ pub struct LaunchEnd {
     pub signal: Option<i32>,
     /// How often the ranks were started again.
     pub restarts: u32,
-    /// How the ranks of this host ended the last time, by their numbers here; empty where a signal
-    /// came before they were started.
+    /// How the ranks of this host ended the last time, by their numbers here; empty if a signal
+    /// arrived before they were started.
     pub exits: Vec<RankExit>,
 }
 

@@ -13,7 +13,7 @@ use crate::lock::lock;
 /// Signs in the time after which a launcher counts as lost: one that is late, or a store that is
 /// slow, is no loss.
 const SIGNS: u32 = 8;
-/// Signs are no further apart than this, however long that time is.
+/// Longest time between two signs.
 const SLOWEST: Duration = Duration::from_secs(1);
 
 /// The nodes whose launchers are lost, and the reasons.

@@ -1,5 +1,5 @@
 //! Starting the ranks of a job as processes: [`spawn_ranks`] on this host, and [`Launch`] under the
-//! rules of torchrun, on several hosts too. The command `epoxide launch` is made of the latter.
+//! rules of torchrun, on several hosts too. The command `epoxide launch` uses the latter.
 
 mod child;
 mod exit;

@@ -32,9 +32,9 @@ impl Nodes {
 
 /// A launch of ranks on this host, with the environment that torchrun gives them.
 ///
-/// Every rank finds the variables of
-/// [`RankEnvironment::variables`](super::rank_environment::RankEnvironment::variables) in its environment, with
-/// `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset.
+/// Every rank gets the variables of
+/// [`RankEnvironment::variables`](super::rank_environment::RankEnvironment::variables) in its
+/// environment, with `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset.
 ///
 /// When a rank fails, the store of the launch is poisoned and the other ranks get
 /// [`Launch::settle`] to end by themselves. Ranks still running then are sent SIGTERM and, after
@@ -77,7 +77,7 @@ pub struct Launch {
     pub prefix: bool,
     /// The launch's name, the same on all hosts.
     pub run_id: String,
-    /// Where output goes.
+    /// The destination of output.
     pub sinks: Sinks,
     /// The secret of the launch, shared by its processes alone; every rank gets it in its
     /// environment. Default: the environment's ([`JobSecret::from_env`]), else a new one on a
@@ -125,7 +125,7 @@ impl Launch {
         }
     }
 
-    /// Refuses what is not well formed.
+    /// Rejects a launch that is not well formed.
     pub(super) fn check(&self) -> Result<()> {
         let nodes = &self.nodes;
         if self.ranks_per_node == 0 {

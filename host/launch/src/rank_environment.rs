@@ -16,7 +16,7 @@ pub struct RankEnvironment {
     pub nodes: u32,
     /// The host that rank 0 is on.
     pub master_addr: String,
-    /// A port on that host that a program may have rank 0 serve a store of its own at.
+    /// A port on that host for a store that rank 0 of a program may serve.
     pub master_port: u16,
     /// Where the ranks meet: the `file://` address of a directory on one host, the `tcp://` address
     /// of the first launcher's store with several.

@@ -65,8 +65,8 @@ impl StoreDirectory {
         Err(Error::os("flock", format!("{}: does not stay locked; point TMPDIR elsewhere", parent.display())))
     }
 
-    /// Notes that a process leads a group of its own, of which something may be left if this
-    /// process is killed.
+    /// Records that a process leads its own group, whose processes may survive if this process is
+    /// killed.
     pub(super) fn note_group(&self, leader: u32) {
         let mut options = File::options();
         let file = options.append(true).create(true).mode(0o600).open(self.path.join(leftovers::GROUPS));

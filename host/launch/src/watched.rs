@@ -112,7 +112,7 @@ impl Process {
         )
     }
 
-    /// Sends to its process group, where it has one of its own, else to it alone.
+    /// Sends to its own process group if it leads one, else to it alone.
     fn signal(&self, signal: i32) {
         if let Some(pid) = Pid::from_raw(self.child.id() as i32) {
             // All of it may have ended by itself just now.
@@ -173,7 +173,7 @@ impl Watched {
         }
     }
 
-    /// Notes which have ended; returns one that failed. If several did, it is one that a signal
+    /// Records which have ended; returns one that failed. If several did, it is one that a signal
     /// ended: the others tend to fail because of it.
     pub fn look(&mut self) -> Result<Option<FirstFailure>> {
         let mut failed: Option<FirstFailure> = None;

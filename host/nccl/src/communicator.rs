@@ -385,7 +385,7 @@ impl Communicator {
         self.core.identity.rank
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     pub fn size(&self) -> u32 {
         self.core.identity.size
     }

@@ -77,7 +77,7 @@ pub(super) struct Core {
     pub recorder: Recorder,
     pub under_way: UnderWay,
     pub registrations: Registrations,
-    /// NCCL's handle; null before there is one, and once it was given back.
+    /// NCCL's handle; null before it exists, and once it was released.
     comm: AtomicPtr<Comm>,
     state: Mutex<State>,
     /// Each change of `phase` and `inside`.
@@ -501,8 +501,8 @@ impl Core {
         }
     }
 
-    /// Gives the communicator back to NCCL, on a thread of its own: NCCL waits for its threads and
-    /// for the device there.
+    /// Releases the communicator to NCCL, on its own thread: NCCL waits for its threads and for the
+    /// device there.
     fn release(self: &Arc<Core>, how: Release) -> Result<()> {
         let core = self.clone();
         let (done, ended) = channel();
@@ -626,8 +626,8 @@ impl Turn<'_> {
     }
 }
 
-/// Makes NCCL's communicator in a call that blocks: on a thread of its own, which is left behind
-/// where it does not end.
+/// Makes NCCL's communicator in a call that blocks: on its own thread, which is leaked if it does
+/// not end.
 pub(super) fn create_blocking(
     core: &Arc<Core>,
     create: impl FnOnce(&Functions, *mut *mut Comm) -> Code + Send + 'static,

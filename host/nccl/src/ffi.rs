@@ -123,7 +123,7 @@ impl RawConfig {
 /// A CUDA stream, as the runtime spells it.
 pub type Stream = *mut c_void;
 
-/// Declares the table of functions: those that every use needs, and those that came later.
+/// Declares the table of functions: those that every use needs, and those of later versions.
 macro_rules! functions {
     (
         required { $($needed:ident: fn($($needed_arg:ty),*) -> $needed_result:ty;)* }
@@ -165,8 +165,8 @@ macro_rules! functions {
                 }
             }
 
-            /// The functions that came later and that this library lacks, each with the version
-            /// that has it.
+            /// The functions of later versions that this library lacks, each with the version that
+            /// has it.
             pub fn lacking(&self) -> Vec<(&'static str, &'static str)> {
                 let mut lacking = Vec::new();
                 $(if self.$later.is_none() {

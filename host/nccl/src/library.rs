@@ -35,7 +35,7 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    /// Finds the library. First comes the file that the environment's
+    /// Finds the library. First the file that the environment's
     /// [`NCCL_LIBRARY`](super::NCCL_LIBRARY) names; then `libnccl.so.2` or `libnccl.so` on the
     /// loader's path; then the folder of the Python package (`nvidia/nccl/lib` below
     /// `site-packages`) of `VIRTUAL_ENV`, `CONDA_PREFIX`, `PYTHONPATH`, the Python on the `PATH`,
@@ -120,8 +120,8 @@ impl Library {
         &self.path
     }
 
-    /// Functions that came with later versions and that this one lacks, each with the version that
-    /// has it. A call that needs one returns [`Error::Unavailable`].
+    /// Functions of later versions that this one lacks, each with the version that has it. A call
+    /// that needs one returns [`Error::Unavailable`].
     pub fn lacking(&self) -> Vec<(&'static str, &'static str)> {
         self.functions.lacking()
     }
@@ -140,7 +140,7 @@ impl Library {
         Err(Error::argument("device", format!("{} {}", info.name, info.ordinal), rule))
     }
 
-    /// A function that came later; or an error that names it and the version that has it.
+    /// A function of a later version; or an error that names it and the version that has it.
     pub(super) fn require<F: Copy>(&self, function: Option<F>, name: &'static str) -> Result<F> {
         function.ok_or_else(|| Error::Unavailable {
             what: name.to_owned(),

@@ -56,7 +56,7 @@ impl Links {
     }
 
     /// Failures of the receiving side, with their peers: peers that died without a goodbye, and
-    /// those that sent what is refused.
+    /// those that sent an invalid frame.
     pub fn failures(&self) -> Vec<(u32, Error)> {
         self.receiving.iter().flat_map(|side| side.failures()).collect()
     }

@@ -19,8 +19,7 @@ pub struct Way {
     pub peer: u32,
     /// This rank's wire memory that the peer writes to.
     pub memory: Arc<Memory>,
-    /// The peer's wire memory, if kernels here write to it themselves; else there are queues to the
-    /// peer.
+    /// The peer's wire memory, if kernels here write to it themselves; else the peer has queues.
     pub mapped: Option<Arc<Memory>>,
 }
 

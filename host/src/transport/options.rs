@@ -76,8 +76,8 @@ impl FromStr for TransportKind {
 pub struct TransportOptions {
     /// The transport; the same on every rank.
     pub kind: TransportKind,
-    /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has a
-    /// thread of its own at the sending end.
+    /// Queues to each peer that has any, 1 to [`MAX_QUEUES`]; the same on every rank. A queue has
+    /// its own thread at the sending end.
     pub queues_per_peer: u32,
     /// With [`TransportKind::Tcp`]: connections of each queue, 1 to [`MAX_CONNECTIONS`]; the same
     /// on every rank. Large puts are divided among them, and each has a thread at either end.

@@ -389,9 +389,9 @@ impl Worker {
         }
     }
 
-    /// Reads the requests that are there, up to a batch, and gives their entries back. An error
-    /// where a device that checks finds that a kernel posted one before it had written it, or the
-    /// bytes that it is for.
+    /// Reads the posted requests, up to a batch, and frees their entries. An error where a device
+    /// that checks finds that a kernel posted one before it had written it, or the bytes that it is
+    /// for.
     fn take(&mut self, batch: &mut Vec<Put>) -> Result<()> {
         batch.clear();
         while batch.len() < BATCH {
@@ -483,7 +483,7 @@ impl Worker {
 }
 
 /// How a proxy waits for work: it spins, then yields, then sleeps for longer and longer, an eighth
-/// of the wait so far. Beside a GPU that is 100 us at most, 50 with puts under way. Beside a
+/// of the wait so far. With a GPU the sleep is 100 us at most, 50 with puts under way. With a
 /// virtual one it is 1 ms, and after a second without any puts 4 ms. 48 idle proxies then take 5 %
 /// of one processor, measured on 2 virtual processors (18 % at 1 ms). If a processor carries the
 /// puts, as with Soft-RoCE, waking every 50 us takes time from it. Writes of 1 MiB are 3 % faster

@@ -453,7 +453,7 @@ fn over_a_cut_link_nothing_arrives_and_leaving_is_prompt() {
             std::thread::sleep(Duration::from_millis(20));
             let arrived = it.word(counter(2, 0, 0)).load(Ordering::Acquire);
             assert_eq!(arrived, [0, 3, 10][rank as usize]);
-            // No proxy has to be left behind.
+            // No proxy is leaked.
             proxies.close(Duration::from_millis(100));
             assert!(proxies.failure().is_none(), "{:?}", proxies.failure());
             it.barrier();
@@ -502,7 +502,7 @@ fn a_put_after_the_peers_goodbye_is_an_error_that_names_it() {
                     poster.post(tiny(value));
                 }
                 eventually(|| poster.taken() == poster.posted);
-                // Over tcp the second put leaves, because the goodbye is read behind it.
+                // Over tcp the second put is sent, because the goodbye is read behind it.
                 let left = 1 + u64::from(kind == TransportKind::Tcp);
                 assert_eq!((poster.completed(), proxies.stats().puts), (left, left));
             } else {
@@ -891,7 +891,7 @@ fn a_peer_that_was_given_up_does_not_keep_a_rank() {
         Poster { ring: proxies.handle(0, peer).unwrap(), posted: 0 }.post_blindly(tiny(1));
     }
     eventually(|| lists.iter().all(|puts| !puts.lock().unwrap().is_empty()));
-    // The put to rank 1 leaves while the proxies close, that to rank 2 never.
+    // The put to rank 1 is sent while the proxies close, that to rank 2 never.
     proxies.give_up(2);
     std::thread::scope(|scope| {
         scope.spawn(|| {

@@ -96,7 +96,7 @@ impl VerbsOptions {
         options.check().map(|()| options)
     }
 
-    /// Refuses values that no device takes.
+    /// Rejects values that no device takes.
     pub(super) fn check(&self) -> Result<()> {
         let range = |name, value: u32, least: u32, most: u32| {
             if (least..=most).contains(&value) {

@@ -30,7 +30,7 @@ impl Run<'_> {
         self.engine.error(vec![peer], format!("rank {peer} sent {what}"))
     }
 
-    /// An error where a peer has sent another number of bytes than there are here.
+    /// An error if a peer has sent another number of bytes than this rank has.
     pub(super) fn check_length(&self, peer: u32, theirs: &[u8], ours: &[u8]) -> Result<()> {
         if theirs.len() == ours.len() {
             return Ok(());

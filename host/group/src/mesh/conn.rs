@@ -165,7 +165,7 @@ impl Conn {
         Ok(())
     }
 
-    /// Reads what there is. True while the stream is open.
+    /// Reads all available bytes. True while the stream is open.
     pub(crate) fn read(
         &mut self,
         scratch: &mut [u8],

@@ -176,7 +176,7 @@ impl Engine {
         }
     }
 
-    /// Notes a mismatch between what `peer` did and what this rank did under the same number.
+    /// Records a mismatch between the operations of `peer` and of this rank with the same number.
     fn compare(&mut self, peer: u32, sequence: u64, theirs: &Signature) {
         let ours = self.history.iter().find(|(number, _)| *number == sequence);
         let Some((what, ours, theirs)) = ours.and_then(|(_, ours)| ours.difference(theirs)) else { return };
@@ -241,7 +241,7 @@ impl Engine {
         conn.is_none_or(Conn::flushed)
     }
 
-    /// Handles what happens on the sockets, waiting for it up to `timeout`.
+    /// Handles events of the sockets, after a wait of up to `timeout`.
     pub(crate) fn progress(&mut self, timeout: Duration) -> Result<()> {
         // Rounded up to the kernel's milliseconds, so that the last wait does not spin.
         let timeout = if timeout.is_zero() { timeout } else { timeout.max(Duration::from_millis(1)) };
@@ -340,7 +340,7 @@ impl Engine {
         address::no_delay(&stranger.socket);
         let key = EventData::new_u64(FIRST_STRANGER + id);
         match epoll::add(&self.epoll, &stranger.socket, key, EventFlags::IN) {
-            // The hello is there as a rule.
+            // The hello has usually arrived.
             Ok(()) => self.greet(id),
             Err(error) => {
                 tracing::debug!("epoll: {error}");

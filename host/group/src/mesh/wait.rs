@@ -100,7 +100,7 @@ impl Engine {
         self.error(vec![peer], format!("rank {peer} died, {seen}: {reason}"))
     }
 
-    /// The next payload of `peer` in this collective, if it is there.
+    /// The next payload of `peer` in this collective, if received.
     fn take(&mut self, peer: u32, sequence: u64, signature: &Signature) -> Result<Option<Vec<u8>>> {
         let state = &mut self.peers[peer as usize];
         let Some((header, _)) = state.inbox.front() else {
@@ -123,7 +123,7 @@ impl Engine {
         Ok(state.inbox.pop_front().map(|(_, payload)| payload))
     }
 
-    /// Drives the sockets until `done` returns true. `done` also notes the ranks that it waits for.
+    /// Drives the sockets until `done` returns true. `done` also records awaited ranks.
     pub(crate) fn wait(&mut self, mut done: impl FnMut(&mut Engine) -> Result<bool>) -> Result<()> {
         let mut asked: Option<Instant> = None;
         let beat = self.beat();

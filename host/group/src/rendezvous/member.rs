@@ -27,7 +27,7 @@ pub enum Launcher {
 pub struct Member {
     /// Its number, below `size`.
     pub rank: u32,
-    /// How many ranks there are.
+    /// The number of ranks.
     pub size: u32,
     /// Its number among the ranks of its host, if that is known.
     pub local_rank: Option<u32>,
@@ -194,7 +194,7 @@ fn number(variable: Lookup<'_>, name: &'static str) -> Result<Option<u32>> {
         .transpose()
 }
 
-/// Refuses variables that are both set, and differ.
+/// Rejects variables that are both set, and differ.
 fn agree(variable: Lookup<'_>, ours: &'static str, other: &'static str) -> Result<()> {
     match (variable(ours), variable(other)) {
         (Some(value), Some(differs)) if value != differs => {

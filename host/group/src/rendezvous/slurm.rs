@@ -2,7 +2,7 @@
 
 use crate::DEFAULT_PORT;
 
-/// Ports that follow from a job's number lie from here ...
+/// Ports that follow from a job's number are from here ...
 const FIRST_PORT: u64 = 15000;
 /// ... on; below the range that systems give out by themselves.
 const PORTS: u64 = 15000;

@@ -1,4 +1,4 @@
-//! The challenge in front of the first byte of PyTorch's protocol, if the job has a secret.
+//! The challenge before the first byte of PyTorch's protocol, if the job has a secret.
 //!
 //! The client begins with [`MARK`], which no request begins with, and its opening. The server
 //! answers with the mark, a length of 4 bytes, and as many bytes: its reply. If it rejects the

@@ -75,7 +75,7 @@ impl std::fmt::Debug for Signed {
 }
 
 impl Signed {
-    /// Moves what there is into `buffer`. How much that is.
+    /// Moves the available bytes into `buffer`. How much that is.
     fn take(&mut self, buffer: &mut [u8]) -> usize {
         let rest = &self.plain[self.used..];
         let length = rest.len().min(buffer.len());
@@ -280,7 +280,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes what there is of records; all that was checked before has been used.
+    /// Reads the available records; all that was checked before has been used.
     fn receive_records(&mut self, deadline: Instant) -> io::Result<()> {
         let mut chunk = [0; RECORD_BYTES];
         let length = self.read(deadline, |stream| stream.read(&mut chunk))?;

@@ -135,8 +135,8 @@ pub(super) fn dial(
     let mut challenge = None;
     if let Some(secret) = &acceptor.secret {
         let claims = claims(setup, own, peer, socket_address);
-        // The token came over the group and is new, so the proof can go with the opening. No rank
-        // waits for an answer before it has accepted.
+        // The token is new and was received over the group, so the opening can include the proof.
+        // No rank waits for an answer before it has accepted.
         let initiator = Initiator::new(secret, Purpose::Transport, claims)?;
         hello.extend_from_slice(&initiator.opening());
         hello.extend_from_slice(&initiator.proof(&token));

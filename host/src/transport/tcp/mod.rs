@@ -1,5 +1,5 @@
-//! Puts over TCP: every queue has connections of its own to the peer, with a thread there for each
-//! that takes the puts. Both ends are page-locked host memory, from and to which the sockets copy.
+//! Puts over TCP: every queue has its own connections to the peer, with a receiving thread for
+//! each. Both ends are page-locked host memory, from and to which the sockets copy.
 //!
 //! Copying limits a connection: one thread sends and one receives. So a large put is divided among
 //! the connections of its queue, and the receiving end stores its counter when all parts have

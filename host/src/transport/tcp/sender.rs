@@ -291,7 +291,7 @@ impl Further {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Gives the thread something to do, once there is room; `check` ends a wait for that.
+    /// Passes work to the thread, once it has room; `check` ends a wait for that.
     fn hand_over(&self, work: Work, check: impl Fn() -> Result<()>) -> Result<()> {
         let state = &self.state;
         let waiting = || state.handed_over.load(Ordering::Relaxed) - state.taken.load(Ordering::Acquire);

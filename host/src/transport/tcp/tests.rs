@@ -36,7 +36,7 @@ const FIRST: Place = Place { queue: 0, peer: 1, connection: 0 };
 /// The patience of threads that never poll, and of those that do at first.
 const BLOCKS: Patience = Patience { polls: false };
 const POLLS: Patience = Patience { polls: true };
-/// Longer than anything takes on a busy machine that is meant to happen.
+/// Longer than any expected event takes on a busy machine.
 const SOON: Duration = Duration::from_secs(120);
 
 /// A deadline that is meant to pass.

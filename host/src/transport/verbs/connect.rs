@@ -17,7 +17,7 @@ use crate::transport::greeting::{self, Greeting};
 use crate::transport::links::{Links, PeerQueue};
 use crate::transport::setup::Setup;
 
-/// A rank's message to the others. It is JSON, because set-up is rare and a dump can be read.
+/// A rank's message to the others. JSON, because set-up is rare and dumps are readable.
 #[derive(Debug, Serialize, Deserialize)]
 struct Offer {
     cards: Vec<CardOffer>,

@@ -93,7 +93,7 @@ impl VerbsQueue {
         if self.chain.len() as u64 >= self.depth / 2 { self.flush(deadline) } else { Ok(()) }
     }
 
-    /// Posts the chain in one call, with its last write signalled, once there is room for it.
+    /// Posts the chain in one call, with its last write signalled, once the queue has room for it.
     fn flush(&mut self, deadline: Instant) -> Result<()> {
         let mut chain = std::mem::take(&mut self.chain);
         let Some(last) = chain.last_mut() else { return Ok(()) };

@@ -100,7 +100,7 @@ impl Drop for List {
     }
 }
 
-/// The names of all RDMA devices, sorted. The error gives the reason why there are none.
+/// The names of all RDMA devices, sorted. The error is the reason for none.
 pub(super) fn device_names() -> Result<Vec<String>> {
     let list = List::new()?;
     let mut names: Vec<String> = list.devices().map(|(_, name)| name).collect();
@@ -270,7 +270,7 @@ impl Mr {
 
 impl Drop for Mr {
     fn drop(&mut self) {
-        // SAFETY: given back once; queues that use it held a reference.
+        // SAFETY: freed once; queues that use it held a reference.
         unsafe { ib::ibv_dereg_mr(self.raw.as_ptr()) };
     }
 }
@@ -487,7 +487,7 @@ impl Qp {
         check(code, "ibv_post_recv", operation, "")
     }
 
-    /// Posts the writes as one chain, in one call. An error may leave some of them posted.
+    /// Posts the writes as one chain, in one call. After an error some of them may be posted.
     pub fn post(&self, writes: &[Write], operation: &str) -> Result<()> {
         let word = |write: &Write| match write.from {
             From::Word(word) => word,

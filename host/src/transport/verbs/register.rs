@@ -102,8 +102,8 @@ impl Drivers for OnCard<'_> {
     }
 
     fn register_address(&self) -> Result<Mr> {
-        // SAFETY: `Region` keeps the memory for as long as the registration; wire memory is there
-        // for peers to write.
+        // SAFETY: `Region` keeps the memory for as long as the registration; wire memory is for
+        // peers to write.
         unsafe { Mr::at_address(self.pd, address(self.memory), self.memory.footprint()) }
     }
 }

@@ -46,7 +46,7 @@ impl std::fmt::Display for Gid {
     }
 }
 
-/// A sysfs tree; a test has one of its own.
+/// A sysfs tree; a test has its own.
 #[derive(Debug, Clone)]
 pub struct Sysfs {
     root: PathBuf,

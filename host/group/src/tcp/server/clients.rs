@@ -34,7 +34,7 @@ impl Clients {
         }
     }
 
-    /// Takes out a client that leaves.
+    /// Removes a client that leaves.
     pub(super) fn remove(&mut self, id: u64) -> Option<End> {
         self.waits.forget(id);
         let mut connection = self.connections.remove(&id)?;

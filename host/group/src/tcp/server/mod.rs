@@ -350,7 +350,7 @@ impl Server {
         let id = self.next;
         self.next += 1;
         let mut connection = End::new(socket, keys);
-        // The first request is there as a rule.
+        // The first request has usually arrived.
         let received = connection.receive();
         self.clients.connections.insert(id, connection);
         if let Err(Violation(reason)) = received {

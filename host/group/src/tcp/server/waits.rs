@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Approximate memory of one wait for one key beside the key's bytes.
+/// Approximate memory of one wait for one key, in addition to the key's bytes.
 const OVERHEAD: usize = 128;
 
 /// All waits, in the order in which they began. A wait for a key is found by its ticket. So ending
@@ -51,7 +51,7 @@ impl Waits {
         self.clients.get(&client).map_or(0, |wait| wait.bytes)
     }
 
-    /// Notes that `key` is there. The clients that wait for nothing more, oldest wait first; at
+    /// Records that `key` exists. The clients that wait for nothing more, oldest wait first; at
     /// most one of them if `one`.
     pub(super) fn come(&mut self, key: &[u8], one: bool) -> Vec<u64> {
         let mut done = Vec::new();
