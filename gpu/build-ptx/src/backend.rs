@@ -1,4 +1,4 @@
-//! Which compiler back end writes the PTX, for which architecture, in which PTX version.
+//! The compiler back end that writes the PTX, its architecture and its PTX version.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,8 +18,8 @@ pub enum Backend {
 impl Backend {
     /// The highest `.version` that this back end may write.
     ///
-    /// It decides the oldest driver that loads the PTX: 8.4 needs R550. libNVVM 12.9 writes 8.8
-    /// (R575) and cannot be told otherwise.
+    /// It decides the oldest driver that loads the PTX: 8.4 needs R550. libNVVM 12.9 always writes
+    /// 8.8 (R575).
     pub const fn version_ceiling(self) -> Version {
         match self {
             Self::InTree => Version { major: 8, minor: 4 },
@@ -52,8 +52,8 @@ impl Arch {
         number(&self.0).unwrap_or_default()
     }
 
-    /// The architectures that this project looks at on which PTX for this one runs too, because the
-    /// driver compiles it there. PTX for `sm_90a` or `sm_100f` runs on no newer ones.
+    /// The project's other architectures that run PTX for this one, because the driver compiles it
+    /// there. PTX for `sm_90a` or `sm_100f` runs on no newer ones.
     pub fn newer(&self) -> impl Iterator<Item = Arch> + '_ {
         const KNOWN: [&str; 3] = ["sm_90", "sm_100", "sm_120"];
         let forward = !self.0.ends_with(['a', 'f']);

@@ -14,7 +14,7 @@ use crate::toolchain::{self, Compiler};
 use crate::workspace::{Workspace, describe, read, succeeds, write};
 use crate::{described, nvvm, postprocess, sources};
 
-/// The flags that decide what the PTX says. The header lists them.
+/// The flags that determine the PTX. The header lists them.
 ///
 /// - `ptx84` sets `.version 8.4`: rustc warns that the feature is unstable, and nothing else may
 ///   warn.
@@ -56,8 +56,8 @@ const PROFILE: [&str; 10] = [
 /// Builds, lints and writes the PTX.
 pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
     let text = Builder::find(ws, job.backend)?.compile(ws, job)?;
-    // A file that fails the lints is written beside the build, to be looked at, but never replaces
-    // a good one.
+    // A file that fails the lints is kept in the build folder for inspection. It never replaces a
+    // good one.
     let fresh = job.target_dir(ws).join("shipped.ptx");
     write(&fresh, &text)?;
     lint_file(ws, job, &fresh, &text)?;
@@ -75,7 +75,7 @@ pub enum Builder {
 }
 
 impl Builder {
-    /// Finds what the job's back end takes. The in-tree compiler is fetched where there is none.
+    /// Finds the tools of the job's back end. The in-tree compiler is fetched if it is missing.
     pub fn find(ws: &Workspace, backend: Backend) -> Result<Self> {
         Ok(match backend {
             Backend::InTree => Self::InTree(toolchain::find_or_fetch(ws)?),
@@ -148,7 +148,7 @@ pub fn flags(ws: &Workspace, job: &Job) -> String {
     }
 }
 
-/// The dependency graph as the device sees it.
+/// The dependency graph of the device's target.
 pub fn device_metadata(ws: &Workspace) -> Result<Metadata> {
     Metadata::query(ws, &["--filter-platform", TARGET])
 }

@@ -1,4 +1,4 @@
-//! A check: is the PTX what the sources say, and is it sound?
+//! Checks that PTX matches the sources and passes the lints.
 
 use std::path::Path;
 

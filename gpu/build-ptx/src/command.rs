@@ -53,8 +53,8 @@ pub struct BuildPtx {
 }
 
 impl BuildPtx {
-    /// Does what it was told, for a workspace. `command` is what the user typed; `test` runs on PTX
-    /// that another compiler made than the committed one.
+    /// Runs the command for a workspace. `command` is the user's command line. `test` runs on PTX
+    /// from a compiler other than that of the committed PTX.
     pub fn run(
         self,
         ws: &Workspace,

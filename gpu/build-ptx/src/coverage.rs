@@ -1,4 +1,4 @@
-//! Which instructions and Rust lines of the kernels a test run executed.
+//! Reports which instructions and Rust lines of the kernels a test run executed.
 //!
 //! The virtual GPU writes what each process executes into the folder that `EPOXIDE_VGPU_COVERAGE`
 //! names; this merges it.
@@ -13,7 +13,7 @@ use epoxide_vgpu::{InstructionPlace, Kernel, Module};
 
 use crate::workspace;
 
-/// Tells the virtual GPU where to write.
+/// Names the folder that the virtual GPU writes to.
 pub const DIRECTORY_VARIABLE: &str = "EPOXIDE_VGPU_COVERAGE";
 
 /// Lines that were never executed, in a report.

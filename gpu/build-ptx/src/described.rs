@@ -4,8 +4,8 @@
 /// Such a line begins with this; `epoxide_simt::ptx` writes it.
 const PREFIX: &str = "// kernel ";
 
-/// A kernel whose attribute has no `shared` says this in the compiler's own PTX, for the lint that
-/// looks for it. PTX that ships does not have it.
+/// The compiler's own PTX marks a kernel without `shared` in its attribute with this, for a lint.
+/// Shipped PTX does not have the mark.
 const UNDECLARED: &str = " shared=0";
 
 /// The properties that the PTX of a kernel must have.
@@ -29,8 +29,8 @@ pub struct KernelInfo {
     pub local_depot_allowed: Option<String>,
     /// Number of `trap` instructions.
     pub traps_allowed: u32,
-    /// Whether its attribute names the bytes of dynamic shared memory. Only in the compiler's own
-    /// PTX, where a kernel without `shared` says `shared=0`; true in PTX that ships.
+    /// Whether its attribute names the bytes of dynamic shared memory. Meaningful only in the
+    /// compiler's own PTX, which marks others `shared=0`. Always true in shipped PTX.
     pub names_shared: bool,
     /// The hash of its source, as text.
     pub source: String,

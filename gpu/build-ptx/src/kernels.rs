@@ -28,8 +28,8 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// The package `name`. Without a name, the package that `dir` lies in if it has kernels, or
-    /// else the only one of the workspace with kernels.
+    /// The package `name`. Without a name, the package around `dir` if it has kernels, or else the
+    /// workspace's only package with kernels.
     pub fn find(ws: &Workspace, name: Option<&str>, dir: &Path) -> Result<Self> {
         Self::choose(&Metadata::query(ws, &["--no-deps"])?, name, dir)
     }

@@ -1,5 +1,5 @@
-//! Compiles a crate of kernels to PTX, and checks what comes out. The command is `cargo build-ptx`;
-//! this library is what it does, for build tools of one's own.
+//! Compiles a crate of kernels to PTX, and checks the result. The command is `cargo build-ptx`;
+//! this library has its parts, for other build tools.
 //!
 //! The crate of kernels is one that depends on `epoxide-simt`. The PTX that the compiler writes
 //! describes its kernels itself, so there is no list of them anywhere.
@@ -9,8 +9,8 @@
 //!    source lines, a header with its origin.
 //! 3. [`lint`] holds it to rules that neither compiler nor assembler checks, and to the kernels'
 //!    own descriptions.
-//! 4. [`check`] says whether committed PTX is what the sources give.
-//! 5. [`coverage`] says which lines of the kernels a test run has executed.
+//! 4. [`check`] checks that committed PTX matches the sources.
+//! 5. [`coverage`] reports which lines of the kernels a test run has executed.
 
 #![forbid(unsafe_code)]
 

@@ -29,8 +29,8 @@ pub struct Package {
 }
 
 impl Metadata {
-    /// Asks cargo; `args` are added, such as a platform filter or features. Fetches packages that
-    /// are not there yet.
+    /// Queries cargo with more `args`, such as a platform filter or features. Fetches missing
+    /// packages.
     pub fn query(ws: &Workspace, args: &[&str]) -> Result<Self> {
         let json = capture(ws.cargo().args(["metadata", "--format-version=1"]).args(args))?;
         Ok(Self(serde_json::from_str(&json).context("cargo metadata wrote no JSON")?))

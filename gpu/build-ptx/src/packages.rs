@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 
 use crate::workspace::{self, capture};
 
-/// Fails where this machine does not have what fetching packages takes.
+/// Fails if this machine lacks a tool for fetching packages.
 pub fn check_tools() -> Result<()> {
     for program in ["apt-get", "apt-cache", "dpkg"] {
         workspace::on_path(program).with_context(|| format!("this machine has no {program}"))?;
@@ -16,7 +16,7 @@ pub fn check_tools() -> Result<()> {
     Ok(())
 }
 
-/// Does `fetch`. If that fails, does it once more behind `apt-get update`: the package lists may be
+/// Calls `fetch`. If that fails, calls it again after `apt-get update`: the package lists may be
 /// absent, or name files that the archive no longer has.
 pub fn with_fresh_lists(fetch: impl Fn() -> Result<()>) -> Result<()> {
     let Err(first) = fetch() else { return Ok(()) };

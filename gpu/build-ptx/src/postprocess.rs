@@ -7,8 +7,8 @@
 //! - A `.loc` of inlined code has a comment with the place where the kernel's own code called it:
 //!   `// inlined_at <file> <line>`. PTX has the attribute `inlined_at` for that, but LLVM 22 does
 //!   not write it. ptxas requires a `.loc` of each caller and a debug section with it. A kernel
-//!   whose family has a folder has its own code in all files of it. The virtual GPU takes only the
-//!   file of the entry for a kernel's own, so a line of another file of the folder names itself.
+//!   whose family has a folder has its own code in all files of it. The virtual GPU counts only the
+//!   entry's file as the kernel's own, so a line of another file of the folder names itself.
 //! - The marks around inline assembly stay: one lint reads them.
 
 use crate::described::{self, KernelInfo};
@@ -83,7 +83,7 @@ pub fn comparable(text: &str) -> Vec<&str> {
     text.lines().map(str::trim).filter(compared).collect()
 }
 
-/// `.maxntid` and `.minnctapersm`, which stand between the parameters and the body.
+/// `.maxntid` and `.minnctapersm`, for between the parameters and the body.
 fn bounds(kernel: &KernelInfo) -> String {
     let mut text = format!(".maxntid {}, 1, 1\n", kernel.max_threads);
     if kernel.min_blocks_per_sm > 0 {
@@ -97,7 +97,7 @@ fn entry_name(line: &str) -> Option<&str> {
     Some(after.split(['(', ' ', '{']).next().unwrap_or(after))
 }
 
-/// Comments say nothing the text does not, but for the marks around inline assembly.
+/// Comments only repeat the text, but for the marks around inline assembly.
 fn is_compiler_remark(line: &str) -> bool {
     line.trim_start().starts_with("//") && !is_asm_mark(line)
 }

@@ -1,4 +1,4 @@
-//! NVIDIA's assembler: where it is, and what it says about a PTX file.
+//! NVIDIA's assembler: finds it, and runs it on PTX files.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -131,9 +131,9 @@ pub fn check(usages: &[Usage], described: &[KernelInfo], backend: Backend) -> Ve
     check_with(usages, &ceilings(described, backend), spills)
 }
 
-/// The kernels with the ceilings of registers that PTX of this back end is held to. Those of the
-/// attributes are what rustc's own back end reaches; another one allocates in its own way, and only
-/// the threads of a block bound it.
+/// The kernels with the ceilings of registers for PTX of this back end. The attributes' ceilings
+/// are for rustc's own back end. Another back end allocates differently, and only the threads of a
+/// block bound it.
 fn ceilings(described: &[KernelInfo], backend: Backend) -> Vec<KernelInfo> {
     let mut described = described.to_vec();
     if backend != Backend::InTree {

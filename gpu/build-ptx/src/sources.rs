@@ -10,9 +10,9 @@ use hmac_sha256::Hash;
 use crate::metadata::{Metadata, Package};
 use crate::workspace::Workspace;
 
-/// SHA-256, as hex, over the sources of `package` and of every package on this machine that is
-/// compiled into it, over name and version of every one from a registry, and over the commit of
-/// every one from git. The sources are `Cargo.toml` and the folder of the library, `src/` of most.
+/// SHA-256, as hex, over `package` and every package that is compiled into it. For packages on this
+/// machine it covers the sources, for those from a registry name and version, for those from git
+/// the commit as well. The sources are `Cargo.toml` and the folder of the library, `src/` of most.
 pub fn fingerprint(ws: &Workspace, metadata: &Metadata, package: &str) -> Result<String> {
     let mut hasher = Hash::new();
     for package in metadata.compiled_into(package)? {
@@ -52,7 +52,7 @@ fn absorb(hasher: &mut Hash, bytes: &[u8]) {
     hasher.update(bytes);
 }
 
-/// The Rust files in a folder of a package. What builds leave in the package's own folder is none.
+/// Collects the Rust files in a folder of a package, without the package's own folder `target`.
 fn collect(folder: &Path, package: &Package, files: &mut Vec<PathBuf>) -> Result<()> {
     let reading = || format!("cannot read {}", folder.display());
     for entry in std::fs::read_dir(folder).with_context(reading)? {

@@ -182,8 +182,8 @@ fn clauses(input: ParseStream) -> syn::Result<Vec<Expr>> {
     Ok(Punctuated::<Expr, Token![,]>::parse_terminated(&clauses)?.into_iter().collect())
 }
 
-/// Returns the error of a condition that does not hold, which looks at `arguments`. `spelled` makes
-/// a `String` of text.
+/// Returns code that reports a condition on `arguments` that does not hold. `spelled` makes a
+/// `String` of text.
 fn check(
     clause: &Expr,
     kernel: &TokenStream2,
@@ -227,8 +227,8 @@ pub fn kernel(attr: TokenStream, item: TokenStream) -> TokenStream {
 /// padding.
 ///
 /// `#[kernel_args(requires(..))]` gives it clauses, which name fields by `self`. Each kernel that
-/// takes the struct requires them in front of its own. A kernel whose struct has this one in a
-/// field says `requires(..Name(args.field))`. Struct and kernels are in one crate.
+/// takes the struct checks them before its own. A kernel whose struct has this one in a field has
+/// `requires(..Name(args.field))`. Struct and kernels are in one crate.
 #[proc_macro_attribute]
 pub fn kernel_args(attr: TokenStream, item: TokenStream) -> TokenStream {
     let StructContract(requires) = parse_macro_input!(attr as StructContract);
@@ -258,8 +258,8 @@ impl Parse for StructContract {
 }
 
 /// The clauses of a struct: for the host an implementation of `Contract`, for the device a macro
-/// with the struct's name, so that whatever imports the struct imports the macro as well. It puts
-/// the assumptions into the kernel one by one. A function that makes all of them gives other code.
+/// with the struct's name, so that whatever imports the struct imports the macro as well. The macro
+/// inlines the assumptions. A function with all of them compiles to other code.
 fn struct_contract(item: &ItemStruct, requires: &[Expr]) -> TokenStream2 {
     let name = &item.ident;
     let macro_name = format_ident!("__clauses_of_{name}");
@@ -336,7 +336,7 @@ pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
         // SAFETY, in what it writes: the function's own safety section is the contract.
         Some(_) => quote!({
             #[allow(unused_unsafe)]
-            // SAFETY: the caller upholds what the function's documentation asks for.
+            // SAFETY: the caller upholds the function's documented requirements.
             unsafe #body
         }),
         None => quote!(#body),
@@ -350,8 +350,7 @@ pub fn device(attr: TokenStream, item: TokenStream) -> TokenStream {
     .into()
 }
 
-/// A function whose body stays as it is written: parsed and printed again, what a macro has put
-/// there could become something else.
+/// A function whose body is kept as tokens. Parsing and printing could change tokens from a macro.
 struct DeviceFn {
     attrs: Vec<Attribute>,
     vis: Visibility,
@@ -471,7 +470,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         }
         None => quote!(::core::option::Option::None),
     };
-    // In front of everything else, so that a launch may count on it.
+    // Before everything else, so that a launch may rely on it.
     let wait = dependent.then(|| quote! { ::epoxide_simt::griddepcontrol_wait(); });
     let allowed = match local_memory {
         Some(why) => quote!(::core::option::Option::Some(#why)),
@@ -521,8 +520,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
             }
         }
 
-        // Nothing on the host. epoxide-simt knows which of the two is for the back end that
-        // compiles.
+        // Nothing on the host. epoxide-simt selects the entry for the back end that compiles.
         ::epoxide_simt::__entry! {
             { #entry }
             { #nvvm_entry }
@@ -533,7 +531,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         #[derive(Clone, Copy, Debug)]
         pub struct #type_name;
 
-        // SAFETY: the entry above takes this struct, and `call` below is what makes calls.
+        // SAFETY: the entry above takes this struct, and only `call` below makes calls.
         #[cfg(not(target_arch = "nvptx64"))]
         unsafe impl ::epoxide_simt::launch::Entry for #type_name {
             type Args = #arg_type;
@@ -564,7 +562,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
             /// Checks the clauses, and gives the call for a launch.
             ///
             /// # Errors
-            /// The clause that does not hold, with the values it looks at.
+            /// The clause that does not hold, with its values.
             #[allow(clippy::too_many_arguments)]
             pub fn call(
                 #(#taken: #types),*
@@ -586,7 +584,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
 
 /// The line that describes a kernel, as a template whose values are constants of the kernel's
 /// crate. On the host, `KernelInfo` prints the same line, but for `shared=0` of a kernel whose
-/// attribute has no `shared`: `cargo build-ptx` holds the kernel to it, and takes it out.
+/// attribute has no `shared`: `cargo build-ptx` checks the kernel against it, and removes it.
 fn description(name: &str, arg: &str, contract: &Contract) -> String {
     let shared = if contract.shared.is_some() { "" } else { " shared=0" };
     let local = contract
@@ -660,7 +658,7 @@ fn parameter(input: &FnArg) -> syn::Result<(&Ident, &Type)> {
 struct Arguments<'f> {
     arg: Ident,
     arg_type: Type,
-    /// Where the attribute makes it: its declaration, and the kernel's parameters.
+    /// The struct's declaration and the kernel's parameters, where the attribute makes the struct.
     declaration: TokenStream2,
     names: Vec<&'f Ident>,
     /// Whether that struct ends with a reserved field.

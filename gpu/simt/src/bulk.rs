@@ -61,10 +61,10 @@ device_fns! {
     }
 }
 
-/// [`bulk_load_raw`] onto a barrier that is known to be initialised.
+/// [`bulk_load_raw`] onto an initialised barrier.
 ///
 /// # Safety
-/// As [`bulk_load_raw`].
+/// See [`bulk_load_raw`].
 #[device]
 pub unsafe fn bulk_load(dst_shared: u32, src: u64, bytes: u32, mbar: Mbarrier<Ready>) {
     bulk_load_raw(dst_shared, src, bytes, mbar.offset())

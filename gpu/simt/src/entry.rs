@@ -1,6 +1,6 @@
-//! Which of two forms of a kernel's entry is compiled. The choice stands here, because it is a
-//! matter of this crate's configuration and not of the crate that has the kernel. The tokens are
-//! all the attribute's own, so that line tables name the kernel's file.
+//! Selects which of two forms of a kernel's entry is compiled. The choice is made here because it
+//! depends on this crate's configuration, not on that of the crate with the kernel. All tokens come
+//! from the attribute, so that line tables name the kernel's file.
 
 /// Keeps the entry for rustc's own back end.
 #[cfg(all(target_arch = "nvptx64", not(epoxide_backend = "nvvm")))]

@@ -113,8 +113,8 @@ elements! {
     i64: 8, ld_i64, st_i64;
 }
 
-/// The address of an array of `T` in global memory, as a kernel takes it. It has no length: a
-/// kernel takes that as a parameter, and the virtual GPU reports an access beyond the end.
+/// The address of an array of `T` in global memory, as a kernel takes it. The length is a separate
+/// parameter of the kernel, and the virtual GPU reports an access beyond the end.
 ///
 /// Weak loads and stores take an index. Other instructions take an address: [`Global::at`].
 ///

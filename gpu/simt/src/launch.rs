@@ -34,7 +34,7 @@ pub struct KernelInfo {
     pub barriers: u32,
     /// Most registers per thread.
     pub max_registers: u32,
-    /// Whether its first instruction waits until the kernel in front of it in the stream has ended
+    /// Whether its first instruction waits until the preceding kernel of the stream has ended
     /// (`griddepcontrol.wait`). Such a kernel may be launched before that (programmatic dependent
     /// launch).
     pub dependent: bool,
@@ -90,7 +90,7 @@ pub enum Count {
 }
 
 impl Count {
-    /// The clause that a number does not fulfil, and what it asks for.
+    /// The clause that a number does not fulfil, and the required value.
     fn broken_by(self, given: u32) -> Option<(&'static str, String)> {
         match self {
             Count::Exactly(want) if given != want => Some(("= ..", format!("{want}"))),
@@ -100,8 +100,8 @@ impl Count {
     }
 }
 
-/// The shape of a launch by the kernel's attribute, for the arguments of a call. `None`:
-/// it says nothing.
+/// The shape of a launch by the kernel's attribute, for a call's arguments. `None`: not
+/// specified.
 #[doc(hidden)]
 #[derive(Clone, Copy)]
 pub struct Named<A> {
@@ -171,7 +171,7 @@ impl<K: Entry> Call<K> {
         Ok(Shape { shared_bytes: self.needed_shared_bytes(block), ..shape })
     }
 
-    /// A shape of the caller's, held to what the kernel's attribute says.
+    /// The caller's shape, checked against the kernel's attribute.
     ///
     /// # Errors
     /// The attribute names another grid, another block or more shared memory; or the grid is empty,
@@ -186,7 +186,7 @@ impl<K: Entry> Call<K> {
         Ok(Shape { shared_bytes, ..shape })
     }
 
-    /// So many blocks of so many threads, if the attribute allows that, without shared memory.
+    /// `grid` blocks of `block` threads without shared memory, if the attribute allows them.
     fn launches(&self, grid: u32, block: u32) -> Result<Shape, ContractError> {
         for (what, unit, count, given) in
             [("grid", "blocks", self.named.grid, grid), ("block", "threads", self.named.block, block)]
@@ -322,7 +322,7 @@ mod tests {
         assert!(Awkward::call(3, 32, 1, 0, 16, Global::new(16)).is_err());
     }
 
-    /// Takes more blocks or threads too. Shared memory is by the threads of a block.
+    /// Accepts more blocks or threads too. Shared memory depends on the block's threads.
     #[kernel(threads = 128, grid >= 2, block >= len, shared = block * 4 + len)]
     unsafe fn roomy(out: Global<u32>, len: u32) {
         out.st(0, len);
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(error.to_string(), "kernel shaped requires len.is_multiple_of(2): len = 3");
     }
 
-    /// What both kernels below read.
+    /// Arguments of both kernels below.
     #[kernel_args(requires(
         self.myself >= 1,
         self.myself.is_power_of_two(),

@@ -33,8 +33,8 @@
 //! `u32` offsets for shared memory, because that is what the instructions take. [`Global`] and
 //! [`SharedArray`] put a type on them.
 //!
-//! A function that is sound wherever it is called, such as reading a special register, is a safe
-//! function. A function that takes an address, or that counts on other lanes, is unsafe.
+//! Functions that are sound wherever they are called, such as reading a special register, are safe.
+//! Functions that take an address, or that rely on other lanes, are unsafe.
 //!
 //! On the host these functions exist so that kernels type-check, documentation builds and editors
 //! work. Calling one there panics.
@@ -215,7 +215,7 @@ fn device_only(name: &str) -> ! {
 }
 
 /// Kernels hold no panicking code, and a lint counts traps. The handler exists because `no_std`
-/// wants one.
+/// requires one.
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo) -> ! {

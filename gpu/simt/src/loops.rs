@@ -11,8 +11,8 @@
 /// assert_eq!(seen, [1, 1, 2, 1, 1, 2, 1, 1, 2, 1]);
 /// ```
 ///
-/// The index grows behind the block, as in a loop that is written out. An iterator would take the
-/// next one first and keep both in registers. So the block has no `continue`; it may `break`.
+/// The index is incremented after the block, as in a hand-written loop. An iterator would compute
+/// the next index first and keep both in registers. So the block has no `continue`; it may `break`.
 ///
 /// An index must not overflow: the end and a step together have at most the number of values of the
 /// index's type, `end + step <= 2^32` for `u32`. Beyond that, the index starts again below the end,
@@ -97,7 +97,7 @@ macro_rules! block_stride {
 /// ```
 #[macro_export]
 macro_rules! unroll {
-    // The last turn, too, assigns what a turn behind it would read.
+    // The last turn also assigns values that only a following turn would read.
     (@ $n:ident $body:block $($value:literal)*) => {
         $( { const $n: usize = $value; #[allow(unused_assignments)] $body; } )*
     };
@@ -118,8 +118,8 @@ macro_rules! unroll {
 /// literal: `few!(4, i in 0..N => { .. })` with at most 4 turns. Arrays that it indexes stay in
 /// registers.
 ///
-/// rustc's own back end unrolls the loop. libNVVM would do so too late, behind the pass that takes
-/// arrays apart, and gets it unrolled. So the block has neither `continue` nor `break`. More turns
+/// rustc's own back end unrolls the loop. libNVVM would unroll it only after the pass that splits
+/// arrays, so the macro unrolls it. So the block has neither `continue` nor `break`. More turns
 /// than the number are an error when the kernel is compiled.
 ///
 /// ```
@@ -147,7 +147,7 @@ macro_rules! few {
     }};
 }
 
-/// As documented where it is a loop.
+/// See the other definition, which is a loop.
 #[cfg(epoxide_backend = "nvvm")]
 #[macro_export]
 macro_rules! few {

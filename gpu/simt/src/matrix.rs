@@ -1,6 +1,6 @@
 //! Matrix instructions of a warp, and the copies that feed them. All work from sm_80 on.
 //!
-//! A warp holds a matrix in pieces. Lane `t` has, of an 8 x 8 matrix of 16-bit numbers, numbers
+//! A warp holds a matrix in pieces. For an 8 x 8 matrix of 16-bit numbers, lane `t` holds numbers
 //! `2 (t % 4)` and the next of row `t / 4`, as one register.
 
 #[cfg(target_arch = "nvptx64")]
@@ -35,7 +35,7 @@ device_fns! {
     /// `ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {..}, [row];`
     ///
     /// # Safety
-    /// As [`ldmatrix_x4`].
+    /// See [`ldmatrix_x4`].
     pub unsafe fn ldmatrix_x4_trans(row: u32) -> [u32; 4] {
         let (a, b, c, d): (u32, u32, u32, u32);
         // SAFETY: the caller vouches for the lanes and the offsets.
@@ -80,8 +80,8 @@ device_fns! {
         [c0, c1, c2, c3]
     }
 
-    /// Starts a copy of 16 bytes from global to shared memory, of the thread's current group. It
-    /// passes the first-level cache by.
+    /// Starts a copy of 16 bytes from global to shared memory, in the thread's current group.
+    /// The copy bypasses the first-level cache.
     /// `cp.async.cg.shared.global [dst_shared], [src], 16;`
     ///
     /// # Safety
@@ -102,8 +102,8 @@ device_fns! {
         unsafe { asm!("cp.async.commit_group;", options(nostack)) };
     }
 
-    /// Waits until at most the latest `PENDING` of this thread's groups are incomplete; this thread
-    /// sees what the others have copied. Behind a block barrier the block sees it.
+    /// Waits until at most the latest `PENDING` of this thread's groups are incomplete; the others'
+    /// copies are then visible to this thread, and after a block barrier to the block.
     /// `cp.async.wait_group PENDING;`
     pub fn cp_async_wait<const PENDING: u32>() {
         // SAFETY: waits for this thread's own copies.

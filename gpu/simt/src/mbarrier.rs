@@ -35,9 +35,9 @@ impl Mbarrier<Uninit> {
         Self { offset, state: PhantomData }
     }
 
-    /// Expects `count` arrivals per phase. One thread calls it; other threads must be told by a
-    /// barrier afterwards, and the copy engine by
-    /// [`fence_proxy_async_shared`](super::fence_proxy_async_shared).
+    /// Expects `count` arrivals per phase. One thread calls it. A barrier afterwards makes it
+    /// visible to other threads, and
+    /// [`fence_proxy_async_shared`](super::fence_proxy_async_shared) to the copy engine.
     /// `mbarrier.init.shared.b64 [m], count;`
     ///
     /// # Safety
@@ -48,10 +48,10 @@ impl Mbarrier<Uninit> {
         Mbarrier { offset: self.offset, state: PhantomData }
     }
 
-    /// The barrier, known to have been initialised by another lane.
+    /// The barrier, which another lane has initialised.
     ///
     /// # Safety
-    /// It has been, and that is ordered before this call.
+    /// Another lane's initialisation is ordered before this call.
     #[device]
     pub unsafe fn assume_ready(self) -> Mbarrier<Ready> {
         Mbarrier { offset: self.offset, state: PhantomData }

@@ -72,7 +72,7 @@ loads! {
     ld_u64: u64, reg64, "ld.global.b64";
     /// Weak load.
     ld_i64: i64, reg64, "ld.global.b64";
-    /// Relaxed load at system scope: sees what any device or the host wrote, orders nothing.
+    /// Relaxed load at system scope: reads stores of any device or the host, orders nothing.
     ld_relaxed_sys_u64: u64, reg64, "ld.relaxed.sys.global.b64";
     /// Relaxed load at device scope.
     ld_relaxed_gpu_u32: u32, reg32, "ld.relaxed.gpu.global.b32";
@@ -298,7 +298,7 @@ device_fns! {
     /// 16 bytes of shared memory. `st.shared.v4.b32 [s], {..};`
     ///
     /// # Safety
-    /// As [`ld_shared_v4`], and no other thread uses it meanwhile.
+    /// See [`ld_shared_v4`]; no other thread uses it meanwhile.
     pub unsafe fn st_shared_v4(s: u32, v: [u32; 4]) {
         // SAFETY: the caller vouches for `s`.
         unsafe {

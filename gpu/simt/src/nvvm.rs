@@ -1,5 +1,5 @@
 //! Additions that Rust-CUDA's back end needs beside the instructions themselves. With rustc's own
-//! back end nothing here does anything.
+//! back end they do nothing.
 //!
 //! rustc_codegen_nvvm does not mark an `asm!` as a collective, which only all lanes together may
 //! execute. So libNVVM copies a collective into both arms of a branch that lanes take differently:
@@ -18,15 +18,15 @@ unsafe extern "C" {
     fn barrier_sync_cnt(barrier: u32, threads: u32);
 }
 
-/// States a fact that libNVVM's LLVM 7 does not find by itself, so that a division by it would have
-/// a trap. rustc's LLVM finds it, and gets no statement: its PTX is unchanged.
+/// States a fact that libNVVM's LLVM 7 does not derive, so that a division would have a trap.
+/// rustc's LLVM derives it and gets no statement: its PTX is unchanged.
 ///
 /// # Safety
 /// `condition` is true.
 #[inline(always)]
 pub unsafe fn assume(condition: bool) {
     #[cfg(epoxide_backend = "nvvm")]
-    // SAFETY: the caller promises the condition.
+    // SAFETY: the caller upholds the condition.
     unsafe {
         core::hint::assert_unchecked(condition)
     };
@@ -44,9 +44,9 @@ pub fn at_least_one(v: u32) -> u32 {
     v
 }
 
-/// Keeps a loop in which one lane does more than the others as one loop. libNVVM would write it once
-/// for that lane and once for the others, who count alike, but would be apart. With rustc's own back
-/// end it does nothing; with libNVVM it is a `bar.warp.sync 0xffffffff;`.
+/// Keeps a loop in which one lane does more than the others as one loop. libNVVM would split it
+/// into one loop for that lane and one for the others, and the lanes would diverge. With rustc's
+/// own back end it does nothing; with libNVVM it is a `bar.warp.sync 0xffffffff;`.
 ///
 /// # Safety
 /// All 32 lanes call it.
@@ -56,9 +56,9 @@ pub unsafe fn keep_loop() {
     stay();
 }
 
-/// `v`, which is the same in all lanes, for a test behind a branch that parts them. libNVVM would take
-/// the test's outcome from the arms of the branch, so that a collective behind the test would look as
-/// if it were in one arm. With rustc's own back end it does nothing; with libNVVM it is a
+/// `v`, which is the same in all lanes, for a test after a divergent branch. libNVVM would
+/// fold the test into the arms of the branch, so that a collective after the test would appear
+/// to be in one arm. With rustc's own back end it does nothing; with libNVVM it is a
 /// `mov.b32 r, v;`.
 #[device]
 pub fn same_in_lanes(v: u32) -> u32 {
@@ -67,8 +67,8 @@ pub fn same_in_lanes(v: u32) -> u32 {
     v
 }
 
-/// `v.trailing_zeros()`. Rust-CUDA's back end loses the bit counts of numbers of 64 bits, so that this
-/// takes those of the halves there.
+/// `v.trailing_zeros()`. Rust-CUDA's back end loses the bit counts of 64-bit numbers, so the halves
+/// are counted there.
 #[device]
 pub fn trailing_zeros_u64(v: u64) -> u32 {
     #[cfg(not(epoxide_backend = "nvvm"))]

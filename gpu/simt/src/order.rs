@@ -140,7 +140,7 @@ device_fns! {
         unsafe { asm!("griddepcontrol.wait;", options(nostack)) };
     }
 
-    /// Lets the kernel behind this one be launched, once all blocks have said so or ended.
+    /// Lets the next kernel be launched, once all blocks have executed this or ended.
     /// `griddepcontrol.launch_dependents;`
     pub fn griddepcontrol_launch_dependents() {
         // SAFETY: orders nothing; that kernel waits by itself.
@@ -223,12 +223,12 @@ device_fns! {
         };
     }
 
-    /// Arrives at the barrier that other warps wait at with [`barrier_sync_part`], and goes on:
-    /// what the thread has stored is visible to them behind it. `threads`: those that arrive and
-    /// those that wait. `bar.warp.sync 0xffffffff; barrier.arrive BARRIER, threads;`
+    /// Arrives at the barrier that other warps wait at with [`barrier_sync_part`], without waiting.
+    /// The thread's stores are visible to them after it. `threads`: those that arrive and those
+    /// that wait. `bar.warp.sync 0xffffffff; barrier.arrive BARRIER, threads;`
     ///
     /// # Safety
-    /// Every live thread of these warps reaches it, and every one of the others the wait.
+    /// Every live thread of these warps reaches it, and every live thread of the others waits.
     pub unsafe fn barrier_arrive_part<const BARRIER: u32>(threads: u32) {
         // SAFETY: the caller vouches for the arrival count, and with it for the lanes of each warp.
         unsafe {

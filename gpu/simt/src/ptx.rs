@@ -1,4 +1,4 @@
-//! PTX text as hosts handle it: a module cut into its kernels, and what each kernel says of itself.
+//! PTX text as hosts handle it: a module split into its kernels, and the description of each.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -135,8 +135,8 @@ impl<'a> CutPtx<'a> {
         self.kernels.iter().filter(waits).map(|kernel| kernel.name)
     }
 
-    /// The part that the kernels `names` need. It is everything but the other kernels, whose lines
-    /// stay as empty ones, so that line numbers in errors are those of the whole.
+    /// The part that the kernels `names` need. Lines of other kernels are left empty, so that line
+    /// numbers in errors are those of the whole.
     pub fn only(&self, names: &[&str]) -> String {
         let mut text = self.head.to_owned();
         for kernel in &self.kernels {
@@ -204,7 +204,7 @@ mod tests {
         assert!(missing.to_string().contains("has no such kernel"), "{missing}");
     }
 
-    /// Kernels of one text, whose argument structs differ as their lines say.
+    /// Kernels with the same text, whose argument structs differ by the macro's arguments.
     macro_rules! taking {
         ($name:ident, $least:literal, { $($field:ident: $of:ty),* }, { $($inner:ident),* }) => {
             mod $name {

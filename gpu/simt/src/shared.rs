@@ -86,7 +86,7 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
     /// Stores element `i`: `st.shared`.
     ///
     /// # Safety
-    /// As [`ld`](Self::ld), and no other thread accesses the element meanwhile.
+    /// See [`ld`](Self::ld); no other thread accesses the element meanwhile.
     #[device]
     pub unsafe fn st(self, i: u32, v: T) {
         T::store(self.at(i), v)
@@ -95,9 +95,9 @@ impl<T: SharedElement, const N: usize> SharedArray<T, N> {
 
 /// Declares a block's shared memory as a struct of arrays of four-byte numbers.
 ///
-/// The struct has the offsets of its fields in the shared window. It has a method for each field, and
-/// the constant `BYTES`, which both sides know. `pub struct` lies in dynamic shared memory, which the launch
-/// gives the block: the kernel's attribute says `shared = Tiles::BYTES`, and the kernel calls
+/// The struct has the offsets of its fields in the shared window. It has a method for each field,
+/// and the constant `BYTES` for host and device. `pub struct` is in dynamic shared memory, which
+/// the launch allocates: the kernel's attribute has `shared = Tiles::BYTES`, and the kernel calls
 /// `Tiles::dynamic()`. `pub static struct` has memory of its own, which the PTX declares, and the
 /// kernel calls `Tiles::get()`.
 ///
@@ -129,7 +129,7 @@ macro_rules! shared {
     };
     ($(#[$meta:meta])* $vis:vis static struct $name:ident { $($fields:tt)* }) => {
         $crate::shared!(@ $(#[$meta])* $vis $name { $($fields)* });
-        // Module and place in the source tell apart structs of one name.
+        // Module and place in the source distinguish structs of one name.
         #[cfg(target_arch = "nvptx64")]
         ::core::arch::global_asm!(
             concat!(
@@ -220,7 +220,7 @@ impl<const N: usize> SharedArray<f32, N> {
     /// Stores elements `i` to `i + 3`: `st.shared.v4.b32`.
     ///
     /// # Safety
-    /// As [`ld_v4`](Self::ld_v4), and no other thread accesses the elements meanwhile.
+    /// See [`ld_v4`](Self::ld_v4); no other thread accesses the elements meanwhile.
     #[device]
     pub unsafe fn st_v4(self, i: u32, v: [f32; 4]) {
         st_shared_v4(self.at(i), v.map(f32::to_bits))

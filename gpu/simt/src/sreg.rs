@@ -13,8 +13,8 @@ macro_rules! sreg32 {
                 // SAFETY: reads a register that cannot change during the kernel.
                 unsafe { asm!(concat!("mov.u32 {r}, ", $reg, ";"), r = out(reg32) r, options(pure, nomem, nostack)) };
                 // SAFETY: the hardware's own bounds, so that no division by a dimension needs a
-                // trap. libNVVM does not see through `contains` and keeps its argument in memory,
-                // and of a range it does not see the bounds: it gets each by itself below.
+                // trap. libNVVM does not analyse `contains`, keeps its argument in memory, and does
+                // not derive the bounds of a range. So each bound is stated by itself below.
                 #[cfg(not(epoxide_backend = "nvvm"))]
                 unsafe {
                     core::hint::assert_unchecked(($first $to $last).contains(&r))
@@ -56,8 +56,8 @@ device_fns! {
         r
     }
 
-    /// As [`tid`], read anew: for code that seldom runs, where a register that keeps it alive would
-    /// cost more. `mov.u32 r, %tid.x;`
+    /// [`tid`], read again: for rarely executed code, where keeping it in a register would cost
+    /// more. `mov.u32 r, %tid.x;`
     pub fn tid_now() -> u32 {
         let r: u32;
         // SAFETY: reads a register; not `pure`, so that it is not merged with `tid`.
@@ -65,7 +65,7 @@ device_fns! {
         r
     }
 
-    /// `v`, of which the compiler knows nothing from here on. `mov.b32 r, v;`
+    /// `v`, as a value that the compiler cannot analyse. `mov.b32 r, v;`
     ///
     /// LLVM does not unroll a loop whose counter goes through it ([`rolled!`](crate::rolled)).
     pub fn unknown(v: u32) -> u32 {

@@ -1,4 +1,4 @@
-//! Nothing slow by accident, and no hidden bounds checks.
+//! Rejects accidentally slow arithmetic and hidden bounds checks.
 
 use epoxide_vgpu::ptx::{Entry, Instruction, Stmt};
 
@@ -32,8 +32,8 @@ pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
     findings
 }
 
-/// The branches to the labels right before statement `at`: a trap stands in a block of its own, far
-/// from the check that leads there.
+/// The branches to the labels right before statement `at`: a trap has a block of its own, far from
+/// its check.
 fn branches_to(entry: &Entry, at: usize) -> impl Iterator<Item = &Instruction> {
     let before = entry.body[..at].iter().rev().take_while(|stmt| !matches!(stmt, Stmt::Inst(_)));
     let mut labels = Vec::new();

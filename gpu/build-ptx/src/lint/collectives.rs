@@ -1,4 +1,4 @@
-//! Warp collectives stand where all lanes arrive: under no branch that lanes take differently.
+//! Warp collectives must be where all lanes arrive: under no divergent branch.
 //!
 //! A collective must stay whole, but LLVM does not model that. It may copy one into both arms of a
 //! branch, where each copy waits for lanes that wait in the other.
@@ -189,7 +189,7 @@ mod tests {
             "mov.u32 %r1, %tid.x;\nand.b32 %r2, %r1, 992;\nsetp.eq.b32 %p1, %r2, 64;",
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nand.b32 %r3, %r2, -512;\nsetp.ge.u32 %p1, %r3, %r4;",
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nsetp.lt.u32 %p1, %r2, 1024;",
-            // Both ways from a branch on lanes copy the same number, or the same register.
+            // Both paths from a branch on lanes copy the same number, or the same register.
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, 0;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.b32 %r3, 7;\nmov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, %r3;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, %r3;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.b32 %r3, 7;\nmov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, %r3;\n@%p2 bra $L9;\nst.global.b32 [%rd1], %r2;\nmov.b32 %r2, %r3;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
@@ -211,7 +211,7 @@ mod tests {
             "mov.u32 %r1, %tid.x;\nand.b32 %r2, %r1, 31;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %tid.y;\nsetp.eq.b32 %p1, %r1, 0;",
             "mov.u64 %rd1, %globaltimer;\nsetp.lt.u64 %p1, %rd1, 1000;",
-            // Loads at each lane's own address, and results that each lane gets for itself.
+            // Loads at each lane's own address, and results that differ by lane.
             "mov.u32 %r1, %laneid;\nmul.wide.u32 %rd2, %r1, 4;\nld.global.b32 %r2, [%rd2];\nsetp.eq.b32 %p1, %r2, 0;",
             "atom.relaxed.gpu.global.add.u32 %r1, [%rd1], 1;\nsetp.eq.b32 %p1, %r1, 0;",
             "mov.u32 %r1, %laneid;\nshfl.sync.idx.b32 %r2, %r3, %r1, 31, 0xffffffff;\nsetp.eq.b32 %p1, %r2, 0;",
@@ -219,14 +219,14 @@ mod tests {
             // Values that only some lanes set: under a guard, or on one of two paths.
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, 0;\n@%p2 mov.b32 %r2, 1;\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\nmov.b32 %r2, 0;\n@%p2 bra $L9;\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
-            // Both ways set another number, or a register that each has set by itself.
+            // The two paths set different numbers, or a register that each path has set.
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nld.global.b32 %r3, [%rd1];\nmov.b32 %r2, %r3;\nbra.uni $L9;\n$L8:\nld.global.b32 %r3, [%rd2];\nmov.b32 %r2, %r3;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
             // Lanes that leave a loop at once keep what others overwrite.
             "mov.u32 %r1, %laneid;\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nsub.s32 %r1, %r1, 1;\nbra.uni $L9;\n$L8:\nsetp.eq.b32 %p1, %r2, 0;",
             // A number of a thread with bits of the lane in it.
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nand.b32 %r3, %r2, -256;\nsetp.ge.u32 %p1, %r3, %r4;",
-            // How often lanes went round a loop that they leave one by one.
+            // The count of iterations of a loop that lanes leave one by one.
             "mov.u32 %r1, %laneid;\nmov.b32 %r2, 0;\n$L9:\nadd.s32 %r2, %r2, 1;\nsetp.lt.u32 %p2, %r2, %r1;\n@%p2 bra $L9;\nsetp.eq.b32 %p1, %r2, 4;",
         ];
         for set in sets {

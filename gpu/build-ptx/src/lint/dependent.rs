@@ -7,8 +7,8 @@ use crate::described::{self, KernelInfo};
 
 const RULE: &str = "dependent";
 
-/// In front of `griddepcontrol.wait` stand loads of parameters and arithmetic alone; without the
-/// wait, no launch may count on it.
+/// Before `griddepcontrol.wait`, only loads of parameters and arithmetic are allowed. Without the
+/// wait, no launch may rely on it.
 pub fn check(module: &Module, described: &[KernelInfo]) -> Vec<Finding> {
     let mut findings = Vec::new();
     for entry in &module.file.entries {
@@ -37,8 +37,7 @@ fn is_wait(inst: &Instruction) -> bool {
     inst.is("griddepcontrol") && inst.has("wait")
 }
 
-/// Whether an instruction reads and writes nothing but registers and parameters, and goes nowhere
-/// else.
+/// Whether an instruction reads and writes only registers and parameters, and does not branch.
 fn is_harmless(inst: &Instruction) -> bool {
     const ARITHMETIC: [&str; 16] = [
         "mov", "add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "not", "setp", "selp", "cvt",

@@ -20,7 +20,7 @@ enum Value {
     /// The thread's number in a block of one dimension, a multiple of 32 and the lane, times two to
     /// this power.
     Thread(u64),
-    /// It may be another one in each lane.
+    /// The value may differ in each lane.
     Differs,
 }
 
@@ -98,7 +98,7 @@ impl<'a> Lanes<'a> {
         };
         let mut parted = vec![false; flow.blocks.len()];
         let mut changed = true;
-        // Values only come to differ and blocks to be apart, so that this ends.
+        // Values only change to differing and blocks to divergent, so the loop terminates.
         while std::mem::take(&mut changed) {
             for index in 0..lanes.body.len() {
                 let value = lanes.result(index, &flow);
@@ -116,7 +116,7 @@ impl<'a> Lanes<'a> {
                 (parted[block], changed) = (true, true);
                 let mut between = vec![false; flow.blocks.len()];
                 for decided in flow.decided_by(block, meetings[block]) {
-                    // The one that comes last in the text is as a rule the innermost.
+                    // The last branch in the text is usually the innermost.
                     lanes.apart[decided] = lanes.apart[decided].max(Some(last));
                     between[decided] = true;
                 }
@@ -126,7 +126,7 @@ impl<'a> Lanes<'a> {
         lanes
     }
 
-    /// The branch that has parted the lanes that come by the statement of this index in the body.
+    /// The branch at which the lanes that execute the statement of this index in the body diverged.
     pub fn apart_since(&self, index: usize) -> Option<&'a Instruction> {
         self.apart[self.block_of[index]].and_then(|branch| instruction(&self.body[branch]))
     }
@@ -140,8 +140,7 @@ impl<'a> Lanes<'a> {
         self.join(&self.uses[index].guard, None)
     }
 
-    /// Whether the lanes take a branch differently: by its guard, or by the index of an indexed
-    /// one.
+    /// Whether a branch is divergent: by its guard, or by the index of an indexed branch.
     fn of_branch(&self, index: usize) -> Value {
         let indexed = instruction(&self.body[index]).is_some_and(|inst| inst.is("brx"));
         let operands =
@@ -166,9 +165,9 @@ impl<'a> Lanes<'a> {
         uses.read.first().filter(|_| plain && uses.read.len() == 1)
     }
 
-    /// Whether a statement, in a place where lanes are apart, copies what all lanes copy to its
-    /// register before they meet again: a number, or a register that was set before they parted.
-    /// The compiler puts such copies on each way to a place where ways meet.
+    /// Whether a statement on a divergent path copies the value that all lanes copy to its register
+    /// before they reconverge. The value is a number, or a register that was set before they
+    /// diverged. The compiler puts such copies on each path to a join.
     fn is_copied_everywhere(&self, index: usize, flow: &Flow) -> bool {
         let Some(source) = self.copied(index) else { return false };
         let set_before = |definition: usize, parting: &Parting| {
@@ -187,8 +186,8 @@ impl<'a> Lanes<'a> {
         })
     }
 
-    /// Whether the last thing that happens to `register` on every way from a branch to where they
-    /// meet, or in front of the branch, is that `source` is copied to it.
+    /// Whether the last write to `register` on every path from a branch to its join, or before the
+    /// branch, copies `source`.
     fn all_ways_copy(&self, source: &Read, register: usize, parting: &Parting, flow: &Flow) -> bool {
         // Whether a block leaves the copy in the register; `None` where it does not write it.
         let leaves = |block: usize| {
@@ -241,8 +240,8 @@ impl<'a> Lanes<'a> {
         if self.of_guard(index) != Value::Uniform {
             return Value::Differs;
         }
-        // Where lanes are apart some of them may have another value from another place, or from
-        // another turn of a loop.
+        // On a divergent path some lanes may have a value from another place, or from another
+        // iteration.
         if self.apart_since(index).is_some() {
             return if self.is_copied_everywhere(index, flow) { Value::Uniform } else { Value::Differs };
         }
@@ -262,7 +261,7 @@ impl<'a> Lanes<'a> {
             let broadcast = inst.has("idx") && operands.get(1) == Some(&Value::Uniform);
             return if broadcast { Value::Uniform } else { Value::Differs };
         }
-        // Each lane has its own turn, or its own copy, or may be answered another way.
+        // The result depends on the lane: lanes take turns, have copies, or get different answers.
         let own = is(&["atom", "elect", "activemask", "match"])
             || inst.is("mbarrier")
             || inst.is("ld") && inst.has("local");

@@ -1,8 +1,8 @@
 //! How kernels access memory.
 //!
-//! - Every read-modify-write names its order and its scope; nothing orders memory the old way.
+//! - Every read-modify-write names its order and its scope; no `membar`, no volatile accesses.
 //! - No local memory: a local variable in PTX is a round trip to device memory.
-//! - Loads by the read-only cache only where a kernel asks for them.
+//! - Loads through the read-only cache only where a kernel requests them.
 
 use std::ops::Range;
 

@@ -1,9 +1,8 @@
 //! Requirements of every PTX file, from any compiler.
 //!
-//! LLVM does not read inline PTX, and several constructs compile to something legal but wrong:
-//! these lints are the net. They read PTX as the virtual GPU does. Each rule comes with a snippet
-//! that passes and one that does not. Exceptions are in the kernel's attribute, which the PTX
-//! repeats.
+//! LLVM does not parse inline PTX, and several constructs compile to legal but wrong code. These
+//! lints reject it. They parse PTX as the virtual GPU does. Each rule comes with a snippet that
+//! passes and one that does not. Exceptions are in the kernel's attribute, which the PTX repeats.
 
 mod arithmetic;
 mod barriers;
@@ -131,7 +130,7 @@ pub fn run(text: &str, expect: &Expect) -> Vec<Finding> {
 }
 
 /// Kernels in the compiler's own PTX that use dynamic shared memory without `shared` in their
-/// attribute. PTX that ships no longer tells which attributes have it.
+/// attribute. Shipped PTX does not record which attributes have it.
 pub fn undeclared_shared(raw: &str, described: &[KernelInfo]) -> Vec<Finding> {
     // The lints of the text that ships report PTX that cannot be read.
     let Ok(module) = Module::read(raw) else { return vec![] };

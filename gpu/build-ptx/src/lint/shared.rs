@@ -1,6 +1,5 @@
-//! A kernel that uses dynamic shared memory says in its attribute how many bytes a block gets.
-//! Without `shared`, a launch by the attribute gives none, and the kernel would fail only when it
-//! runs.
+//! The attribute of a kernel with dynamic shared memory must specify the bytes of a block. Without
+//! `shared`, a launch by the attribute allocates none, and the kernel would fail only when it runs.
 
 use std::collections::BTreeSet;
 

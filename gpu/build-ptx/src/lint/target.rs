@@ -1,4 +1,4 @@
-//! Instructions are those of the GPUs that the PTX is for. ptxas says the same; this needs no
+//! Instructions must exist on the GPUs that the PTX is for. ptxas checks the same; this needs no
 //! ptxas, and names the Rust line.
 
 use epoxide_vgpu::ptx::Instruction;

@@ -1,5 +1,4 @@
-//! Fetches the nvvm back end: itself and what it needs, into `target/nvvm`, as far as this machine
-//! can get it.
+//! Fetches the nvvm back end and its dependencies into `target/nvvm`, as far as this machine can.
 
 use std::path::Path;
 use std::process::Command;
@@ -38,7 +37,7 @@ const TOOLCHAIN_LIMIT: Duration = Duration::from_secs(600);
 /// be had, with what was tried.
 pub fn fetch(ws: &Workspace) -> Result<()> {
     let mut failed = Vec::new();
-    // One after another, also behind a failure: each is of use by itself.
+    // A failure does not stop the loop: each part is useful by itself.
     for part in Places::of(ws).missing() {
         if part != Part::Codegen
             && let Err(error) = fetch_part(ws, &part)
@@ -139,7 +138,7 @@ fn fetch_libclang(dir: &Path) -> Result<()> {
         ];
         match fetch_packages(dir, "clang", &names.each_ref().map(String::as_str)) {
             Ok(()) => return Ok(()),
-            // The failure of the newest release says more than that an old one is not there.
+            // The newest release's failure is more informative than the absence of an old one.
             Err(error) => failed = failed.or(Some(error)),
         }
     }
@@ -208,7 +207,7 @@ fn fetch_source(ws: &Workspace) -> Result<std::path::PathBuf> {
     let partial = parts::dir(ws).join("source.partial");
     workspace::fresh_dir(&partial)?;
     let mut clone = git();
-    // Where no server answers, it would try for minutes.
+    // Without a reachable server, git would retry for minutes.
     clone.args([
         "-c",
         "http.lowSpeedLimit=1000",

@@ -18,8 +18,7 @@ pub use fetch::fetch;
 pub use parts::{MissingParts, Parts};
 pub use toolchain::Toolchain;
 
-/// Flags that decide what the PTX says, without the back end's own path and those of
-/// [`codegen_flags`].
+/// Flags that determine the PTX, without the back end's own path and those of [`codegen_flags`].
 const CODEGEN: [&str; 7] = [
     "--cfg=epoxide_backend=\"nvvm\"",
     "-Zunstable-options",
@@ -31,7 +30,7 @@ const CODEGEN: [&str; 7] = [
     "-Zmir-enable-passes=-JumpThreading",
 ];
 
-/// Settings of the profile, whatever the workspace has in it: below level 2 rustc inlines nothing
+/// Settings of the profile, which override the workspace's. Below level 2 rustc inlines nothing
 /// that could prove a divisor or an index, the back end cannot link incremental builds, and checks
 /// of overflow would be traps in kernels.
 pub(crate) const PROFILE: [&str; 8] = [

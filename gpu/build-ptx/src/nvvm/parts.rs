@@ -1,7 +1,7 @@
 //! Parts of the back end, their places, and the remedy for each missing one.
 //!
-//! Each part is taken from where an environment variable names it, else from `target/nvvm`, where
-//! [`super::fetch()`] puts it, else from where packages install it.
+//! Each part is searched for at the path in an environment variable, then in `target/nvvm`, where
+//! [`super::fetch()`] puts it, then where packages install it.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -27,7 +27,7 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Looks for all parts; the error lists every one that is missing.
+    /// Finds all parts; the error lists every missing part.
     pub fn find(ws: &Workspace) -> Result<Self, MissingParts> {
         let places = Places::of(ws);
         let missing: Vec<Missing> = places.missing().into_iter().map(Missing::of).collect();
@@ -145,7 +145,7 @@ impl Missing {
 pub struct MissingParts(Vec<Missing>);
 
 impl MissingParts {
-    /// Those that fetching did not bring; `None` where nothing is missing.
+    /// The parts that fetching did not get; `None` if nothing is missing.
     pub fn after_fetching(missing: Vec<Missing>) -> Option<Self> {
         (!missing.is_empty()).then_some(Self(missing))
     }
@@ -173,14 +173,14 @@ impl std::error::Error for MissingParts {}
 /// The name by which the back end loads libNVVM.
 const LIBNVVM: &str = "libnvvm.so.4";
 
-/// Where the parts lie, as far as they are there.
+/// The paths of the parts that were found.
 pub struct Places {
     toolchain: String,
     has_toolchain: bool,
     codegen: Option<PathBuf>,
     /// A CUDA root that holds libNVVM, under any name.
     cuda: Option<PathBuf>,
-    /// `llvm-config` of an LLVM 7, or what is wrong with the one that should be taken.
+    /// `llvm-config` of an LLVM 7, or what is wrong with the one that should be used.
     pub llvm_config: Result<PathBuf, Option<String>>,
     /// The folder of libclang.
     pub libclang: Option<PathBuf>,
@@ -208,7 +208,7 @@ impl Places {
         }
     }
 
-    /// The CUDA root, where it has what building the back end takes.
+    /// The CUDA root, if it can build the back end.
     pub fn cuda_with_headers(&self) -> Option<&Path> {
         self.cuda.as_deref().filter(|root| has_headers(root))
     }
@@ -292,8 +292,8 @@ fn has_headers(root: &Path) -> bool {
     root.join("include/cuda.h").is_file() && root.join("nvvm/include/nvvm.h").is_file()
 }
 
-/// The first `llvm-config` of LLVM 7. One that the user has named or that was fetched is there to
-/// be used, so the error says why it is not; another program on `PATH` may be of any LLVM.
+/// The first `llvm-config` of LLVM 7. The error reports why a named or fetched one is not used; a
+/// program on `PATH` may be of any LLVM.
 fn find_llvm_config(
     named: Option<PathBuf>,
     fetched: &Path,
@@ -342,8 +342,8 @@ fn find_libclang(fetched: &Path) -> Option<PathBuf> {
     env_path("LIBCLANG_PATH").into_iter().chain(roots).chain(versions).find(holds_it)
 }
 
-/// The libraries that `file` wants and the loader does not find, but for rustc's own, which is
-/// loaded by then.
+/// The libraries that `file` needs and the loader does not find, but for rustc's own, which is
+/// already loaded.
 fn unresolved(file: &Path, folders: &[PathBuf]) -> Vec<String> {
     let mut ldd = Command::new("ldd");
     let report = capture(ldd.arg(file).env("LD_LIBRARY_PATH", library_path(folders)));

@@ -66,7 +66,7 @@ impl Toolchain {
         self.ask(&["-V"])
     }
 
-    /// Whether it is installed, with the components that the back end takes.
+    /// Whether it is installed, with the components that the back end needs.
     pub fn is_complete(&self) -> bool {
         let Ok(sysroot) = self.ask(&["--print", "sysroot"]) else { return false };
         let rustlib = Path::new(&sysroot).join("lib/rustlib");

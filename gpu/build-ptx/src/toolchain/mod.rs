@@ -83,7 +83,7 @@ pub fn find_or_fetch(ws: &Workspace) -> Result<Compiler> {
     )
 }
 
-/// For `doctor`: each place a compiler may come from, with what is there or what would help.
+/// For `doctor`: each source of a compiler, with the compiler found or a remedy.
 pub fn survey(ws: &Workspace) -> Vec<(&'static str, Result<Compiler>)> {
     let mut places = Vec::new();
     if let Some(rustc) = workspace::env_path(OVERRIDE) {
