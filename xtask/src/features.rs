@@ -1,9 +1,9 @@
 //! Tests that one build of the crates that packages share serves `cargo run`, `cargo test` and
 //! `cargo xtask`.
 //!
-//! Cargo compiles a crate once for each set of features that its users ask for. The packages that a
-//! command line selects decide the users. So one feature that only some of them ask for makes cargo
-//! compile the crate, and all its dependents, again.
+//! Cargo compiles a crate once for each set of features that its dependents enable. The packages
+//! that a command line selects determine the dependents. So one feature that only some of them
+//! enable makes cargo compile the crate, and all its dependents, again.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -44,7 +44,7 @@ fn commands_share_one_build_of_every_crate() {
         ("cargo xtask", &["--package", "xtask"]),
     ] {
         for (package, asked) in features(&ws, &[selection, &build].concat()) {
-            // These have the features that the command line names, and differ by them.
+            // These packages differ by the features that the command line names.
             let named =
                 ["epoxide ", "epoxide-bench ", "epoxide-examples ", "epoxide-testing ", "epoxide-tests "];
             if command.contains("cuda") && named.iter().any(|name| package.starts_with(name)) {

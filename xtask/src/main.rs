@@ -13,7 +13,7 @@ mod features;
 mod flaky;
 mod miri;
 mod mutate;
-// Without its feature, the command starts xtask again with it, and only tests call the rest.
+// Without the feature, the command starts xtask again with it, and only tests call the rest.
 #[cfg_attr(not(feature = "public-api"), allow(dead_code))]
 mod public_api;
 mod rdma_vm;

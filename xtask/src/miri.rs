@@ -52,8 +52,8 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether the toolchain has miri and the source of the standard library, which miri compiles.
-/// Rustup is asked for a path, and installs nothing.
+/// Whether the toolchain has miri and the source of the standard library, which miri compiles. The
+/// query to rustup is for a path, and installs nothing.
 fn installed() -> Result<(), String> {
     let mut rustup = Command::new("rustup");
     rustup.args(["which", "cargo-miri", "--toolchain", TOOLCHAIN]).env("RUSTUP_AUTO_INSTALL", "0");
@@ -72,7 +72,7 @@ fn source(program: &Path) -> Option<PathBuf> {
 
 /// `cargo miri`. Its builds are in the folder `miri` of the build directory.
 fn miri(ws: &Workspace) -> Command {
-    // The cargo that runs this is the pinned toolchain's. The nightly one gets the same variables.
+    // The running cargo is the pinned toolchain's. The nightly one gets the same variables.
     let pinned = ws.cargo_in_callers_target();
     let mut command = Command::new("rustup");
     command.current_dir(&ws.root).args(["run", TOOLCHAIN, "cargo", "miri"]).env("MIRIFLAGS", FLAGS);

@@ -95,7 +95,7 @@ fn list(ws: &Workspace) -> Result<String> {
     Ok(render(items.into_iter()))
 }
 
-/// The lines, sorted by path. The kind of an item comes before its path and does not count.
+/// The lines, sorted by path. The kind of an item precedes its path and is not compared.
 fn render(items: impl Iterator<Item = String>) -> String {
     let mut lines: Vec<String> = items.collect();
     lines.sort_by(|a, b| (path_of(a), a).cmp(&(path_of(b), b)));
@@ -108,7 +108,7 @@ fn render(items: impl Iterator<Item = String>) -> String {
     text
 }
 
-/// The part of a line from the item's path on. An implementation stands behind its type.
+/// The part of a line from the item's path on. An implementation follows its type.
 fn path_of(line: &str) -> &str {
     let from =
         if line.starts_with("impl") { line.rfind(" for ").map_or(0, |at| at + " for ".len()) } else { 0 };
@@ -140,7 +140,7 @@ fn rustdoc_json(ws: &Workspace, package: &str, features: &[&str]) -> Result<Path
     Ok(target.join(format!("doc/{}.json", package.replace('-', "_"))))
 }
 
-/// Refuses what another compiler wrote, before its JSON is taken for something that it is not.
+/// Rejects another compiler's output, before its JSON is misread.
 fn check_format(json: &str) -> Result<()> {
     #[derive(serde::Deserialize)]
     struct Described {

@@ -8,8 +8,8 @@ use anyhow::{Context, Result};
 
 /// Busy processes, which end when this is dropped.
 ///
-/// Each also ends when its standard input does. The command holds the other end of that pipe and
-/// never writes, so a killed command leaves no busy process behind.
+/// A process also ends when its standard input is closed. The command holds the other end of that
+/// pipe and never writes, so a killed command leaves no busy process behind.
 pub struct Load(Vec<Child>);
 
 impl Load {

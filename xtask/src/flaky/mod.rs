@@ -1,8 +1,7 @@
 //! `cargo xtask flaky`: runs the tests many times beside busy processes, and counts which fail.
 //!
-//! A test that depends on the speed of the machine passes on an idle one. Beside more busy
-//! processes than there are processors, each of its threads waits for its turn, as on a machine
-//! that others use.
+//! A test that depends on the speed of the machine passes on an idle one. With more busy processes
+//! than processors, each of its threads waits to be scheduled, as on a shared machine.
 
 mod load;
 mod output;
@@ -78,12 +77,12 @@ fn cargo_test(ws: &Workspace, options: &Options, more: &str) -> Command {
     command
 }
 
-/// Builds without the load: how long that takes is not what is asked.
+/// Builds without the load: the time of the build does not matter.
 fn build(ws: &Workspace, options: &Options) -> Result<()> {
     workspace::run(&mut cargo_test(ws, options, "--no-run"))
 }
 
-/// Runs the tests once; `log` gets what they print.
+/// Runs the tests once; `log` receives their output.
 fn one_run(ws: &Workspace, options: &Options, log: &Path) -> Result<Run> {
     let mut command = cargo_test(ws, options, "--no-fail-fast");
     // One file for both streams: cargo names a program on standard error, and the program's lines

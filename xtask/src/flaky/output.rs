@@ -21,8 +21,8 @@ impl fmt::Display for Failure {
     }
 }
 
-/// The failures in what one run printed, each once and in order. `cargo` is how cargo ended; an
-/// `Err` says its exit status.
+/// The failures in the output of one run, each once and in order. `cargo` is the outcome of cargo;
+/// an `Err` has its exit status.
 pub fn failures(printed: &str, cargo: Result<(), String>) -> Vec<Failure> {
     let mut failures = BTreeSet::new();
     let mut current = Program::default();
@@ -52,9 +52,9 @@ struct Program {
     /// From the last list under a line `failures:`.
     failed_list: Vec<String>,
     in_list: bool,
-    /// Whether cargo says that it failed.
+    /// Whether cargo reports that it failed.
     has_failed: bool,
-    /// How it ended, where cargo says that.
+    /// The exit status, where cargo reports it.
     ended: Option<String>,
 }
 
@@ -81,7 +81,7 @@ impl Program {
         } else if let (true, Some(ended)) =
             (self.has_failed, line.trim().strip_prefix("process didn't exit successfully: "))
         {
-            // Its name comes first, in backquotes.
+            // The line begins with the name, in backquotes.
             let how = ended.rsplit_once("` (").map_or(ended, |(_, how)| how.trim_end_matches(')'));
             self.ended = Some(how.to_owned());
         }

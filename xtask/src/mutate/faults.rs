@@ -1,5 +1,5 @@
-//! The faults: every place in a kernel where order, scope, a wait or a row is decided, and how to
-//! get it wrong.
+//! The faults: every place in a kernel that decides an order, a scope, a wait or a row, with a
+//! wrong replacement.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -111,7 +111,7 @@ pub struct Fault {
     pub kind: Kind,
     /// Where it is in the kernel.
     pub own: Place,
-    /// Where else: the function inlined there, the other of two statements that trade places.
+    /// Other places: the function inlined there, or the second of two swapped statements.
     pub also: Vec<Place>,
     /// The instruction, for readers.
     pub opcode: String,
@@ -123,7 +123,7 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// One line about it.
+    /// One line of text about the fault.
     pub fn description(&self) -> String {
         format!("{} (`{}`)", self.kind.what(), self.opcode)
     }
@@ -134,9 +134,9 @@ pub fn enumerate(bodies: &[Body]) -> Vec<Fault> {
     bodies.iter().flat_map(of_body).collect()
 }
 
-/// At most `count` of them: kinds take turns, and within a kind the kernels, so that as many as can
-/// be are there. `draw`: which of a kernel's faults come first, and which kernels. Draw 0 begins
-/// with the first kernel, and with its first and last fault.
+/// At most `count` faults, in turn from each kind, and within a kind in turn from each kernel, so
+/// that as many kinds and kernels as possible occur. `draw` selects the first kernels, and the
+/// first faults of each. Draw 0 begins with the first kernel, and with its first and last fault.
 pub fn sample(faults: Vec<Fault>, count: usize, draw: u64) -> Vec<Fault> {
     let mut kinds: BTreeMap<Kind, BTreeMap<&str, Vec<usize>>> = BTreeMap::new();
     for (index, fault) in faults.iter().enumerate() {
@@ -216,7 +216,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
     sites.sort_by_key(|site| (site.at, site.kind));
     for site in sites {
         let line = &lines[site.at];
-        // Without a Rust line there is no place that a report should name.
+        // Without a Rust line, no report can name the place.
         let Some(own) = line.own.clone() else { continue };
         let opcode = line.opcode().to_owned();
         let through = if site.through.is_empty() {
@@ -228,7 +228,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
         let edits = site.edits.into_iter().map(|(index, text)| (lines[index].number, text));
         let key = (site.kind, own.clone(), line.inlined.clone(), opcode.clone());
         if let Some(&index) = by_key.get(&key) {
-            // Two edits of one line are two faults; the first one stands for both.
+            // Two edits of one line are two faults; only the first is kept.
             let edits: Vec<_> = edits.collect();
             let known = &mut faults[index].edits;
             if edits.iter().all(|(number, _)| known.iter().all(|(other, _)| other != number)) {
@@ -401,7 +401,7 @@ fn published(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
             return;
         }
         if MOVABLE.iter().any(|prefix| line.opcode().starts_with(prefix)) {
-            // Its registers must still hold the same behind the release.
+            // The moved instruction's registers must hold the same values after the release.
             let needs = line.registers();
             let between = &lines[index + 1..=at];
             if between.iter().any(|other| other.writes().iter().any(|register| needs.contains(register))) {

@@ -1,5 +1,5 @@
-//! Faults that change nothing in a round trip, each with the reason. They are not tried, and
-//! counted apart.
+//! Faults that change nothing in a round trip, each with the reason. The command does not try them,
+//! and counts them separately.
 
 use epoxide_build_ptx::header::Header;
 
@@ -418,8 +418,8 @@ pub fn is_like(name: &str, pattern: &str) -> bool {
     cuts.into_iter().any(|at| is_like(&name[at..], rest))
 }
 
-/// Why a fault in a PTX text changes nothing, if it is known not to. The reasons are those of
-/// epoxide's own kernels: in kernels of another crate, the same instruction may matter.
+/// The reason why a fault in a PTX text changes nothing, if it is in the list. The reasons are
+/// those of epoxide's own kernels: in kernels of another crate, the same instruction may matter.
 pub fn why(ws: &Workspace, text: &str, fault: &Fault) -> Option<&'static str> {
     if Header::parse(text).is_none_or(|header| header.package != OWN_PACKAGE) {
         return None;

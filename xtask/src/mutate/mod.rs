@@ -1,9 +1,9 @@
-//! `cargo xtask mutate`: makes single faults in the kernels, in their PTX, and looks whether the
-//! checks notice.
+//! `cargo xtask mutate`: makes single faults in the kernels' PTX, and records whether the checks
+//! report them.
 //!
-//! [`faults`] finds the places, [`mod@run`] runs the acceptance test or a program of the user's on
-//! a faulty kernel, this file goes through them all. Faults in code that no run executes cannot be
-//! noticed: they are counted apart.
+//! [`faults`] finds the places, [`mod@run`] runs the acceptance test or a user's program on a
+//! faulty kernel, this file iterates over all faults. Faults in code that no run executes cannot be
+//! found and are counted separately.
 
 mod faults;
 mod harmless;
@@ -328,7 +328,7 @@ fn try_all(
             println!("{:>4}/{} {}: {}", index + 1, faults.len(), fault.id, shown(&outcome));
             if let Some(file) = &file {
                 let object = json!({ "version": version, "id": fault.id, "outcome": outcome.to_json() });
-                // One write, so that a run that is stopped leaves whole lines but for the last.
+                // A single write, so that only the last line of a stopped run can be incomplete.
                 locked(file)
                     .write_all(format!("{object}\n").as_bytes())
                     .context("cannot write to the file of --out")?;
@@ -407,8 +407,8 @@ fn table(results: &[Tried<'_>]) -> String {
     text
 }
 
-/// A fault in full, for whoever writes the test that notices it: the kernel, its Rust line, and
-/// each changed line of the PTX as it was and as it became.
+/// A fault in full, for the author of a test that finds it: the kernel, its Rust line, and each
+/// changed line of the PTX before and after.
 fn site(state: &str, ptx: &str, fault: &Fault) -> String {
     let place = |(file, line): &Place| format!("{file}:{line}");
     let also: Vec<String> = fault.also.iter().map(place).collect();
@@ -502,7 +502,7 @@ mod tests {
 
     #[test]
     fn every_faulty_text_is_valid_ptx() {
-        // All faults of a kind at once: parsing is what takes time.
+        // All faults of a kind at once, because parsing takes most of the time.
         let faults = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &names(epoxide_gpu::PTX)).unwrap());
         let mut kinds: BTreeMap<_, BTreeMap<usize, String>> = BTreeMap::new();
         for fault in &faults {
@@ -517,7 +517,7 @@ mod tests {
 
     #[test]
     fn malformed_ptx_does_not_panic() {
-        // The names of the source files stand behind the last kernel.
+        // The names of the source files follow the last kernel.
         let (_, files) = epoxide_gpu::PTX.rsplit_once("\n}\n").unwrap();
         let kernels = epoxide_testing::fuzz::sample_kernels(epoxide_gpu::PTX, 12_000);
         let samples: Vec<_> =

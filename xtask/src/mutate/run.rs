@@ -1,4 +1,4 @@
-//! Running faulty kernels: the workloads, and what their output says.
+//! Runs faulty kernels: the workloads, and the analysis of their output.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -28,10 +28,10 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// memory of a peer. Its rows have one piece or several, with scales, with sizes that differ
 /// between ranks, and are replayed. Some fill the rings of all warps more than once, and on 18
 /// blocks warps claim the tokens behind the first ones. Within a node and across nodes a rank once
-/// has more experts than a warp has lanes. 300 tokens across nodes come in so many chunks that some
-/// arrive while a warp looks at the number of those before. Low latency runs with few tokens, whose
-/// rows go as packets, and with more tokens than a block has threads, where a rank has more experts
-/// than blocks. 34 blocks have one that lists rows. Across nodes its rows have several warps.
+/// has more experts than a warp has lanes. 300 tokens across nodes have so many chunks that some
+/// arrive while a warp counts earlier ones. Low latency runs with few tokens, whose rows are sent
+/// as packets, and with more tokens than a block has threads, where a rank has more experts than
+/// blocks. One of 34 blocks lists rows. Across nodes its rows have several warps.
 const WORKLOADS: [&str; 25] = [
     "--mode intranode --ranks-per-node 4 --experts 160",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
@@ -61,10 +61,10 @@ const WORKLOADS: [&str; 25] = [
 ];
 /// Longest run on sound kernels.
 const LONGEST_SOUND_RUN: Duration = Duration::from_secs(1800);
-/// A run on faulty kernels is stopped after this many times the time on sound ones, times the runs
-/// at a time: a fault makes the virtual GPU's own checks wait, and the runs share processors.
+/// Limit of a run on faulty kernels: this many times the time on sound ones, times the concurrent
+/// runs. A fault makes the virtual GPU's own checks wait, and runs share processors.
 const SLOWER: u32 = 2;
-/// Bytes of output that are looked at.
+/// Bytes of output that are parsed.
 const LONGEST_OUTPUT: usize = 1 << 20;
 
 /// How runs are made.
@@ -90,7 +90,7 @@ pub enum Runs {
         /// Whether the race checker is on.
         check: bool,
     },
-    /// A program of the user's, which loads the sound text on virtual GPUs. Those replace it.
+    /// A user's program that loads the sound text on virtual GPUs, which replace it.
     Program(Vec<String>),
 }
 
@@ -121,7 +121,7 @@ pub struct Workload {
 pub struct FaultOutcome {
     /// The check that reported it; `None` when it survived.
     pub found_by: Option<String>,
-    /// How near the report came.
+    /// How near the report is to the fault.
     pub nearness: Nearness,
     /// Rust lines that the report names.
     pub lines: Vec<Place>,
@@ -166,8 +166,8 @@ impl Workload {
 }
 
 impl Runner {
-    /// Runs every workload on sound kernels, which must pass; notes what each executes, and how
-    /// long it takes. The first run of a program may compile it, so that the second one counts.
+    /// Runs every workload on sound kernels, which must pass; records the lines that each executes,
+    /// and its time. The first run of a program may compile it, so that the second one counts.
     pub fn sound(&self, text: &str) -> Result<Vec<Workload>> {
         let module = Module::parse(text).context("the PTX to make faults in")?;
         let file = self.directory.join("sound.ptx");
@@ -458,7 +458,7 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> FaultOutc
         let there = || lines.iter().filter(|line| line.0 == place.0).map(|line| line.1);
         there().min().is_some_and(|first| first < place.1) && there().max().is_some_and(|last| last > place.1)
     };
-    // Only the kernels' own lines tell two places apart: `simt` is everywhere.
+    // Only the kernels' own lines identify a place: lines of `simt` are inlined everywhere.
     let places = || std::iter::once(&fault.own).chain(&fault.also).filter(|place| !is_shared(&place.0));
     let names = |lines: &[Place]| lines.iter().any(|line| places().any(|place| near(place, line)));
     let nearness = if names(&lines) {
@@ -505,7 +505,7 @@ fn named_lines(text: &str) -> Vec<Place> {
 }
 
 impl Nearness {
-    /// Whether a report names the fault: its line, or what stands around it.
+    /// Whether a report names the fault: its line, or the accesses around it.
     fn names_fault(self) -> bool {
         self <= Nearness::Between
     }

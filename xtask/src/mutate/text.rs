@@ -19,9 +19,9 @@ pub struct Line {
     pub text: String,
     /// Its instructions, each with its operands as written.
     instructions: Vec<(Instruction, Vec<String>)>,
-    /// Whether a label stands here.
+    /// Whether the line has a label.
     labelled: bool,
-    /// Where it stands in the kernel; `None` for what is no instruction.
+    /// The place in the kernel; `None` if the line is no instruction.
     pub own: Option<Place>,
     /// Where it was inlined from, if it was.
     pub inlined: Option<Place>,

@@ -14,8 +14,8 @@ use anyhow::{Context, Result};
 
 /// Room for the largest frame.
 const FRAME: usize = 64 << 10;
-/// How long a VM that does not take its frames holds up the sender before one is lost. Long: the
-/// machine may be busy.
+/// How long the switch waits for a VM that does not read its frames before one is lost. Long,
+/// because the machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The first five bytes of every VM's hardware address; the last is its number, from 1.
@@ -48,7 +48,7 @@ impl Cable {
         Ok(Cable { dir: dir.to_owned(), lost })
     }
 
-    /// Frames that were for a VM that runs and did not take them in time.
+    /// Frames to a running VM that did not read them in time.
     pub fn lost(&self) -> u64 {
         self.lost.load(Ordering::Relaxed)
     }
@@ -65,8 +65,8 @@ impl Cable {
                 remote.display()
             ),
             "-device".into(),
-            // With event_idx, QEMU's default, the emulated card misses a notification now and then
-            // and is dead afterwards.
+            // With event_idx, QEMU's default, the emulated card sometimes misses a notification and
+            // then hangs.
             format!("virtio-net-pci,netdev=wire,romfile=,event_idx=off,mac={mac}"),
         ]
     }
@@ -85,8 +85,8 @@ fn switch_side(dir: &Path, port: usize) -> PathBuf {
     dir.join(format!("port{port}"))
 }
 
-/// Hands every frame from one port to the VM it is for, or to all others, each through that VM's
-/// own port.
+/// Forwards every frame of a port to its destination VM, or to all others, through the VM's own
+/// port.
 fn forward(port: usize, ends: &[(UnixDatagram, PathBuf)], lost: &AtomicU64) {
     let mut frame = vec![0; FRAME];
     loop {

@@ -69,7 +69,7 @@ impl Archive {
         if !self.entries.insert(path.to_owned()) {
             return;
         }
-        // Each needs an inode number of its own: equal ones would be hard links.
+        // Inode numbers must differ: entries with equal ones would be hard links.
         let inode = self.entries.len();
         let (size, name) = (contents.len(), path.len() + 1);
         let head = format!(

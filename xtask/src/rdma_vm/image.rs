@@ -25,8 +25,8 @@ const TOOLS: [&str; 10] = [
     "sbin/tc",
 ];
 const LIB: &str = "lib/x86_64-linux-gnu";
-/// Where libibverbs looks for its providers. They are loaded at run time, so no file lists them as
-/// a dependency.
+/// The folder of libibverbs's providers, which are loaded at run time, so no file lists them as a
+/// dependency.
 const PROVIDERS: &str = "usr/lib/x86_64-linux-gnu/libibverbs";
 
 /// The program to run in the guest.
@@ -99,7 +99,7 @@ fn quote(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
 
-/// The RXE provider of libibverbs, and the file that tells of it.
+/// The RXE provider of libibverbs, and the file that registers it.
 fn provider(archive: &mut Archive, parts: &Parts) -> Result<()> {
     let dir = parts.file(PROVIDERS)?;
     let is_rxe =
@@ -117,7 +117,7 @@ fn program(archive: &mut Archive, parts: &Parts, path: &str, source: &Path) -> R
     if !contents.starts_with(b"\x7fELF") {
         return Ok(());
     }
-    // It fails for what is linked statically, which needs nothing.
+    // `ldd` fails for a statically linked file, which needs no libraries.
     let Ok(listing) = capture(parts.command("ldd").arg(source)) else { return Ok(()) };
     for library in libraries(&listing).with_context(|| format!("{} does not run here", source.display()))? {
         let name = file_name(&library)?;

@@ -22,8 +22,8 @@ const PROCESSOR: [&str; 6] =
     ["-accel", "tcg,thread=multi", "-cpu", "max,-erms,-fsrm,-pclmulqdq,-smap,-smep,la57=off", "-M", "pc"];
 
 /// The kernel's command line. The kernel writes to the serial line, quietly, and ends when it
-/// panics. It takes the time from the processor (the alternative is an emulated device, slow). It
-/// does not check at boot that timer interrupts arrive in time: on a busy machine they do not.
+/// panics. The clock source is the processor (the alternative is an emulated device, slow). The
+/// check at boot for late timer interrupts is off: on a busy machine they are late.
 const KERNEL: &str = "console=ttyS0 quiet panic=-1 nokaslr mitigations=off tsc=reliable random.trust_cpu=on \
                       no_timer_check";
 
@@ -85,7 +85,7 @@ impl Machine {
             let mut code = None;
             for line in BufReader::new(serial).split(b'\n').map_while(|line| line.ok()) {
                 let line = plain(&String::from_utf8_lossy(&line));
-                // A log that cannot be written or read by anyone does not stop the machine.
+                // A failure to write the log or the output does not stop the machine.
                 let _ = writeln!(file, "{line}");
                 if let Some(word) = line.strip_prefix(EXIT) {
                     // Later kernel messages go to the log alone.
@@ -106,7 +106,7 @@ impl Machine {
         !matches!(self.qemu.try_wait(), Ok(None))
     }
 
-    /// Whether it has ended without a last line: its kernel has crashed, say.
+    /// Whether it has ended without a last line, as after a crash of its kernel.
     pub fn crashed(&mut self) -> bool {
         self.ended() && self.log.is_finished() && !self.over.load(Ordering::Acquire)
     }
@@ -120,8 +120,8 @@ impl Machine {
     }
 }
 
-/// A line of the serial console as it stands in the end: without what carriage returns overwrite,
-/// and terminal control.
+/// A line of the serial console without text overwritten after carriage returns, and without
+/// terminal control.
 fn plain(line: &str) -> String {
     let mut text = String::new();
     let last = line.trim_end_matches('\r').rsplit('\r').next().unwrap_or_default();

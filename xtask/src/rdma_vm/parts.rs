@@ -76,8 +76,8 @@ impl Parts {
         self.dir.join("modules")
     }
 
-    /// A file of the guest's tools, such as `usr/bin/rdma`: of an unpacked package, or else of this
-    /// machine.
+    /// A file of the guest's tools, such as `usr/bin/rdma`, from an unpacked package or else from
+    /// this machine.
     pub fn file(&self, path: &str) -> Result<PathBuf> {
         [self.tools(), "/".into()]
             .iter()
@@ -124,8 +124,8 @@ impl Parts {
 }
 
 fn fetch(dir: &Path) -> Result<()> {
-    // With the package lists of the machine. If it has none or old ones, with lists of our own,
-    // because an ordinary user cannot update those of the machine.
+    // Try the machine's package lists first. If they are absent or old, use lists of our own,
+    // because an ordinary user cannot update the machine's.
     let debs = dir.join("debs");
     let lists = dir.join("lists");
     if let Err(first) = download(&debs, None) {
