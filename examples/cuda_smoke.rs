@@ -124,7 +124,7 @@ fn one_device(report: &mut Report, device: &Device) {
         Ok(format!("{} bytes taken for {BYTES}", footprint(&memory)))
     });
     report.check("freed memory is used again", || {
-        // The pool keeps what comes back to it: a GiB.
+        // The pool keeps up to a GiB of freed memory.
         const KEPT: u64 = 1 << 30;
         let before = device.free_memory()?;
         for kind in [MemoryKind::Device, MemoryKind::Shareable] {
@@ -214,7 +214,7 @@ fn read_words(stream: &Stream, memory: &Memory, count: u32) -> Result<Vec<u32>, 
     Ok(bytes.chunks_exact(4).map(|word| u32::from_ne_bytes([word[0], word[1], word[2], word[3]])).collect())
 }
 
-/// A word of mapped host memory, as the host sees it.
+/// A word of mapped host memory, at its host address.
 fn host_word(memory: &Memory) -> &AtomicU32 {
     // SAFETY: the memory is mapped host memory of at least four bytes, page-aligned, and lives as
     // long as the borrow.
@@ -325,7 +325,7 @@ fn wait_between_streams(device: &Device) -> Fallible {
     let (await_flag, bump) = (kernel(device, "await_flag")?, kernel(device, "bump")?);
     word.write(&second, 0, &0u32.to_ne_bytes())?;
     let address = word.ptr().0.to_ne_bytes();
-    // SAFETY: both kernels end before the memory goes, at the reads below.
+    // SAFETY: both kernels end before the memory is freed, at the reads below.
     unsafe {
         first.launch(&await_flag, &blocks(1, 1), &[&flag.ptr().0.to_ne_bytes(), &address])?;
         event.record(&first)?;
@@ -347,7 +347,7 @@ fn adopted_stream(device: &Device) -> Fallible {
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let bump = kernel(device, "bump")?;
     word.write(&owner, 0, &0u32.to_ne_bytes())?;
-    // SAFETY: `owner` outlives the adopted stream; the kernel ends before the memory goes.
+    // SAFETY: `owner` outlives the adopted stream; the kernel ends before the memory is freed.
     unsafe {
         let adopted = Stream::adopt(device, owner.raw())?;
         ensure(adopted.raw() == owner.raw(), "another CUstream came back")?;
@@ -371,7 +371,7 @@ fn timing(device: &Device) -> Fallible {
     host_word(&flag).store(0, Ordering::Release);
     let await_flag = kernel(device, "await_flag")?;
     start.record(&stream)?;
-    // SAFETY: the kernel ends before the memory goes, at the synchronise below.
+    // SAFETY: the kernel ends before the memory is freed, at the synchronise below.
     unsafe {
         stream.launch(
             &await_flag,
@@ -396,7 +396,7 @@ fn big_shared(device: &Device) -> Fallible {
     let word = Memory::alloc(device, 4096, MemoryKind::Device, "word")?;
     let kernel = Module::load(device, PTX)?.kernel("last_shared_word", bytes)?;
     let config = LaunchConfig { shared_bytes: bytes, ..blocks(1, 1) };
-    // SAFETY: the kernel ends before the memory goes, at the read below.
+    // SAFETY: the kernel ends before the memory is freed, at the read below.
     unsafe { stream.launch(&kernel, &config, &[&word.ptr().0.to_ne_bytes(), &bytes.to_ne_bytes()])? };
     let value = read_words(&stream, &word, 1)?[0];
     ensure(value == 0x5eed, format!("{value:#x} came back"))?;
@@ -411,7 +411,7 @@ fn cooperative(device: &Device) -> Fallible {
     let config = LaunchConfig { cooperative: true, ..blocks(grid, 32) };
     words.write(&stream, 0, &[0; 8])?;
     let (counter, met) = (words.ptr().0.to_ne_bytes(), words.ptr().add(4).0.to_ne_bytes());
-    // SAFETY: the kernel ends before the memory goes, at the read below.
+    // SAFETY: the kernel ends before the memory is freed, at the read below.
     unsafe { stream.launch(&grid_meet, &config, &[&counter, &met])? };
     let met = read_words(&stream, &words, 2)?[1];
     ensure(met == grid, format!("{met} of {grid} blocks met"))?;
@@ -424,7 +424,7 @@ fn capture(device: &Device) -> Fallible {
     let bump = kernel(device, "bump")?;
     word.write(&stream, 0, &0u32.to_ne_bytes())?;
     let address = word.ptr().0.to_ne_bytes();
-    // SAFETY: all replays end before the memory goes, at the read below.
+    // SAFETY: all replays end before the memory is freed, at the read below.
     let graph = stream.capture(|| unsafe { stream.launch(&bump, &blocks(3, 1), &[&address]) })?;
     let recorded = read_words(&stream, &word, 1)?[0];
     ensure(recorded == 0, "the recording ran")?;
@@ -593,7 +593,7 @@ fn peer_copy(first: &Device, second: &Device) -> Fallible {
 
 fn foreign_stream(first: &Device, second: &Device) -> Fallible {
     let theirs = Stream::new(second)?;
-    // SAFETY: the stream is live; that it is of the wrong device is what is checked.
+    // SAFETY: the stream is live; its device is wrong, which the call must reject.
     match unsafe { Stream::adopt(first, theirs.raw()) } {
         Err(error @ Error::Argument { .. }) => Ok(format!("-> {error}")),
         Err(error) => Err(error.into()),

@@ -7,8 +7,7 @@
 //! ```
 //!
 //! Tests across devices need two GPUs that map each other's memory. Without the feature `cuda` the
-//! devices are virtual, which shows that the kernels do what they should; `--runs 500` is plenty
-//! then.
+//! devices are virtual, which tests the kernels themselves; `--runs 500` is enough then.
 
 use std::error::Error as StdError;
 use std::fmt::Write as _;
@@ -284,9 +283,9 @@ impl<'a> Bench<'a> {
             let [stride, shift, spread, seed, warm, stressed, groups_of, instances_of] =
                 [stride, shift, spread, seed, warm, stress, groups, instances].map(u32::to_ne_bytes);
             let (buf, results) = (address(0, 0), address(0, many::RESULTS_AT));
-            // SAFETY: the entry takes two addresses and two numbers. It stays within the memory,
-            // which has room for so many instances at the largest distance. Kernels and memory stay
-            // until the caller has waited.
+            // SAFETY: the entry takes two addresses and two numbers. Accesses stay within the
+            // memory, which has room for all instances at the largest distance. Kernels and memory
+            // live until the caller has waited.
             unsafe {
                 self.streams[0].launch(&ends[0], &whole, &[&buf, &results, &stride, &instances_of])?;
             }

@@ -1,7 +1,7 @@
 //! The same products by cuBLAS, which cudarc loads when the program runs.
 //!
-//! cuBLAS takes the number of rows from the host, an expert at a time: where only the device knows
-//! it, all rows that there is room for are multiplied.
+//! cuBLAS takes the number of rows from the host, an expert at a time. If only the device has it,
+//! all rows of the buffer are multiplied.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ fn failed(error: impl std::fmt::Debug) -> Error {
     Error::Unavailable { what: "cuBLAS".into(), reason: format!("{error:?}") }
 }
 
-/// A matrix as cuBLAS sees it: columns are our rows.
+/// A matrix in cuBLAS's layout: its columns are our rows.
 struct Operand {
     at: DevicePtr,
     dtype: DType,
@@ -58,7 +58,7 @@ impl CublasGemm {
     pub fn new(stream: &Stream) -> Result<CublasGemm> {
         let context = CudaContext::new(stream.device().info().ordinal as usize).map_err(failed)?;
         context.bind_to_thread().map_err(failed)?;
-        // SAFETY: it only looks for the library, whose initialisers may run.
+        // SAFETY: the call only searches for the library, whose initialisers may run.
         if !unsafe { sys::is_culib_present() } {
             return Err(failed("the library is not installed"));
         }

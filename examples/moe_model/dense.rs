@@ -110,8 +110,8 @@ impl Dense {
         Dense { shape: *shape, matrices }
     }
 
-    /// The experts that the device has selected, and their scores, not divided by the sum. They must
-    /// be among the best ones; two logits that differ by less than `tolerance` may stand in either
+    /// The experts that the device has selected, and their scores, not divided by the sum. They
+    /// must be among the best ones; two logits that differ by less than `tolerance` may have either
     /// order.
     fn select(&self, x: &[f64], ids: &[i64], tolerance: f64) -> Result<Vec<(usize, f64)>, String> {
         let logits = times(x, &self.matrices.router, self.shape.num_experts);
@@ -137,7 +137,7 @@ impl Dense {
     /// A pass over `x`, `[tokens, hidden]`, whose tokens go to `ids`, `[tokens, num_topk]`.
     ///
     /// # Errors
-    /// Where these are not the experts with the largest logits.
+    /// `ids` are not the experts with the largest logits.
     pub fn forward(&self, x: Vec<f64>, ids: &[i64], tolerance: f64) -> Result<Forward, String> {
         let (mut out, mut selected) = (Vec::with_capacity(x.len()), Vec::new());
         for (token, (x, ids)) in x.chunks(self.shape.hidden).zip(ids.chunks(self.shape.num_topk)).enumerate()

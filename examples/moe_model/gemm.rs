@@ -14,7 +14,7 @@ pub struct Rows<'a> {
     pub starts: TypedTensor<'a, i32>,
     /// i32 `[experts]`, on the device.
     pub counts: TypedTensor<'a, i32>,
-    /// The same where the host knows them, else as many rows as there is room for.
+    /// The same if the host has the counts, else all rows of the buffer.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // cuBLAS alone reads it.
     pub on_host: Vec<Range<u64>>,
 }
@@ -57,7 +57,7 @@ pub enum Output {
     Add,
 }
 
-/// Multiplies matrices on a stream, in FP32; waits for nothing.
+/// Multiplies matrices on a stream, in FP32, without waiting.
 pub trait Gemm {
     /// Each row of `c`, bf16 or f32, becomes the row of `a`, bf16, times the matrix of its expert
     /// in `b`, bf16 `[experts, ..]`.
@@ -119,8 +119,8 @@ impl Gemm for RustGemm {
             accumulate: (output == Output::Add).into(),
             c_is_f32: (c.dtype() == DType::F32).into(),
         });
-        // SAFETY: the tensors have the shapes that the trait asks for, and their memory is freed
-        // only behind the work enqueued on streams.
+        // SAFETY: the tensors have the shapes that the trait requires, and their memory is freed
+        // only after the work enqueued on streams.
         unsafe { stream.call(&self.multiply, self.blocks, THREADS, 0, call) }
     }
 

@@ -216,8 +216,8 @@ pub struct Forward<'p> {
     pub out: Tensor<'static>,
 }
 
-/// The gradients of a layer. Those of the router and of the shared expert are of this rank's tokens
-/// alone: they are to be summed over the ranks, as those of any layer that every rank has.
+/// The gradients of a layer. The router's and the shared expert's gradients are of this rank's
+/// tokens alone. Callers must sum them over ranks, as for any replicated layer.
 pub struct Backward {
     /// bf16 `[tokens, hidden]`.
     pub x: Tensor<'static>,
@@ -319,7 +319,7 @@ impl Layer {
         // Combine's backward brings each row the gradient of its token.
         let grads = buffer.combine_backward(place, grad, handle, order)?.recv_x;
         let weights = buffer.weights_backward(received, &grads, &pass.made, order)?.grad_topk_weights;
-        // The experts write where the peers read, so that nothing is copied.
+        // The experts write to the pool that peers read, so that nothing is copied.
         let grad_rows = received.combine_rows(DType::Bf16, self.shape.hidden as u64)?;
         let experts = self.experts.backward(
             compute,
@@ -393,9 +393,8 @@ impl Layer {
         })
     }
 
-    /// Enqueues a decode step of `x`, bf16 `[tokens, hidden]`, which leaves its result in
-    /// `room.out`. The host neither waits nor knows how many rows come: it can be captured.
-    /// Collective.
+    /// Enqueues a decode step of `x`, bf16 `[tokens, hidden]`, with the result in `room.out`. The
+    /// host neither waits nor reads the number of rows, so the step can be captured. Collective.
     pub fn decode(
         &self,
         compute: &Compute,

@@ -220,7 +220,7 @@ struct Trained {
     grads: Vec<[Vec<f64>; 5]>,
 }
 
-/// Where the gradients of this rank's experts are among those of a layer.
+/// The indices of this rank's experts' gradients among those of a layer.
 const OF_EXPERTS: std::ops::Range<usize> = 1..3;
 
 /// A forward pass through all layers and its backward, in high throughput.
@@ -333,9 +333,9 @@ fn forward(dense: &[Dense], outputs: &Outputs) -> Result<Vec<dense::Forward>, St
     Ok(passes)
 }
 
-/// Compares the training step with that of all tokens on one rank. A sum is made in the order of a
-/// token's experts, or of an expert's rows, wherever these are. So the bits are the same, unless
-/// cuBLAS multiplies, which sums in an order that depends on the number of rows.
+/// Compares the training step with that of all tokens on one rank. A sum has the order of a token's
+/// experts, or of an expert's rows, on any number of ranks. So the bits are the same, unless cuBLAS
+/// multiplies: its order depends on the number of rows.
 fn compare_alone(gemm: GemmKind, ranks: &[Trained], alone: &Trained) -> Result<String, String> {
     let all = |of: fn(&Trained) -> &Vec<f64>| ranks.iter().flat_map(of).copied().collect::<Vec<_>>();
     let mut pairs = vec![

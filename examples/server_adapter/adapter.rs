@@ -1,16 +1,16 @@
-//! The C interface that a server in the manner of PegaInfer asks of a library of expert parallelism
-//! (`DeepEpAbi`), over epoxide's public interface.
+//! The C interface of an expert-parallel library for a server like PegaInfer (`DeepEpAbi`),
+//! implemented with epoxide's public interface.
 //!
 //! The server gives raw pointers and a raw stream, captures whole decode steps, and keeps all
-//! memory: [`Info`] gives the sizes before it allocates. Rows come by expert ("expanded"): a row
-//! for each local expert of a token, segments aligned to [`Params::expert_alignment`]. Weights of
-//! rows by expert come beside them; the server applies them in the experts' epilogue.
+//! memory: [`Info`] gives the sizes before it allocates. Rows are received by expert ("expanded"):
+//! a row for each local expert of a token, segments aligned to [`Params::expert_alignment`].
+//! Weights of rows are received with them; the server applies them in the experts' epilogue.
 //!
 //! Decoding is in low latency: rows land in the server's memory, and the combine reads its rows
 //! there. Prefill is in high throughput: peers write rows to the pool. Tables and the pool's rows
-//! keep their addresses, which [`Info`] has. Nothing is copied for a server that uses these. For
-//! one that gives memory of its own, tables are copied, and prefill's rows by a kernel whose cost
-//! follows rows.
+//! keep their addresses, which [`Info`] has. Nothing is copied for a server that uses these
+//! addresses. For a server with memory of its own, tables are copied, and a kernel copies prefill's
+//! rows at a cost in proportion to them.
 
 use std::ffi::{CString, c_char, c_void};
 use std::time::Duration;
@@ -181,10 +181,10 @@ unsafe fn tensor<'a, T: Element>(at: u64, shape: &[u64]) -> TypedTensor<'a, T> {
     unsafe { TypedTensor::from_raw(DevicePtr(at), shape) }
 }
 
-/// Copies a table to where the server wants it; to 0 and to itself nothing.
+/// Copies a table to the server's address; does nothing for 0 or the table's own address.
 ///
 /// # Safety
-/// The promise of [`tensor`], for `to`.
+/// The conditions of [`tensor`] hold for `to`.
 unsafe fn copy(stream: &Stream, to: u64, table: &Tensor) -> Result<()> {
     let bytes = table.rows() * table.row_bytes();
     if to == 0 || to == table.ptr().0 || bytes == 0 {
@@ -218,10 +218,10 @@ pub struct Dispatch {
     /// Out: i32 `[local_experts + 1]`, the aligned start of each expert's segment plus its rows;
     /// then the rows of all segments.
     pub psum_expert: u64,
-    /// Out, in prefill alone: i32 `[num_ranks]`, tokens that came from ranks up to and with this
-    /// one, each counted once. Decoding has no such sums, and leaves the memory as it is: the row of
-    /// token t from rank s is always `s * max_decode_tokens + t`, whatever other ranks send. Where
-    /// DeepEP's combine asks for `psum_rank` and the metadata, this one asks for nothing.
+    /// Out, in prefill alone: i32 `[num_ranks]`, tokens received from ranks up to and including
+    /// each, counted once. Decoding has no such sums and does not write the memory: the row of
+    /// token t from rank s is always `s * max_decode_tokens + t`. DeepEP's combine requires
+    /// `psum_rank` and the metadata, this one does not.
     pub psum_rank: u64,
 }
 
@@ -229,7 +229,7 @@ impl Dispatch {
     /// The inputs as tensors.
     ///
     /// # Safety
-    /// The promise of [`tensor`].
+    /// The conditions of [`tensor`] hold for all addresses.
     unsafe fn inputs<'a>(
         &self,
         params: &Params,
@@ -247,10 +247,10 @@ impl Dispatch {
 }
 
 impl Decode {
-    /// Sends rows, which land in the server's memory, and copies tables where they are wanted.
+    /// Sends rows to the servers' memory, and copies tables to the addresses that the server gives.
     ///
     /// # Safety
-    /// The promise of [`tensor`], for all addresses.
+    /// The conditions of [`tensor`] hold for all addresses.
     unsafe fn dispatch(
         &mut self,
         params: &Params,
@@ -292,7 +292,7 @@ impl Prefill {
     /// Sends rows. Their counts are on the way to the host when it returns.
     ///
     /// # Safety
-    /// The promise of [`tensor`], for all addresses.
+    /// The conditions of [`tensor`] hold for all addresses.
     unsafe fn send(&mut self, params: &Params, stream: &Stream, call: &Dispatch) -> Result<()> {
         let order = StreamOrder::on(stream);
         // SAFETY: the caller vouches for the memory.
@@ -304,10 +304,10 @@ impl Prefill {
         Ok(())
     }
 
-    /// Brings rows to where the server wants them. Nothing moves that is there already.
+    /// Moves rows to the server's address. Rows that are already there are not moved.
     ///
     /// # Safety
-    /// The promise of [`tensor`], for all addresses.
+    /// The conditions of [`tensor`] hold for all addresses.
     unsafe fn receive(&mut self, info: &Info, rank: u32, stream: &Stream, call: &Dispatch) -> Result<()> {
         let Some(sent) = &self.sent else { return no_dispatch() };
         let received = sent.at(&self.place)?;
@@ -341,7 +341,7 @@ impl Prefill {
     /// Sums the experts' rows, unweighted, into `out`. `x` is the address of the rows.
     ///
     /// # Safety
-    /// The promise of [`tensor`], for `x`.
+    /// The conditions of [`tensor`] hold for `x`.
     unsafe fn combine(&mut self, info: &Info, stream: &Stream, x: u64, out: &Tensor) -> Result<()> {
         let Some(sent) = self.sent.take() else { return no_dispatch() };
         let (order, hidden) = (StreamOrder::on(stream), out.columns());
@@ -385,8 +385,8 @@ pub unsafe extern "C" fn unique_id(id: *mut u8) -> i32 {
     0
 }
 
-/// Joins the group as `rank`; null where that fails. Collective. `device` stands in for the
-/// thread's current device, which `CudaDevice::current` is on a GPU.
+/// Joins the group as `rank`; null if that fails. Collective. `device` stands in for the thread's
+/// current device, on a GPU `CudaDevice::current`.
 ///
 /// # Safety
 /// `id` has 128 bytes.
@@ -454,7 +454,7 @@ unsafe fn on_stream(
     code(context, outcome)
 }
 
-/// Waits for nothing: brings rows by expert, as many as come. Can be captured.
+/// Receives all rows by expert without waiting. Can be captured.
 ///
 /// # Safety
 /// The stream outlives the context. All addresses are live until the stream has passed the call,
@@ -502,7 +502,7 @@ pub unsafe extern "C" fn prefill_send(context: &mut Context, stream: *mut c_void
     }
 }
 
-/// Prefill, second part: the rows of all segments that come; -1 where the dispatch failed.
+/// Prefill, second part: the number of received rows of all segments; -1 if the dispatch failed.
 pub extern "C" fn prefill_wait_counts(context: &mut Context) -> i64 {
     let rows = match (&context.prefill.sent, &context.stream) {
         (Some(sent), Some(stream)) => sent.handle().num_recv_tokens(stream).map(i64::from),
@@ -511,7 +511,7 @@ pub extern "C" fn prefill_wait_counts(context: &mut Context) -> i64 {
     rows.unwrap_or_else(|error| code(context, Err(error)).into())
 }
 
-/// Prefill, third part: brings rows to where the server wants them, as many as it was told.
+/// Prefill, third part: moves as many rows as the second part returned to the server's address.
 ///
 /// # Safety
 /// The same as [`decode_dispatch`].
@@ -525,7 +525,7 @@ pub unsafe extern "C" fn prefill_recv(context: &mut Context, stream: *mut c_void
     }
 }
 
-/// Prefill, last part: sums rows by expert, as many as came, unweighted, into `out` bf16
+/// Prefill, last part: sums all received rows by expert, unweighted, into `out` bf16
 /// `[num_tokens, hidden]`.
 ///
 /// # Safety

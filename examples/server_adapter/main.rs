@@ -6,8 +6,8 @@
 //! ```
 //!
 //! A captured decode step of three layers holds, for each layer, a kernel for the dispatch and one
-//! for the combine, and nothing else. The experts stand in between, which work in place; here they
-//! give rows back as they are.
+//! for the combine, and nothing else. The experts between them work in place; here they return rows
+//! unchanged.
 
 mod adapter;
 
@@ -45,7 +45,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the ranks, each a thread with a virtual GPU, that know nothing of each other but the id.
+/// Runs the ranks, each a thread with a virtual GPU; they share only the id.
 fn run() {
     let mut id = [0u8; 128];
     // SAFETY: it has 128 bytes.
@@ -328,7 +328,7 @@ impl Server {
         Ok(values)
     }
 
-    /// Compares what came with the oracle, and leaves the experts' results there.
+    /// Compares received rows with the oracle, and overwrites them with the experts' results.
     fn compare_and_work(&mut self, batch: &Batch, call: &Dispatch, results: u64) -> Result<()> {
         let (mut start, mut ends) = (0u64, Vec::new());
         let first = (self.rank * self.info.local_experts) as i32;
@@ -343,7 +343,7 @@ impl Server {
                     assert_eq!(self.read::<i32>(call.recv_src_entry + at * 8, 2)?, [*source, *k], "{of}");
                 }
                 let result: Vec<f32> = token.x.iter().map(|&x| expert_of(expert, x) * weight).collect();
-                // SAFETY: there is room for as many rows as may come.
+                // SAFETY: the memory has room for all rows that may be received.
                 unsafe { self.stream.write(DevicePtr(results + at * row), cast_slice(&bits(&result)))? };
             }
             ends.push((start + came.len() as u64) as i32);
@@ -383,7 +383,7 @@ impl Server {
         for _ in 0..3 {
             let call = self.call(Kind::Decode, x, tokens, Owner::Context);
             let out = self.memory.out.ptr();
-            // SAFETY: as in `decode`; the graph goes before the memory does.
+            // SAFETY: as in `decode`; the graph is dropped before the memory.
             unsafe {
                 let dispatched = adapter::decode_dispatch(self.context(), stream, &call);
                 self.succeeded(dispatched);
@@ -398,7 +398,7 @@ impl Server {
     /// Captures the step for a bucket of tokens, and replays it with other tokens and experts.
     fn decode_from_graphs(&mut self, bucket: usize) -> Result<()> {
         let mut batch = Batch::random(20, bucket);
-        // All ranks have as many tokens as the bucket: those that are not there select nothing.
+        // All ranks have as many tokens as the bucket: absent tokens select no expert.
         let absent = Token { x: vec![0.0; HIDDEN], ids: vec![-1; TOPK], weights: vec![0.0; TOPK] };
         let fill =
             |batch: &mut Batch| batch.tokens.iter_mut().for_each(|own| own.resize(bucket, absent.clone()));
@@ -425,7 +425,7 @@ impl Server {
         Ok(())
     }
 
-    /// Calls that fail say why, and break nothing.
+    /// Failing calls report the reason, and later calls work.
     fn errors(&mut self) {
         let (stream, out) = (self.stream.raw().0, self.memory.out.ptr().0);
         // SAFETY: as in `decode`.

@@ -27,7 +27,7 @@ impl<T> Number for T where
 
 /// A rank's device, as candle and as epoxide have it.
 pub trait Adapter {
-    /// Where candle's tensors are.
+    /// The device of candle's tensors.
     fn candle(&self) -> &candle_core::Device;
 
     /// The stream of epoxide's calls; on a GPU that of candle's kernels.
@@ -54,7 +54,7 @@ pub fn candle(error: candle_core::Error) -> Error {
     Error::Unavailable { what: "candle".into(), reason: error.to_string() }
 }
 
-/// The shape of a tensor that epoxide can take, and the place of its elements in the storage.
+/// The shape of a tensor that epoxide accepts, and the range of its elements in the storage.
 pub fn extent(layout: &candle_core::Layout) -> Result<([u64; 2], std::ops::Range<usize>)> {
     let (rows, columns) = layout.shape().dims2().map_err(candle)?;
     let Some((start, end)) = layout.contiguous_offsets() else {

@@ -1,5 +1,5 @@
-//! candle's CUDA device: its tensors are slices of cudarc's, which epoxide reads and writes where
-//! they are. Nothing is copied, and the host waits for nothing.
+//! candle's CUDA device: its tensors are slices of cudarc's, which epoxide reads and writes in
+//! place. Nothing is copied, and the host does not wait.
 
 use std::ops::Range;
 

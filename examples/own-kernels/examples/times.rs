@@ -55,11 +55,11 @@ fn outputs(sides: &[Gpu], len: usize) -> Result<Vec<Array<f32>>> {
     sides.iter().map(|gpu| gpu.upload(&vec![f32::NAN; len])).collect()
 }
 
-/// Prints times of a call on each side: the best of three rounds by turns, because the clocks of a GPU
-/// change. `work` is what the rate counts.
+/// Prints times of a call on each side: the best of three alternating rounds, because the clocks of
+/// a GPU change. `work` is what the rate counts.
 ///
 /// # Safety
-/// Those of [`Gpu::launch`], for each call.
+/// The conditions of [`Gpu::launch`], for each call.
 unsafe fn print_times<K: Entry>(
     sides: &[Gpu],
     calls: &[Call<K>],
@@ -70,7 +70,7 @@ unsafe fn print_times<K: Entry>(
     let mut best = vec![f64::INFINITY; sides.len()];
     for _ in 0..3 {
         for ((gpu, call), best) in sides.iter().zip(calls).zip(&mut best) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller upholds the conditions above.
             *best = best.min(gpu.median_us(|| unsafe { gpu.launch(call) })?);
         }
     }

@@ -1,5 +1,5 @@
-//! The kernels on a GPU, by the driver's library, which is found at run time: a program with this module
-//! builds and starts on machines without a GPU.
+//! Launches the kernels on a GPU. The driver's library is loaded at run time, so a program with
+//! this module builds and starts on machines without a GPU.
 //!
 //! It is all that a program needs to launch kernels. Streams, memory and events are those of `cudarc`;
 //! any other crate that loads PTX text would do.
@@ -14,7 +14,7 @@ use cudarc::nvrtc::Ptx;
 use epoxide_simt::launch::{Call, Entry};
 use epoxide_simt::{Global, ptx};
 
-/// Result of whatever the driver does.
+/// Result of a driver call.
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// A stream of a GPU, and the kernels of this crate there.
@@ -33,8 +33,8 @@ impl Gpu {
         let context = CudaContext::new(ordinal)?;
         let module = context.load_module(Ptx::from_src(crate::PTX))?;
         for name in ptx::CutPtx::new(crate::PTX).names() {
-            // Loads its code. By itself the driver loads code at the first launch, and may wait for all
-            // kernels that run by then: also for one that waits for the kernel to be launched.
+            // Load the kernel's code now. Otherwise the driver loads it at the first launch, and
+            // may wait for all running kernels: even for one that waits for this launch.
             module.load_function(name)?.num_regs()?;
         }
         Ok(Gpu { stream: context.new_stream()?, module })
@@ -64,7 +64,7 @@ impl Gpu {
     /// No memory is left.
     pub fn upload<T: DeviceRepr>(&self, numbers: &[T]) -> Result<Array<T>> {
         let slice = self.stream.clone_htod(numbers)?;
-        // So that other streams may use it from now on.
+        // Other streams may use the array after this.
         self.stream.synchronize()?;
         Ok(Array { stream: self.stream.clone(), slice: Arc::new(slice) })
     }
@@ -72,8 +72,8 @@ impl Gpu {
     /// Enqueues a call, in the shape that the kernel's attribute gives it.
     ///
     /// # Safety
-    /// The arrays whose addresses the call has are as the kernel's parameters say, and they live until
-    /// the kernel has ended.
+    /// The arrays whose addresses the call has match the kernel's parameters, and live until the
+    /// kernel has ended.
     ///
     /// # Errors
     /// The PTX is of another source, or the driver takes no such launch.
@@ -107,8 +107,8 @@ impl Gpu {
         Ok(self.stream.synchronize()?)
     }
 
-    /// Microseconds of what `enqueue` puts into the stream: the median of 50 measurements of 10 in a row
-    /// each, behind one that is not counted: the GPU is at work while the host enqueues the first of them.
+    /// Microseconds of the work of `enqueue`: the median of 50 measurements of 10 calls each, after
+    /// an uncounted one that keeps the GPU busy while the host enqueues the first.
     ///
     /// # Errors
     /// Those of `enqueue` and of the driver.

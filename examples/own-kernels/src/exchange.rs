@@ -1,10 +1,10 @@
 //! An exchange between two ranks: each writes into the other's memory and raises a flag there.
 //!
-//! Sound because of three orders. Data before its flag: the block meets at a barrier, and one thread
-//! adds to the flag with release at system scope. Flag before the data's reader: one thread loads the
-//! flag with acquire at system scope, and the block meets again. Reader before the next writer: turns
-//! alternate between two halves of the mailbox, and a rank that has seen all flags of turn `t + 1`
-//! knows that its peer is done with turn `t`, as kernels of a stream run one behind the other.
+//! Sound because of three orders. Data before its flag: after a block barrier, one thread adds to
+//! the flag with release at system scope. Flag before the data's reader: one thread loads the flag
+//! with acquire at system scope, before a block barrier. Reader before the next writer: turns
+//! alternate between two halves of the mailbox. When a rank has read all flags of turn `t + 1`, its
+//! peer has finished turn `t`, as kernels of a stream run one after the other.
 
 use epoxide_simt::*;
 
@@ -26,7 +26,7 @@ pub struct ExchangeArgs {
     pub mailbox: Global<u32>,
     /// This rank's flag.
     pub flag: Global<u64>,
-    /// Out: how many blocks gave up. The host sets it to zero.
+    /// Out: the number of blocks that timed out. The host sets it to zero.
     pub expired: Global<u32>,
     /// How long a block waits for the peer.
     pub timeout_ns: u64,

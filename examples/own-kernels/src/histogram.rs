@@ -1,7 +1,7 @@
 //! A histogram: each block counts in shared memory, then adds its counts to those of all.
 //!
-//! Sound because blocks add with atomics, in shared and in global memory, and barriers stand between
-//! clearing, counting and reading the block's counts.
+//! Sound because blocks add with atomics, in shared and in global memory, and barriers separate
+//! clearing, counting and reading of the block's counts.
 
 use epoxide_simt::*;
 

@@ -1,7 +1,7 @@
 //! A matrix product through tiles in shared memory.
 //!
-//! Sound because a barrier stands between the stores to the tiles and the loads from them, and another
-//! one before the next stores.
+//! Sound because a barrier separates the stores to the tiles from the loads, and another one the
+//! loads from the next stores.
 
 use epoxide_simt::*;
 
@@ -17,8 +17,8 @@ shared! {
     }
 }
 
-/// `c[m, n] = a[m, k] * b[k, n]`. Each sum goes from the first product to the last, each rounded, so
-/// that a host can repeat it bit for bit.
+/// `c[m, n] = a[m, k] * b[k, n]`. Each sum adds the products in order and rounds each, so that a
+/// host can repeat it bit for bit.
 #[kernel(
     threads = 256, block = TILE * TILE, grid = (m / TILE) * (n / TILE), barriers = 2, registers = 64,
     requires(

@@ -1,7 +1,7 @@
 //! The sum of an array, in a fixed order: the same bits in every run.
 //!
-//! Sound because the threads of a block meet at barriers around the shared memory that they exchange
-//! sums in (`block_sum_f32`), and one thread of each block stores the block's sum.
+//! Sound because barriers of the block separate the accesses to the shared memory with sums
+//! (`block_sum_f32`), and one thread of each block stores the block's sum.
 
 use epoxide_simt::*;
 

@@ -32,8 +32,8 @@ pub unsafe fn softmax(x: Global<f32>, out: Global<f32>, rows: u32, columns: u32)
     let row = SharedArray::<f32, { MAX_SOFTMAX_COLUMNS as usize }>::new(dynamic_shared() + RowScratch::BYTES);
     let first = ctaid() * columns;
 
-    // Sixteen columns of a thread at a time: four loads are under way before the first is looked at. A
-    // thread that has fewer loads the row's last ones in their place, which change no maximum.
+    // Sixteen columns of a thread at a time: four loads are in flight before the first value is
+    // used. A thread with fewer loads the row's last ones instead, which change no maximum.
     let mut largest = f32::NEG_INFINITY;
     stride!(c in tid() * 4..columns, 4 * ntid() * 4 => {
         let mut v = [[0.0; 4]; 4];

@@ -1,6 +1,6 @@
 //! `out = a + b`: a grid-stride loop.
 //!
-//! Sound because each thread stores elements of its own, and nobody writes `a` and `b` meanwhile.
+//! Sound because each thread stores elements of its own, and no thread writes `a` and `b`.
 
 use epoxide_simt::*;
 

@@ -220,7 +220,7 @@ impl Rank {
         }
     }
 
-    /// The call of a turn. `peer_mailbox` and `peer_flag` are the peer's, as this rank addresses them.
+    /// The call of a turn. `peer_mailbox` and `peer_flag` are the peer's, at this rank's addresses.
     fn call(&self, peer_mailbox: &Array<u32>, peer_flag: &Array<u64>, turn: u32) -> ExchangeArgs {
         ExchangeArgs {
             x: self.x.global(),

@@ -75,8 +75,8 @@ impl Gpus {
             Gpus::Virtual(machine) => launch_virtual(machine, device, module(), &call),
             #[cfg(feature = "cuda")]
             Gpus::Real(gpus) => {
-                // SAFETY: the tests' arrays are as large as their calls say, which the virtual GPU has
-                // checked, and live until the end of `run`.
+                // SAFETY: the tests' arrays have the sizes in their calls, which the virtual GPU
+                // has checked, and live until the end of `run`.
                 unsafe { gpus[device].launch(&call) }.unwrap();
             }
         }
@@ -148,7 +148,7 @@ pub fn on_gpus(devices: usize, test: impl Fn(Gpus)) {
     test(Gpus::Virtual(Machine::new(devices)));
     epoxide_vgpu::for_each_seed(10, |seed| {
         test(Gpus::Virtual(Machine::checked(devices, seed)));
-        // Without reports: what the model allows becomes a result.
+        // No reports: outcomes that the model allows show in results.
         let weak = CheckConfig { races: false, weak_memory: Some(seed), ..CheckConfig::default() };
         test(Gpus::Virtual(Machine::checked_with(devices, seed, weak)));
     });
@@ -156,9 +156,9 @@ pub fn on_gpus(devices: usize, test: impl Fn(Gpus)) {
     on_real_gpus(devices, test);
 }
 
-/// Runs a test on streams of a real GPU, one test at a time: memory that another test frees, and a
-/// module that it loads, wait for the kernels that run, and hold back launches meanwhile. A kernel
-/// that waits for one of these launches would wait until its time is over.
+/// Runs a test on streams of a real GPU, one test at a time: another test's frees and module loads
+/// wait for running kernels, and block launches meanwhile. A kernel that waits for one of these
+/// launches would time out.
 #[cfg(feature = "cuda")]
 pub fn on_real_gpus(devices: usize, test: impl Fn(Gpus)) {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
