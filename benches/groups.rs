@@ -1,7 +1,7 @@
 //! Latency of a group's operations over the mesh, 8 processes of this host, beside PyTorch's Gloo.
 //!
-//! `cargo bench --bench groups`. Gloo's line comes from `tests/interop/gloo_bench.py`, run by the
-//! Python that `EPOXIDE_TORCH_PYTHON` names, else by that of `target/torch-venv` (see
+//! `cargo bench --bench groups`. `tests/interop/gloo_bench.py` measures Gloo, run by the Python
+//! that `EPOXIDE_TORCH_PYTHON` names, else by that of `target/torch-venv` (see
 //! `tests/interop/setup.sh`), if there is one.
 
 use std::path::PathBuf;

@@ -12,14 +12,14 @@
 //! cargo bench --bench vgpu -- --deepep kernels.ptx     # DeepEP's dispatch as well
 //! ```
 //!
-//! A program's whole name stands for that program alone, other words for all that contain them.
-//! `--fast` leaves out check mode, `--check` leaves out everything else. `--runs N` sets the number
-//! of runs; few of them are enough for a tool that counts instructions. `--deepep` takes the PTX
-//! that `vgpu/peers/check.sh deepep` compiles, of the step `repaired`: the kernel as it is shipped
-//! ends with a fault.
+//! A program's whole name selects that program alone, other words all programs that contain them.
+//! `--fast` omits check mode, `--check` omits everything else. `--runs N` sets the number of runs;
+//! a few are enough for a tool that counts instructions. `--deepep` takes the PTX that
+//! `vgpu/peers/check.sh deepep` compiles, of the step `repaired`: the kernel as it is shipped ends
+//! with a fault.
 //!
-//! Programs of one set-up run in turn, whichever of them are measured. `--perf CONTROL,ACK` has
-//! `perf` take samples while those run that are measured:
+//! Programs of one set-up run in turn, whether measured or not. With `--perf CONTROL,ACK`, `perf`
+//! samples only while measured programs run:
 //!
 //! ```sh
 //! mkfifo control ack
@@ -96,7 +96,7 @@ const EXPERTS: u32 = 64;
 const BLOCKS: u32 = 8;
 const CHANNELS: u32 = BLOCKS / 2;
 
-/// Launch shapes that the library takes for these sizes (host/src/ep/throughput/kernels.rs).
+/// Launch shapes that the library uses for these sizes (host/src/ep/throughput/kernels.rs).
 const NOTIFY_THREADS: u32 = 512;
 const LAYOUT_THREADS: u32 = 1024;
 const DISPATCH_WARPS: u32 = 3;
@@ -105,7 +105,7 @@ const DISPATCH_STAGES: u32 = 10;
 const COMBINE_WARPS: u32 = 16;
 const COMBINE_SLOTS: u32 = 3;
 
-/// Warp instructions of a rank before the next one has its turn, as in the library's driver.
+/// Warp instructions of a rank before the next rank's turn, as in the library's driver.
 const TURN: u64 = 64 * 1024;
 /// Warp instructions for which the polling loop is measured.
 const POLLED: u64 = 1 << 20;

@@ -14,7 +14,7 @@ const REGISTERS: usize = 8;
 /// Threads of a block: a warp for each scheduler of a multiprocessor.
 const THREADS: u32 = 128;
 
-/// A kernel that takes all multiprocessors for a time, as the experts do, and displaces the
+/// A kernel that occupies all multiprocessors for a time, as the experts do, and evicts the
 /// instructions of a dispatch and of a combine from their caches.
 pub(crate) struct Between {
     kernel: Kernel,
@@ -56,7 +56,7 @@ fn ptx() -> String {
          mov.u32 %r0, %tid.x;\nadd.u32 %r0, %r0, 1;\n"
     );
     let mut line = |text: std::fmt::Arguments<'_>| {
-        // A string takes all of it.
+        // Writing to a string cannot fail.
         let _ = writeln!(ptx, "{text}");
     };
     (0..REGISTERS).for_each(|to| line(format_args!("cvt.rn.f32.u32 %f{to}, %r0;")));

@@ -1,5 +1,5 @@
-//! Rows by expert in high throughput, and what they are held against: an ordinary dispatch, and a
-//! kernel that copies its rows to the segments of their experts.
+//! Rows by expert in high throughput, and their baseline: an ordinary dispatch, and a kernel that
+//! copies its rows to the segments of their experts.
 
 use epoxide::internal::copy_by_expert;
 use epoxide::throughput::{Buffer, DispatchHandle, Place, Received};
@@ -15,7 +15,7 @@ use crate::high_throughput::Inputs;
 pub(crate) struct ByExpert {
     /// Rows to multiples of which segments begin.
     pub alignment: u32,
-    /// Which row is where.
+    /// The place of each row.
     pub segments: ExpertPlan,
     /// The routing of an ordinary dispatch.
     pub by_token: DispatchHandle,

@@ -2,20 +2,20 @@
 //!
 //! The unit is the run: a buffer and rows of its own, warmed up and timed. Iterations of one run
 //! share its conditions (memory, clocks, other load). They agree with each other better than with
-//! the next run's, so a test that counts iterations calls nearly every pair of runs different. The
+//! the next run's, so a test over iterations would find nearly every pair of runs different. The
 //! median of a run counts.
 //!
-//! If runs of A and B alternated, with the order within each pair drawn by lot, the lot itself
-//! gives the test. If A and B are the same, each pair might as well have come out the other way
-//! round. So every choice of signs of the pairs' log ratios is as likely as the observed one, for
-//! any noise and any drift from pair to pair. If they did not alternate, runs are exchanged between
-//! the sides, which assumes that the machine did not change between them. For virtual GPUs, whose
-//! times are those of a machine with other work, no verdict is given then.
+//! If runs of A and B alternated, with a random order within each pair, the random order itself
+//! gives the test. If A and B are the same, the opposite result of each pair is equally likely. So
+//! every choice of signs of the pairs' log ratios is as likely as the observed one, for any noise
+//! and any drift from pair to pair. If they did not alternate, runs are exchanged between the
+//! sides, which assumes that the machine did not change between them. Virtual GPUs, whose machine
+//! has other work, then get no verdict.
 //!
 //! Phases of a run are compared together: an arrangement counts against a phase if *any* phase
-//! stands out as much in it. So the chance of an alarm holds for the whole comparison. Phases that
-//! go up and down together are not punished for it (max T of Westfall and Young, in one step).
-//! Differences below a tolerance are noise, whatever the test's result.
+//! stands out as much in it. So the chance of an alarm holds for the whole comparison. Correlated
+//! phases do not lose power by it (max T of Westfall and Young, in one step). Differences below a
+//! tolerance are noise, whatever the test's result.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -37,11 +37,11 @@ const FEWEST_SAMPLES: usize = 5;
 pub const FEWEST_PAIRS: usize = 9;
 /// The same of runs that did not alternate, on each side.
 pub const FEWEST_RUNS: usize = 6;
-/// Up to so many pairs, or runs of both sides, all arrangements are gone through.
+/// Up to this many pairs, or runs of both sides, all arrangements are enumerated.
 const EXACT: usize = 16;
 /// Otherwise so many are drawn.
 const DRAWN: usize = 20_000;
-/// An interval whose ends are further apart than by this factor tells of no equality either.
+/// An interval whose ends differ by more than this factor does not show equality either.
 const WIDEST: f64 = 1.1;
 /// Bootstrap resamples.
 const RESAMPLES: usize = 2000;
@@ -53,13 +53,13 @@ pub enum Verdict {
     Faster,
     /// B takes more time.
     Slower,
-    /// Not to be told from chance, or below the tolerance.
+    /// Not distinguishable from chance, or below the tolerance.
     Noise,
-    /// Not to be told from chance, but the ratio may be anything in a wide interval.
+    /// Not distinguishable from chance, but the ratio's interval is wide.
     TooWide,
-    /// Runs of fewer iterations than it takes.
+    /// Runs of fewer iterations than the test requires.
     TooFewSamples(usize),
-    /// Fewer runs, or pairs of them, than it takes.
+    /// Fewer runs, or pairs of runs, than the test requires.
     TooFewRuns(usize, usize),
     /// Runs of virtual GPUs that did not alternate.
     Apart,
@@ -98,9 +98,9 @@ pub struct Line {
     /// B over A: the one median over the other, which is the geometric mean of the pairs' ratios
     /// where there are pairs.
     pub ratio: f64,
-    /// 95% of the bootstrap's ratios lie here; nothing of single runs.
+    /// 95% of the bootstrap's ratios lie here; `None` for single runs.
     pub interval: Option<(f64, f64)>,
-    /// The chance that any line stands out as much where there is no difference.
+    /// The probability that any line differs as much if A and B are the same.
     pub p: Option<f64>,
     /// The verdict.
     pub verdict: Verdict,
@@ -171,8 +171,8 @@ fn partners(a: &[Point], b: &[Point]) -> Vec<Option<usize>> {
     partners
 }
 
-/// All that can be compared of a point whose runs are known. Nothing of the baselines: whether
-/// another program became faster is no verdict on this one.
+/// All comparable times of a point with stored runs. Baselines are left out: a faster or slower
+/// other program is no verdict on this one.
 fn timed(point: &Point) -> Vec<Timed> {
     let runs = point.runs.len();
     let timed = |what: String, median_us: f64, samples_us: &[f64]| {
@@ -180,7 +180,7 @@ fn timed(point: &Point) -> Vec<Timed> {
         let runs_us = match samples {
             // Files without samples have the median alone.
             0 => vec![median_us],
-            // Without those that are left over, so that there are as many as runs.
+            // Left-over samples are dropped, so that there is one median for each run.
             _ => samples_us.chunks_exact(samples).take(runs).map(|run| percentile(run, 0.5)).collect(),
         };
         Timed { what, runs_us, samples }
@@ -326,7 +326,7 @@ fn judge(lines: &mut [Line], tolerance: f64) {
         };
         let group = lines.iter_mut().filter(|line| line.verdict.is_told() && design(line) == *of);
         for (line, p) in group.zip(ps) {
-            // Groups know nothing of each other.
+            // Each group is tested separately, so correct for their number.
             let p = (p * designs.len() as f64).min(1.0);
             line.p = Some(p);
             let is_wide = line.interval.is_some_and(|(low, high)| high > WIDEST * low);
@@ -367,8 +367,8 @@ fn exchange_between_sides(lines: &[Vec<f64>], of_a: usize) -> Vec<f64> {
     shares(&centred, &seen, is_one, |rng, arrangement| arrangement.shuffle(rng), sum)
 }
 
-/// For each line the share of arrangements in which any line stands out as much as this one was
-/// seen to: the square of the line's sum over the sum of squares, which no arrangement changes. It
+/// For each line the share of arrangements in which any line's statistic is at least the observed
+/// one: the square of the line's sum over the sum of squares, which no arrangement changes. It
 /// grows with Student's t, and alike for lines with equal numbers of runs, so that lines can be
 /// compared. The arrangements are all that `is_one` accepts, or drawn ones where there are many.
 fn shares(
@@ -431,7 +431,7 @@ impl Comparison {
     /// Lines with a verdict of slower, by at least this share.
     ///
     /// # Errors
-    /// Where there is no verdict on a line, with the reason and the remedy.
+    /// A line has no verdict, with the reason and the remedy.
     pub fn slower_by(&self, share: f64) -> Result<Vec<&Line>> {
         if let Some(line) = self.lines.iter().find(|line| !line.verdict.is_told()) {
             return Err(Error::Usage(format!(
@@ -510,7 +510,7 @@ mod tests {
     use crate::results::{LOW_LATENCY, Pairs};
     use crate::tests::h200;
 
-    /// Runs of a noisy machine. It drifts, each run is off by a little of its own, some by a lot,
+    /// Runs of a noisy machine. The machine drifts, each run has a small offset, some a large one,
     /// and iterations scatter within a run.
     struct Machine {
         point: Point,
@@ -536,7 +536,7 @@ mod tests {
             (0..12).map(|_| self.rng.random::<f64>()).sum::<f64>() - 6.0
         }
 
-        /// A run of a point whose first phase takes `factor` times as long as it would.
+        /// A run of a point whose first phase takes `factor` times its usual time.
         fn run(&mut self, factor: f64) -> Point {
             let mut point = self.point.clone();
             self.drift += self.noise * self.bell();
@@ -553,7 +553,7 @@ mod tests {
             point
         }
 
-        /// Runs of A and B in turn, the order within a pair drawn by lot.
+        /// Runs of A and B in turn, with a random order within a pair.
         fn ab(&mut self, pairs: usize, factor: f64) -> (Vec<Point>, Vec<Point>) {
             let (mut a, mut b) = (Vec::new(), Vec::new());
             for _ in 0..pairs {
@@ -575,7 +575,7 @@ mod tests {
         assert_eq!(exchange_in_pairs(&[vec![1.0, 2.0, 3.0, 4.0]]), [2.0 / 16.0]);
         assert_eq!(exchange_in_pairs(&[vec![-1.0, 2.0, 3.0, 4.0]]), [4.0 / 16.0]);
         assert_eq!(exchange_in_pairs(&[vec![0.0; 4]]), [1.0]);
-        // With another line that stands out as much in two more choices.
+        // Another line differs as much in two more choices.
         let two = exchange_in_pairs(&[vec![1.0, 1.0, 1.0, 1.0], vec![1.0, 1.0, 1.0, -1.0]]);
         assert_eq!(two, [4.0 / 16.0, 1.0]);
     }
@@ -653,8 +653,7 @@ mod tests {
         assert_eq!(verdict(&b, &a), Verdict::Faster);
         assert_eq!(verdict(&a[..1], &b[..1]), Verdict::TooFewRuns(1, FEWEST_RUNS));
         assert_eq!(verdict(&a[..4], &b[..4]), Verdict::TooFewRuns(4, FEWEST_PAIRS));
-        // The same runs, not alternated: fewer will do, where the machine is taken to stay as it
-        // is.
+        // The same runs, not alternated: fewer are enough, if the machine is assumed constant.
         let after = |points: &[Point]| -> Vec<Point> {
             let mut points = points.to_vec();
             points.iter_mut().for_each(|point| point.runs[0].started += 1e6);

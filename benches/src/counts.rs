@@ -1,6 +1,6 @@
-//! How many tokens a rank sends and receives: the six metrics, counted serially from the routing,
-//! and what uniform routing makes of them on average. The benchmark holds its devices' counts
-//! against the serial ones.
+//! Counts the tokens that a rank sends and receives: the six metrics, counted serially from the
+//! routing, and their means for uniform routing. The benchmark compares its devices' counts with
+//! the serial ones.
 
 use std::collections::BTreeSet;
 
@@ -64,8 +64,8 @@ pub struct RankCounts {
     /// Tokens of other nodes that this rank passes on in its own. In a combine, the sums that it
     /// sends to other nodes.
     pub relayed: u64,
-    /// Received rows that came over NVLink: those of ranks with another index in their node, since
-    /// relays keep the index.
+    /// Rows received over NVLink: those of ranks with another index in their node, since relays
+    /// keep the index.
     pub linked: u64,
 }
 
@@ -139,9 +139,9 @@ pub fn serial(ids: &[Vec<i64>], sizes: Sizes) -> Vec<RankCounts> {
 pub struct SelectionCounts {
     /// Tokens of the rank that select any expert.
     pub sent_tokens: u64,
-    /// Rows that come: one for each selection of an expert here, without padding.
+    /// Received rows: one for each selection of a local expert, without padding.
     pub received: u64,
-    /// Those of them that come over NVLink, if each row does.
+    /// Those of them received over NVLink, if each row is sent by itself.
     pub linked: u64,
     /// Tokens of other ranks with several selections here, counted where `linked` counts them: a
     /// dispatch brings such a row once, and reads it again for its copies.

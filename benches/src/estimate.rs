@@ -1,16 +1,16 @@
-//! Estimate of a measurement's time and memory before it begins, so that no user waits minutes to
-//! learn that it takes hours.
+//! Estimates a measurement's time and memory before it begins, so that no user waits minutes for
+//! one that takes hours.
 
 use crate::{Effort, Plan, counts};
 
 /// Processor time of the interpreter, in nanoseconds, for each block of a call, and each peer that
 /// it waits for. Measured on the two cores that docs/BENCH-NOTES.md names.
 const BLOCK_NS: f64 = 40_000.0;
-/// For each row that comes or goes.
+/// Time for each row sent or received.
 const ROW_NS: f64 = 2_300.0;
 /// For each byte of it.
 const BYTE_NS: f64 = 1.7;
-/// As much of the processors as ranks keep busy, which wait for each other.
+/// The share of the processors that ranks keep busy, since they wait for each other.
 const BUSY: f64 = 0.75;
 /// Calls of a run beside those that are timed: results are checked, and some are traced.
 const OTHER_CALLS: f64 = 20.0;
@@ -46,8 +46,8 @@ impl Plan {
         });
         let received = by_expert.unwrap_or(by_token);
         let row = self.combine_row_bytes() as f64;
-        // The pool has room for all tokens of all ranks, or for all rows by expert, once for rows that
-        // come and once for those that go back.
+        // The pool has room for all tokens of all ranks, or for all rows by expert, once for
+        // received rows and once for returned ones.
         let room = self.room_by_expert().map_or(0.0, |rows| rows as f64).max(ranks * f64::from(self.tokens));
         let pool = room * (2.0 * row + 16.0 * f64::from(self.topk));
         let most_sms = self.num_sms.iter().copied().max().unwrap_or(0);

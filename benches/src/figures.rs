@@ -1,5 +1,5 @@
-//! Figures that are no results file: those of other projects, and of this one where a table alone
-//! was kept. Each has its version, command and date beside it, or says that none was recorded.
+//! Figures that are not in a results file: those of other projects, and of this one if only a table
+//! was kept. Each has its version, command and date, or a note that none was recorded.
 
 use serde::{Deserialize, Serialize};
 
@@ -79,7 +79,7 @@ pub struct Line {
 }
 
 impl Figures {
-    /// The figures that a text holds; nothing where it is another file.
+    /// The figures in a text; `None` if the text is another kind of file.
     ///
     /// # Errors
     /// The first fault of the figures.

@@ -1,5 +1,5 @@
-//! Measures dispatch and combine on ranks, counts what they move, models what they take, and stores
-//! the results. It prints nothing and knows no flags: `epoxide bench` is the command.
+//! Measures dispatch and combine on ranks, counts their traffic, models their times, and stores the
+//! results. Printing and flags are in the command, `epoxide bench`.
 //!
 //! A [`Plan`] describes a measurement. [`measure()`] runs it on threads of this process,
 //! [`measure::rank`] on one rank of any group. The results are [`results::Point`]s: all printed,
@@ -42,7 +42,7 @@ pub use plan::{Baseline, Effort, LowLatencySettings, Plan, Shapes, TIMEOUT};
 /// `Result` with [`enum@Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a measurement did not come about.
+/// The reason why a measurement failed.
 #[derive(Clone, thiserror::Error)]
 pub enum Error {
     /// The request is wrong, or a file has the wrong form.

@@ -97,7 +97,7 @@ struct LowLatency {
     dispatch: Graph,
     combine: Graph,
     chain: Graph,
-    /// A chain of what stands between the calls alone.
+    /// A chain of only the stand-ins between the calls.
     alone: Option<Graph>,
     _between: Option<Between>,
     inputs: LowLatencyInputs,
@@ -199,7 +199,7 @@ impl Mode for LowLatency {
         self.launch(&self.chain)
     }
 
-    /// Takes the time of what stands between the calls from that of the pairs.
+    /// Subtracts the time of the stand-ins between the calls from that of the pairs.
     fn others(script: &mut Script<'_, Self>, times: &mut Times) -> Result<()> {
         let (Some((chain, repetitions)), true) = (script.plan.pairs(), script.mode.alone.is_some()) else {
             return Ok(());

@@ -61,12 +61,12 @@ pub fn rank(
         Some(low) => low_latency::measure(plan, low, &device, group, watch, &mut result)?,
         None => high_throughput::measure(plan, &device, group, watch, &mut result)?,
     }
-    // Behind the buffer: sizes that have no room have a routing that takes minutes to draw.
+    // After the buffer: sizes without room in memory have a routing that takes minutes to draw.
     result.topk_idx = plan.routing(group.rank());
     Ok(result)
 }
 
-/// Makes a buffer, on all ranks at once, and notes what it took.
+/// Makes a buffer, on all ranks at once, and records its time and memory.
 pub(crate) fn made<B>(
     device: &Device,
     group: &Arc<dyn ProcessGroup>,

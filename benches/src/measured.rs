@@ -40,11 +40,11 @@ pub struct Times {
     pub num_sms: u32,
     /// The phases, in order.
     pub phases: Vec<PhaseTimes>,
-    /// Pairs one after the other, the time of one; empty where [`Plan::pairs`](crate::Plan::pairs)
-    /// asks for none.
+    /// Pairs one after the other, the time of one; empty if [`Plan::pairs`](crate::Plan::pairs) is
+    /// `None`.
     pub pair: Samples,
-    /// Uncached dispatch with exact counts, as the host's clock sees it: the call until it returns.
-    /// Empty in low latency.
+    /// Uncached dispatch with exact counts, by the host's clock: the call until it returns. Empty
+    /// in low latency.
     pub exact_dispatch_returns: Samples,
     /// The links' own speed in GB/s with as many blocks: (push, pull).
     pub ceiling: Option<(f64, f64)>,
@@ -53,7 +53,7 @@ pub struct Times {
     /// GB/s that as many multiprocessors store in the device's memory, where rows come by expert
     /// within one node.
     pub store_ceiling: Option<f64>,
-    /// Replays of captured steps; nothing where none were asked for.
+    /// Replays of captured steps; empty if none were requested.
     pub replays: Vec<ReplayTimes>,
 }
 
@@ -81,12 +81,12 @@ impl PhaseTimes {
 }
 
 /// One rank's traced calls of a phase: the time from the start of the first block until the last
-/// one has done something.
+/// one reaches a point.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct KernelTimes {
     /// Has sent its rows.
     pub sent: Samples,
-    /// Knows that all ranks have entered the operation.
+    /// Has read that all ranks have entered the operation.
     pub entered: Samples,
     /// Is done.
     pub done: Samples,
@@ -115,7 +115,7 @@ pub struct ReplayTimes {
     pub chain: u32,
     /// Each replay by itself.
     pub alone: Samples,
-    /// Likewise, L2 emptied before; missing where nothing empties it.
+    /// Likewise, with L2 emptied before; missing if nothing empties it.
     pub flushed: Option<Samples>,
     /// Chains of replays, the time of one.
     pub chained: Samples,
@@ -187,8 +187,8 @@ pub struct RankResult {
     /// Whether the ranks of several nodes were one node to the buffer, as all their memory is
     /// mapped.
     pub is_joined: bool,
-    /// Whether rows for other nodes go over NVLink too: their wire memory is mapped, and nothing is
-    /// put.
+    /// Whether rows for other nodes are sent over NVLink too: their wire memory is mapped, and
+    /// nothing is put.
     pub mapped: bool,
     /// Whether proxies put rows for other nodes. If not, kernels store them.
     pub has_queues: bool,

@@ -25,7 +25,7 @@ use crate::counts::{self, Sizes, TokenCounts, random_topk};
 use crate::results::{Key, PhaseName, Point};
 use crate::{Error, Result};
 
-/// Which kernels the figures are of.
+/// The kernels that the figures were measured with.
 pub const FITTED: &str =
     "the model's constants are of the kernels of 2026-11-20 on 8 and 4 H200, not of this program's";
 
@@ -87,7 +87,7 @@ impl Machine {
     /// does not hide.
     ///
     /// # Errors
-    /// Where no point has one.
+    /// No point has a ceiling.
     pub fn with_ceilings_of(mut self, points: &[Point]) -> Result<Machine> {
         let ceilings = |name: PhaseName, sm_gbps: f64| {
             let mut of_sms: Vec<(u32, f64)> = points
@@ -153,7 +153,7 @@ pub struct Prediction {
     pub nvlink_bytes: f64,
     /// Bytes over the NIC, each way.
     pub nic_bytes: f64,
-    /// Which resource takes the time.
+    /// The resource that limits the time.
     pub limit: &'static str,
 }
 
@@ -162,9 +162,9 @@ impl Case {
     pub fn predict(&self, phase: PhaseName, six: TokenCounts<f64>, machine: &Machine) -> Prediction {
         let per_node = f64::from(self.sizes.ranks_per_node);
         let row = if phase.is_dispatch() { self.dispatch_row_bytes } else { self.combine_row_bytes } as f64;
-        // One in `per_node` of a node's rows is for the rank that has them already.
+        // One in `per_node` of a node's rows is for the rank that already has them.
         let nvlink_bytes = six.recv_total * (per_node - 1.0) / per_node * row;
-        // A combine sends as many sums as rows came, which is as many as a rank sends on average.
+        // A combine sends as many sums as it received rows, on average as many as a rank sends.
         let slot_bytes = six.send_rdma * phase.slot_bytes(row as u64, self.sizes.topk) as f64;
         let (nvlink_bytes, nic_bytes) =
             if self.mapped { (nvlink_bytes + slot_bytes, 0.0) } else { (nvlink_bytes, slot_bytes) };
@@ -220,7 +220,7 @@ pub fn sampled(sample: u32, tokens: f64, sizes: Sizes) -> Result<(TokenCounts<f6
     Ok((counts::mean(&counts).map(|tokens| tokens * scale), most as f64 * scale))
 }
 
-/// A measured phase and what the model says of it.
+/// A measured phase and the model's prediction.
 #[derive(Debug)]
 pub struct Checked<'a> {
     point: &'a Point,
@@ -248,7 +248,7 @@ pub fn check<'a>(points: &'a [Point], machine: &Machine) -> Vec<Checked<'a>> {
     for point in points.iter().filter(|point| is_modelled(point)) {
         let key = &point.key;
         let row_bytes = |name| point.phase(name).map_or(0, |phase| phase.row_bytes);
-        // Nodes whose ranks are all mapped were one to the buffer: nothing is told of a wire.
+        // The buffer treats nodes whose ranks are all mapped as one: no wire is recorded.
         let has_wire = point.phases.iter().any(|phase| phase.wire.is_some());
         let nodes = if has_wire { key.nodes } else { 1 };
         let case = Case {
@@ -357,7 +357,7 @@ mod tests {
         // At most top-8 nodes of a token: the NIC's bytes level off.
         let most = 8.0 * 4096.0 * 14_336.0;
         assert!(predict(128, 50.0).nic_bytes < most && predict(128, 50.0).nic_bytes > 0.9 * most);
-        // Over NVLink the same bytes take the links, and no hop is added.
+        // Over NVLink the links carry the same bytes, without another hop.
         let over_links = Case { mapped: true, ..case(2, 256) };
         let over_nic = case(2, 256);
         let six = counts::expected(4096.0, over_nic.sizes);

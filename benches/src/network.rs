@@ -1,7 +1,7 @@
 //! Puts over the network between nodes, measured by size and by the number under way. No kernel
 //! runs. Host code posts to the proxies' rings, so the figures include ring and proxy, as for a
-//! kernel. For a mapped peer there is no queue that a kernel could use. There the puts are copies
-//! on a stream, by the devices' copy engines.
+//! kernel. Mapped peers have no queue that a kernel could use. Puts to them are copies on a stream,
+//! by the devices' copy engines.
 
 use epoxide::driver::Device;
 use epoxide::group::ProcessGroup;

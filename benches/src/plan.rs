@@ -27,8 +27,8 @@ use crate::{Error, Result};
 /// Longest wait for a peer: the ranks of a virtual GPU share few processors.
 pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Pairs of high throughput in one timed chain. Few: NCCL is launched call by call, and a kernel
-/// holds the device until the host has enqueued the chain.
+/// Pairs of high throughput in one timed chain. Few, because NCCL is launched call by call, and a
+/// kernel holds the device until the host has enqueued the chain.
 pub(crate) const CHAIN: u32 = 4;
 /// Fewest multiprocessors of a cached dispatch across nodes.
 const FEWEST_SMS_ACROSS: u32 = 4;
@@ -54,7 +54,7 @@ pub enum Baseline {
 /// Settings of a low-latency measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LowLatencySettings {
-    /// How BF16 rows become those of [`Plan::dtype`] when a dispatch sends them.
+    /// The conversion of BF16 rows to [`Plan::dtype`] when a dispatch sends them.
     pub quantise: Quantise,
     /// Row type of combine: BF16 or FP8.
     pub combine_dtype: DType,
@@ -133,10 +133,10 @@ pub struct Plan {
     pub seed: u64,
     /// Share of the entries that select no expert.
     pub masked: f64,
-    /// Measures replays of captured graphs as well, in chains of so many too. Low latency measures
-    /// nothing else, and this is the number of pairs of a graph.
+    /// Measures replays of captured graphs as well, also in chains of this many. Low latency
+    /// measures nothing else, and this is the number of pairs of a graph.
     pub graph: Option<u32>,
-    /// Measures this, and what else epoxide has, beside it.
+    /// Also measures this baseline, and epoxide's alternatives.
     pub baseline: Option<Baseline>,
     /// Leaves the links' own ceiling out.
     pub no_ceiling: bool,
@@ -148,7 +148,7 @@ pub struct Plan {
     pub ids: Option<Vec<Vec<i64>>>,
 }
 
-/// Launch shapes that were asked for; the library's own where not.
+/// Requested launch shapes; the library's own for the others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shapes {
     /// Warps per block in dispatch.
@@ -174,7 +174,7 @@ pub struct Shapes {
 }
 
 impl Shapes {
-    /// The launch shapes, the library's own where none was asked for.
+    /// The launch shapes, with the library's own for those not requested.
     pub fn tuning(&self) -> Tuning {
         let d = Tuning::default();
         Tuning {
@@ -230,7 +230,7 @@ fn check_alignment(alignment: Option<u32>) -> Result<()> {
     Err(Error::Usage(format!("--rows-by-expert {alignment}: {rule}")))
 }
 
-/// A transport in a point's key. Nodes that are kept apart though they could be one are told by it.
+/// A transport in a point's key. The text marks nodes that are kept apart though they could be one.
 fn transport_text(transport: TransportKind, keep_nodes: bool) -> String {
     let could_be_one = matches!(transport, TransportKind::Auto | TransportKind::Direct);
     if keep_nodes && could_be_one { format!("{transport}, nodes kept") } else { transport.to_string() }
@@ -258,7 +258,7 @@ impl Plan {
         }
     }
 
-    /// The phases by rounds: those of a round take turns.
+    /// The phases by rounds: phases of a round alternate.
     pub(crate) fn rounds(&self) -> std::slice::Chunks<'static, PhaseName> {
         self.phases().chunks(if self.low_latency.is_some() { 2 } else { 1 })
     }
@@ -331,7 +331,7 @@ impl Plan {
         }
     }
 
-    /// Most rows by expert that a rank of high throughput can receive, where rows come so.
+    /// Most rows by expert that a rank of high throughput can receive, if rows are by expert.
     pub(crate) fn room_by_expert(&self) -> Option<u64> {
         let ranks = self.topology.ranks();
         let alignment = self.rows_by_expert.filter(|_| self.low_latency.is_none())?;
@@ -404,7 +404,7 @@ impl Plan {
         Routing::random(&mut rng, &tokens, self.topk, self.experts, Style::DistinctTopK)
     }
 
-    /// All that the ranks send, and what must come of it.
+    /// All inputs of the ranks, and the expected results.
     pub fn case(&self) -> Case {
         let of_rank = |rank| self.routing(rank).chunks(self.topk as usize).map(<[i64]>::to_vec).collect();
         let topk_idx = (0..self.topology.ranks()).map(of_rank).collect();
@@ -439,7 +439,7 @@ impl Plan {
         }
     }
 
-    /// Whether all that it says can be run.
+    /// Checks that all of the plan can be run.
     ///
     /// # Errors
     /// [`Error::Usage`] that names what cannot.
@@ -554,7 +554,7 @@ impl Plan {
         }
     }
 
-    /// Steps of a run, of which [`Watch`](crate::Watch) is told: calls, or the pairs of low
+    /// Steps of a run that are reported to [`Watch`](crate::Watch): calls, or the pairs of low
     /// latency.
     pub fn steps(&self) -> u64 {
         let calls = u64::from(self.warmup + self.iters);

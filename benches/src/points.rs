@@ -44,7 +44,7 @@ pub fn join_runs(runs: Vec<Vec<Point>>) -> Vec<Point> {
 /// Makes a point of every number of multiprocessors that `ranks`, in rank order, measured.
 ///
 /// # Errors
-/// Where the devices' counts are not those of the serial count of the same routing.
+/// The devices' counts differ from the serial count of the same routing.
 pub fn points(plan: &Plan, ranks: &[RankResult]) -> Result<Vec<Point>> {
     let asked = plan;
     let plan = &*asked.as_run(ranks.iter().all(|rank| rank.is_joined));
@@ -227,8 +227,8 @@ impl Common<'_> {
         Some(Phase { kernel_us, wire, bandwidth, within, traffic, ..phase })
     }
 
-    /// Rows of a phase that pass NVLink: where a combine takes them by expert, one for each
-    /// selection. A dispatch sends one to each rank, which copies it.
+    /// Rows of a phase over NVLink: one for each selection, if a combine takes rows by expert. A
+    /// dispatch sends one to each rank, which copies it.
     fn linked_rows(&self, name: PhaseName) -> f64 {
         let is_for_each = !name.sorts() && !self.is_copied(name);
         self.by_expert.filter(|_| is_for_each).map_or(self.remote_rows, |rows| rows.linked)
@@ -268,7 +268,7 @@ impl Common<'_> {
             _ => ceiling.map(|gbps| bytes / gbps / 1e3),
         };
         let link_bytes = bytes(self.linked_rows(name));
-        // An interpreter has no ceilings, and its time over none says nothing.
+        // An interpreter has no ceilings, and its times cannot be compared with any.
         let at = |bytes, ceiling| at(bytes, ceiling).filter(|_| !self.is_virtual);
         let link_us = at(link_bytes, self.ceiling(name));
         let memory_us = at(read_bytes + written_bytes, memory_ceiling);
@@ -375,7 +375,7 @@ impl Common<'_> {
         let linked_bytes = self.linked_rows(name) * row_bytes as f64 + slots_over_links;
         let nvlink_us =
             if linked_bytes == 0.0 { Some(0.0) } else { ceiling.map(|ceiling| linked_bytes / ceiling / 1e3) };
-        // An interpreter's time over a network's says nothing.
+        // The ratio of an interpreter's time to a network's is meaningless.
         let nvlink_us = nvlink_us.filter(|_| !self.is_virtual);
         let alone_us = if mapped { Some(0.0) } else { transport_us };
         OnWire {

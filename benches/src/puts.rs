@@ -1,6 +1,6 @@
 //! Puts without a kernel: host code posts requests to the proxies' rings, as kernels do, and waits
-//! for what the peers put. It measures the transport as a kernel sees it: ring, proxy, queue and
-//! network. To peers whose memory is mapped it copies on a stream.
+//! for the peers' puts. The time is that of a kernel's put: ring, proxy, queue and network. Puts to
+//! peers whose memory is mapped are copies on a stream.
 
 use std::collections::VecDeque;
 use std::mem::offset_of;
@@ -31,7 +31,7 @@ pub struct Poster<'a> {
     topology: Topology,
     queues: u32,
     timeout: Duration,
-    /// Bytes that puts to a peer come from and go to; larger totals go over them again.
+    /// Source and destination bytes of puts to a peer; larger totals overwrite them.
     region: u64,
     /// Rounds so far, the same on every rank.
     round: u64,
@@ -99,7 +99,7 @@ fn word<'a>(ring: u64, offset: usize) -> &'a AtomicU64 {
 
 /// Puts as copies on a stream, each counter behind its bytes.
 struct Copies {
-    // First, so that the stream is through before memory goes.
+    // First, so that the stream has finished before memory is freed.
     stream: Stream,
     /// The events of the copies that may not be over, in order.
     events: VecDeque<Event>,
@@ -245,7 +245,7 @@ impl<'a> Poster<'a> {
             self.tell(lane, 0)?;
         }
         for lane in 0..self.lanes.len() {
-            self.hear(lane)?;
+            self.wait_for_round(lane)?;
             self.quiet(lane, 0)?;
         }
         Ok(start.elapsed())
@@ -265,10 +265,10 @@ impl<'a> Poster<'a> {
             if self.node() < partner {
                 let start = Instant::now();
                 self.tell(lane, message)?;
-                self.hear(lane)?;
+                self.wait_for_round(lane)?;
                 times.push(start.elapsed().as_secs_f64() * 1e6 / 2.0);
             } else {
-                self.hear(lane)?;
+                self.wait_for_round(lane)?;
                 self.tell(lane, message)?;
             }
         }
@@ -292,8 +292,8 @@ impl<'a> Poster<'a> {
         self.lanes[lane].post(put)
     }
 
-    /// Waits until this round's number has come from a lane's peer.
-    fn hear(&self, lane: usize) -> Result<()> {
+    /// Waits until a lane's peer has put this round's number.
+    fn wait_for_round(&self, lane: usize) -> Result<()> {
         let Lane { peer, queue, .. } = self.lanes[lane];
         let Some(way) = self.ways.iter().find(|way| way.peer == peer) else { return Ok(()) };
         let offset = u64::from(peer * self.queues + queue) * 8;
@@ -331,9 +331,8 @@ impl<'a> Poster<'a> {
         Ok(())
     }
 
-    /// Gives way to others, which may need the processor to move the bytes, for a small part of the
-    /// wait so far. An error where a queue has failed or the wait takes too long, by the peer of
-    /// `lane`.
+    /// Yields the processor, which proxies may need to move the bytes, for a small part of the wait
+    /// so far. An error if a queue has failed or the wait for the peer of `lane` takes too long.
     fn pause(&self, wait: &mut Wait, lane: usize) -> Result<()> {
         match wait.since.elapsed() / 32 {
             short if short < Duration::from_micros(30) => std::thread::yield_now(),
@@ -370,12 +369,12 @@ impl<'a> Poster<'a> {
         self.group.rank() / self.topology.ranks_per_node
     }
 
-    /// Where this rank's word for a queue is at its peers.
+    /// The offset of this rank's word for a queue at its peers.
     fn own_word(&self, queue: u32) -> u64 {
         u64::from(self.group.rank() * self.queues + queue) * 8
     }
 
-    /// Where region `index` begins: 0 to put from, 1 + n for what node n puts.
+    /// The offset of region `index`: 0 to put from, 1 + n for the puts of node n.
     fn region(&self, index: u32) -> u64 {
         let words = 2 * u64::from(self.topology.ranks() * self.queues) * 8;
         words.next_multiple_of(128) + u64::from(index) * self.region

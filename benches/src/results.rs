@@ -11,8 +11,8 @@ use crate::counts::TokenCounts;
 use crate::versions::{NcclVersion, Versions};
 use crate::{Error, Result, Shapes, version_1};
 
-/// Version of the JSON form. It grows when a field changes its meaning or goes away, not when one
-/// is added.
+/// Version of the JSON form. The version grows when a field changes its meaning or is removed, not
+/// when one is added.
 pub const SCHEMA_VERSION: u32 = 2;
 /// The oldest version that is read. Its points of low latency had a form of their own.
 const OLDEST_VERSION: u32 = 1;
@@ -60,7 +60,7 @@ pub struct Point {
     /// Sizes and settings.
     #[serde(flatten)]
     pub key: Key,
-    /// Launch shapes that were asked for.
+    /// Requested launch shapes.
     #[serde(default, rename = "tuning")]
     pub shapes: Shapes,
     /// Settings that are no part of the key; missing in older files.
@@ -88,8 +88,7 @@ pub struct Point {
     pub counts: TokenCounts<f64>,
     /// The same by rank; empty in files converted from older ones.
     pub counts_by_rank: Vec<TokenCounts<u64>>,
-    /// Rows per rank that came over NVLink: received rows without own ones and those that the rank
-    /// itself relayed.
+    /// Rows per rank received over NVLink: without the rank's own rows and those that it relayed.
     pub remote_rows: f64,
     /// The phases.
     pub phases: Vec<Phase>,
@@ -98,11 +97,11 @@ pub struct Point {
     /// Dispatches by expert beside those whose rows are sorted behind them; empty in other points.
     #[serde(default)]
     pub by_expert: Vec<BesideSort>,
-    /// Replays of captured steps; empty where none were asked for.
+    /// Replays of captured steps; empty if none were requested.
     #[serde(default)]
     pub graph: Vec<Replays>,
-    /// Cached dispatch and combine in the pool, pair after pair; missing where no baseline was
-    /// asked for.
+    /// Cached dispatch and combine in the pool, pair after pair; missing if no baseline was
+    /// requested.
     #[serde(default)]
     pub pair: Option<Pairs>,
     /// Times of other ways for the same exchange, NCCL's and low latency; empty without a baseline.
@@ -161,8 +160,8 @@ pub struct Key {
     /// missing: by expert.
     #[serde(default)]
     pub combine_rows: Option<String>,
-    /// Rows come by expert, in segments that begin at multiples of this; in low latency by rank as
-    /// well.
+    /// Rows are received by expert, in segments that begin at multiples of this; in low latency by
+    /// rank as well.
     #[serde(default)]
     pub rows_by_expert: Option<u32>,
     /// High throughput: rows are given as BF16, and are quantised on their way; missing: they are
@@ -184,7 +183,7 @@ pub struct Key {
 }
 
 /// Settings of a point that are no part of its [`Key`]. Points that differ in them can be compared,
-/// but a sweep does not take one for the other.
+/// but a sweep does not reuse one for the other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
     /// Connections of each queue over tcp, if given.
@@ -222,8 +221,8 @@ impl Key {
         None
     }
 
-    /// Nodes and what joins them, for people, without what is said elsewhere; nothing within one
-    /// node.
+    /// Nodes and their network, for people, without parts that are printed elsewhere; `None` within
+    /// one node.
     pub fn network(&self, without_nodes: bool, without_chunk: bool) -> Option<String> {
         let transport = self.transport.clone()?;
         let nodes = (!without_nodes).then(|| format!("{} nodes", self.nodes));
@@ -256,10 +255,10 @@ pub struct Phase {
     pub wire: Option<OnWire>,
     /// Bandwidths; `null` on the virtual GPU and in low latency.
     pub bandwidth: Option<Bandwidth>,
-    /// Bytes that it moves, where rows come by expert in high throughput.
+    /// Bytes that the phase moves, for rows by expert in high throughput.
     #[serde(default)]
     pub traffic: Option<Traffic>,
-    /// Where the time of a kernel goes, in low latency.
+    /// The times within a kernel, in low latency.
     #[serde(default)]
     pub within: Option<Within>,
 }
@@ -286,7 +285,7 @@ pub struct Traffic {
     pub link_us: Option<f64>,
     /// `read_bytes` and `written_bytes` at the ceiling of the memory.
     pub memory_us: Option<f64>,
-    /// GB/s that as many multiprocessors as the call has store in the device's memory, by the copy
+    /// GB/s that the call's number of multiprocessors stores in the device's memory, by the copy
     /// engine: for a dispatch by expert within a node, most of whose stores are local.
     #[serde(default)]
     pub store_ceiling: Option<f64>,
@@ -314,17 +313,17 @@ pub struct BesideSort {
     pub dispatch_and_sort_us: f64,
 }
 
-/// When the last block of a low-latency kernel has done something, from the start of the first one
-/// on; of each iteration the slowest rank. Pairs follow each other as single launches, the host
-/// waiting for nothing.
+/// The times at which the last block of a low-latency kernel reaches a point, from the first
+/// block's start; of each iteration the slowest rank. Pairs follow each other as single launches,
+/// without waits of the host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Within {
-    /// Has sent its rows, as its first warp sees it: in a dispatch within a node, another warp
-    /// waits until they have arrived.
+    /// The first warp has sent its rows: in a dispatch within a node, another warp waits until they
+    /// have arrived.
     pub sent: Slowest,
-    /// Knows that all ranks have entered the operation.
+    /// Has read that all ranks have entered the operation.
     pub entered: Slowest,
-    /// Has what it waits for, and has summed it.
+    /// Has received all that it waits for, and has summed it.
     pub done: Slowest,
 }
 
@@ -359,8 +358,8 @@ pub struct OnWire {
     /// The rows that pass NVLink at its ceiling, with those for other nodes where their memory is
     /// mapped; missing on the virtual GPU.
     pub nvlink_us: Option<f64>,
-    /// The mean call over the sum of both, or over the latter where nothing is put; 1 is one after
-    /// the other, less is overlap.
+    /// The mean call over the sum of both, or over the latter if nothing is put; 1 means no
+    /// overlap, less means overlap.
     pub share: Option<f64>,
 }
 
@@ -412,7 +411,7 @@ impl PhaseName {
         Self::BY_EXPERT.into_iter().chain(Self::LOW_LATENCY)
     }
 
-    /// Bytes on the wire of a row of `row_bytes`, scales included, with what else its slot holds.
+    /// Bytes on the wire of a row of `row_bytes`, scales included, with the rest of its slot.
     pub fn slot_bytes(self, row_bytes: u64, topk: u32) -> u64 {
         let row_bytes = row_bytes as u32;
         u64::from(match self {
@@ -476,7 +475,7 @@ pub enum Way {
     HighThroughput,
     /// Low-latency dispatch, and combine of a row for each token.
     LowLatency,
-    /// NCCL's sends and receives between all ranks, of counts that the host knows.
+    /// NCCL's sends and receives between all ranks, with counts from the host.
     NcclAllToAll,
     /// NCCL's all-gather of all tokens, and its reduce-scatter of a row for each of them.
     NcclAllGather,
@@ -602,7 +601,7 @@ pub struct Replays {
     pub chain: u32,
     /// Each replay by itself, L2 as it is.
     pub alone: Slowest,
-    /// Likewise, L2 emptied before; `null` where nothing empties it.
+    /// Likewise, with L2 emptied before; `null` if nothing empties it.
     pub flushed: Option<Slowest>,
     /// Chains of replays that follow each other directly, the time of one.
     pub chained: Slowest,
@@ -614,7 +613,7 @@ impl Replays {
         self.calls.iter().map(|call| call.text()).collect::<Vec<_>>().join(" + ")
     }
 
-    /// How replays were timed, for people, and what they took.
+    /// The ways in which replays were timed, for people, with the times.
     pub fn timings(&self) -> [(String, Option<&Slowest>); 3] {
         [
             ("replay".into(), Some(&self.alone)),
@@ -779,7 +778,7 @@ impl Point {
         self.mode == LOW_LATENCY
     }
 
-    /// The kernels, for people. Files of version 1 have none: the day is all that is known.
+    /// The kernels, for people. Files of version 1 have only the day.
     pub fn kernels_text(&self) -> String {
         self.kernels.as_ref().map_or_else(|| format!("unknown, of {}", self.date), Versions::text)
     }
@@ -846,7 +845,7 @@ impl Pairs {
 }
 
 impl WayResult {
-    /// Its dispatch or its combine, if that is held against this phase of the point's own.
+    /// Its dispatch or its combine, if that is compared with this phase of the point itself.
     pub fn phase(&self, name: PhaseName) -> Option<&Phase> {
         [&self.dispatch, &self.combine].into_iter().find(|phase| phase.name == name)
     }

@@ -117,8 +117,8 @@ impl<'a, M: Mode> Script<'a, M> {
         (0..steps).for_each(|_| self.watch.step(self.group.rank()));
     }
 
-    /// So many events. They are made before the first is recorded: the host's time for that is none
-    /// of the calls'.
+    /// Makes `count` events before the first is recorded, so that calls do not include the host's
+    /// time for it.
     fn events(&self, count: usize) -> Result<Vec<Event>> {
         (0..count).map(|_| Event::timed(self.stream.device())).collect()
     }
@@ -311,7 +311,7 @@ impl<'a, M: Mode> Script<'a, M> {
             self.mode.traced(names, untimed + timed)?;
             let (launches, dropped) = self.mode.buffer().take_trace(&self.stream)?;
             let host = (start, Instant::now());
-            // Nothing tells the calls' puts apart where several are in a trace.
+            // Puts of several calls in one trace cannot be assigned to a call.
             let puts = Some(self.mode.buffer().take_put_trace()).filter(|_| calls == 1).unwrap_or_default();
             let (barrier, launches) = match (is_aligned, &launches[..]) {
                 (true, [barrier, launches @ ..]) => (Some(barrier.clone()), launches),

@@ -1,5 +1,5 @@
-//! Sweeps: all combinations of some axes, kept as JSON lines, so that a sweep that was ended goes
-//! on where it was.
+//! Sweeps: all combinations of some axes, stored as JSON lines, so that an interrupted sweep can
+//! continue.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -117,9 +117,9 @@ pub struct Means<'a> {
     pub plan: &'a dyn Fn(u32, u32) -> Result<Plan>,
     /// Makes the device of a rank.
     pub open: &'a (dyn Fn(u32) -> epoxide::Result<Device> + Sync),
-    /// Is told before each run what it is of, how many points are done, and how many there are.
+    /// Called before each run with its plan, and the numbers of finished and of all points.
     pub progress: &'a dyn Fn(&Plan, usize, usize),
-    /// Gets the progress of a run.
+    /// Receives the progress of a run.
     pub watch: &'a dyn Watch,
 }
 
@@ -200,7 +200,7 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Sw
 }
 
 /// One run for each combination of the other axes, with all numbers of multiprocessors. All are
-/// settled before any is measured.
+/// checked before any is measured.
 fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Plan>) -> Result<Vec<Plan>> {
     let or = |list: &[u32], value: u32| if list.is_empty() { vec![value] } else { list.to_vec() };
     let mut groups = Vec::new();
@@ -227,8 +227,8 @@ fn groups(plan: &Plan, sweep: &Sweep, place: impl Fn(u32, u32) -> Result<Plan>) 
     Ok(groups)
 }
 
-/// A finished point: the same sizes, settings and launch shapes, the same kind of device, as many
-/// iterations, and the replays that are asked for.
+/// A finished point: the same sizes, settings and launch shapes, the same kind of device, the same
+/// iterations, and the requested replays.
 fn find<'a>(known: &'a [Point], plan: &Plan, sms: u32) -> Option<&'a Point> {
     let key = plan.key(sms);
     known.iter().find(|point| {
@@ -257,7 +257,7 @@ fn mend(out: &Path) -> Result<()> {
         return Ok(());
     }
     if Results::of_text(&text).is_ok() {
-        // Its line end alone is missing.
+        // Only the line end of the last line is missing.
         let mut file = OpenOptions::new().append(true).open(out).map_err(broken)?;
         return file.write_all(b"\n").map_err(broken);
     }
@@ -276,8 +276,8 @@ fn whole_lines(text: &str) -> &str {
     &text[..text.rfind('\n').map_or(0, |end| end + 1)]
 }
 
-/// Reads bytes as the file of a sweep to continue. Its whole lines are points, which can be summed
-/// up and continued, or the file is rejected with a reason. For the fuzz target.
+/// Reads bytes as the file of a sweep to continue. Its complete lines are points, which can be
+/// summarised and continued, or the file is rejected with a reason. For the fuzz target.
 ///
 /// # Panics
 /// Where that does not hold.
@@ -521,7 +521,7 @@ mod tests {
         assert_eq!(points.iter().map(of).collect::<Vec<_>>(), [alone, across(1), across(4)]);
         assert_eq!(std::fs::read_to_string(&out).unwrap().lines().count(), 3);
         assert!(summary(&points).contains("nodes"));
-        // A combination that cannot be is said before anything is measured.
+        // An impossible combination is reported before anything is measured.
         let sweep: Sweep = "nodes=2,rdma_send=500".parse().unwrap();
         assert!(sweep_of(&asked, &sweep, &out).unwrap_err().to_string().contains("500"));
     }

@@ -12,7 +12,7 @@ use super::measured::RankResult;
 use super::results::{PhaseName, Point, Results};
 use super::*;
 
-/// Small sizes, then what `line` says, in the words of the command's flags.
+/// Small sizes, changed by `line`, in the syntax of the command's flags.
 pub fn plan(line: &str) -> Plan {
     let mut plan = Plan {
         low_latency: None,
@@ -102,7 +102,7 @@ pub fn h200() -> Vec<Point> {
     Results::read(path.as_ref()).unwrap().points
 }
 
-/// Not a usage error: the rank that saw the wrong sum reports it.
+/// Not a usage error: the rank with the wrong sum reports it.
 #[test]
 fn kernels_that_sum_wrongly_are_not_measured() {
     let folder = tempfile::tempdir().unwrap();
@@ -233,8 +233,7 @@ fn a_device_that_counts_wrongly_ends_the_benchmark() {
 
 #[test]
 fn a_hypothetical_split_into_nodes_counts_serially() {
-    // The same routing seen as one node and as several: ranks receive the same rows, from
-    // elsewhere.
+    // The same routing on one node and on several: ranks receive the same rows, from other ranks.
     let plan = plan("--ranks-per-node 8 --experts 16 --topk 4 --tokens 40");
     let ids: Vec<Vec<i64>> = (0..8).map(|rank| plan.routing(rank)).collect();
     let sizes = |ranks_per_node| Sizes { ranks_per_node, ..plan.count_sizes() };

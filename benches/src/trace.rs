@@ -22,8 +22,8 @@ const QUEUES: u64 = 1 << 16;
 /// uncertainty.
 ///
 /// A traced call's first block starts after the host enqueued it, and its last block ends before
-/// the host saw that. So every call bounds the difference of the clocks from both sides. The
-/// remaining interval of all bounds is the uncertainty.
+/// the host observed its end. So every call bounds the difference of the clocks from both sides.
+/// The remaining interval of all bounds is the uncertainty.
 struct Offset {
     origin: Instant,
     ahead: f64,
@@ -136,7 +136,7 @@ fn push_puts(
             let of_queue: Vec<_> =
                 call.puts.iter().filter(|put| (put.peer, put.queue) == (peer, queue)).collect();
             let mut left = 0;
-            // Puts that the proxy saw leave at once are one span.
+            // Puts that left at the same time by the proxy's clock are one span.
             for puts in of_queue.chunk_by(|a, b| a.end == b.end) {
                 let bytes: u64 = puts.iter().map(|put| put.bytes).sum();
                 let (taken, end) = (offset.device_ns(puts[0].begin), offset.device_ns(puts[0].end));
@@ -176,7 +176,7 @@ fn push_launch(
         push(label, KERNELS, start, end);
     }
     for (track, block) in (1..).zip(&launch.blocks) {
-        // A low-latency block sends before it knows of all ranks, or behind that.
+        // A low-latency block sends before or after it has read that all ranks entered.
         let low_latency = PhaseName::LOW_LATENCY.contains(&call.phase);
         let names = if low_latency { ["send", "enter", "receive"] } else { ["move", "enter", "done"] };
         let mut marks = [(block.ready, names[1]), (block.moved, names[0])];
@@ -184,7 +184,7 @@ fn push_launch(
             marks.sort_unstable();
         }
         let mut from = block.enter;
-        // A block that waits for no rank has no time of knowing them.
+        // A block that waits for no rank has no time of `enter`.
         let marks = marks.into_iter().filter(|(to, _)| *to != 0);
         for (to, name) in marks.chain([(block.done, names[2])]) {
             push(name, track, from, to);
@@ -226,8 +226,8 @@ mod tests {
                 for launch in &call.launches {
                     let blocks = match (launch.operation, call.phase) {
                         ("notify", _) => call.num_sms / 2,
-                        // As many that gather, and those that copy: several for each channel and
-                        // rank where there are so few.
+                        // `num_sms` blocks that gather, and 32 that copy: several for each channel
+                        // and rank, as there are few.
                         (_, PhaseName::CombineStaged) => call.num_sms + 32,
                         _ => call.num_sms,
                     };

@@ -32,7 +32,7 @@ pub(crate) struct LowLatencyV1 {
 /// The point that a value of the old form holds.
 pub(crate) fn point_of(mut value: serde_json::Value) -> serde_json::Result<Point> {
     if let Some(fields) = value.as_object_mut() {
-        // The old form knew no others.
+        // The old form had no other values.
         fields.extend([("seed".to_owned(), 0.into()), ("masked".to_owned(), 0.into())]);
     }
     serde_json::from_value::<LowLatencyV1>(value).map(Point::from)

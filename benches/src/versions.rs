@@ -91,7 +91,7 @@ fn driver_of(text: &str) -> Option<String> {
     text.lines().next()?.split_whitespace().find(is_version).map(str::to_owned)
 }
 
-/// Bytes of the hash that are kept: enough to tell things apart, and no protection from an
+/// Bytes of the hash that are kept: enough against accidental collisions, but not against an
 /// attacker.
 const BYTES: usize = 8;
 

@@ -1,4 +1,4 @@
-//! Which way to do what a dispatch and its combine do is the fastest.
+//! Finds the fastest way to do the work of a dispatch and its combine.
 
 use std::fmt::Write;
 
@@ -122,7 +122,7 @@ mod tests {
         Slowest::new(&[&[us, us]])
     }
 
-    /// A point whose ways took so long for dispatch, combine and pair.
+    /// A point with the given times of ways for dispatch, combine and pair.
     fn point(tokens: u32, own: [f64; 3], others: &[(Way, [f64; 3])]) -> Point {
         let mut point = h200().remove(0);
         point.key.tokens = tokens;

@@ -1,7 +1,7 @@
 //! DeepEP V1's dispatch within a node (`intranode.cu`), between two ranks.
 //!
-//! The host does the work of `notify_dispatch`: it counts, and clears the channels. Without checks
-//! only, because check mode reports a race in it (`vgpu/peers/deepep.txt`).
+//! The host does the work of `notify_dispatch`: it counts, and clears the channels. Runs without
+//! check mode only, which reports a race in the kernel (`vgpu/peers/deepep.txt`).
 
 use epoxide_vgpu::{Argument, DeviceConfig, Grid, Kernel, Memory, Module, Region};
 use half::bf16;

@@ -18,7 +18,7 @@ use rand_chacha::ChaCha8Rng;
 
 use super::{BLOCKS, EXPERTS, LOW_LATENCY, RANKS, ROW_BYTES, Result, Run, TOPK, finish, memory, shape};
 
-/// Tokens of a rank. So few that their rows return as packets.
+/// Tokens of a rank: few enough that their rows return as packets.
 const TOKENS: u32 = 32;
 const THREADS: u32 = 512;
 const LOCAL_EXPERTS: u32 = EXPERTS / RANKS;

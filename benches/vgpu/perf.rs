@@ -1,4 +1,4 @@
-//! Has `perf` take samples while a measured program runs, and not while others of its set-up do.
+//! Makes `perf` sample only while a measured program runs, not during others of its set-up.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -19,13 +19,13 @@ pub fn open(names: &str) -> Result<()> {
     Ok(())
 }
 
-/// Says which programs are measured.
+/// Sets the programs that are measured.
 pub fn measures(names: Vec<String>) {
     NAMES.get_or_init(|| names);
 }
 
 /// Whether a program is among those named: by its whole name, or by a part of it. A part that is
-/// the whole name of a program stands for that one alone.
+/// the whole name of a program selects only that one.
 pub fn names(names: &[String], program: &str) -> bool {
     let whole = |part: &str| super::PROGRAMS.iter().any(|all| all.contains(&part));
     let named = |part: &String| if whole(part) { part == program } else { program.contains(part.as_str()) };
@@ -35,7 +35,7 @@ pub fn names(names: &[String], program: &str) -> bool {
 fn command(command: &str) -> Result<()> {
     let Some([control, ack]) = PIPES.get() else { return Ok(()) };
     (&*control).write_all(command.as_bytes())?;
-    // It answers "ack", a line feed and a zero byte.
+    // `perf` answers "ack", a line feed and a zero byte.
     (&*ack).read_exact(&mut [0; 5])?;
     Ok(())
 }
