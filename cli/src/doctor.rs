@@ -33,15 +33,15 @@ pub struct Args {
     json: bool,
 }
 
-/// How a part of the machine is.
+/// The state of a part of the machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum State {
-    /// It is there and works.
+    /// Present and works.
     Ok,
-    /// It is not there; everything else works without.
+    /// Absent; everything else works without it.
     Missing,
-    /// It is there and does not work.
+    /// Present and does not work.
     Broken,
 }
 
@@ -79,9 +79,9 @@ pub fn run(args: Args) -> Result<()> {
         let lines: Vec<String> = report.findings.iter().map(line).collect();
         output::text_line(&lines.join("\n"))?;
     }
-    // Said already.
+    // The report above has the reason.
     if report.findings.iter().any(|finding| finding.state == State::Broken) {
-        Err(CommandError::said(1))
+        Err(CommandError::reported(1))
     } else {
         Ok(())
     }

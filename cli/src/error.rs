@@ -10,7 +10,7 @@ pub type Result<T, E = CommandError> = std::result::Result<T, E>;
 pub const FAILED: u8 = 1;
 /// Bad usage.
 pub const USAGE: u8 = 2;
-/// This machine lacks what was asked for.
+/// Exit code if this machine lacks a requirement.
 pub const SKIPPED: u8 = 77;
 
 /// Why a command ends, and with which exit code.
@@ -20,9 +20,9 @@ pub struct CommandError {
     pub code: u8,
     /// One line with the error and the remedy; `None` if another process prints it.
     pub message: Option<String>,
-    /// It follows from another rank's trouble, which is the one to report if that is known.
+    /// Another rank's failure caused this one. Report that failure if it is available.
     pub consequence: bool,
-    /// A peer did not come in time, which may only be slow.
+    /// A wait for a peer timed out; the peer may only be slow.
     pub timed_out: bool,
     /// Every rank of the group ends for this reason, so that one of them can print it for all.
     pub agreed: bool,
@@ -59,18 +59,18 @@ impl CommandError {
         ))
     }
 
-    /// This machine lacks what was asked for.
+    /// The error if this machine lacks a requirement.
     pub fn skipped(message: impl Into<String>) -> CommandError {
         CommandError::new(SKIPPED, format!("skipped: {}", message.into()))
     }
 
-    /// An exit code whose reason has been said.
-    pub fn said(code: u8) -> CommandError {
+    /// An exit code whose reason has been printed.
+    pub fn reported(code: u8) -> CommandError {
         CommandError { message: None, ..CommandError::new(code, "") }
     }
 
-    /// The error of a command with the flag `--timeout`, which is a remedy of some: on a virtual GPU
-    /// a slow machine looks like a peer that hangs.
+    /// The error of a command with the flag `--timeout`. The flag is a remedy if the error is a
+    /// timeout: on a virtual GPU a slow machine looks like a peer that hangs.
     pub fn of_timeout_flag(mut self) -> CommandError {
         let remedy = |message| format!("{message}; if it is only slow, raise --timeout");
         if self.timed_out {
@@ -79,7 +79,7 @@ impl CommandError {
         self
     }
 
-    /// The message, with the rank it comes from.
+    /// The message with the failed rank.
     pub fn on_rank(mut self, rank: u32) -> CommandError {
         self.message = self.message.map(|message| format!("rank {rank}: {message}"));
         self
@@ -100,7 +100,7 @@ impl From<Error> for CommandError {
                 CommandError { consequence: true, timed_out: true, ..CommandError::failed(message) }
             }
             // The launcher, or the rank that failed, reports why the group was given up.
-            Error::GivenUp { .. } => CommandError { consequence: true, ..CommandError::said(FAILED) },
+            Error::GivenUp { .. } => CommandError { consequence: true, ..CommandError::reported(FAILED) },
             Error::Store { .. } => CommandError { consequence: true, ..CommandError::failed(message) },
             _ => CommandError::failed(message),
         }

@@ -116,7 +116,7 @@ struct Inspection {
     ranks: Vec<RankInspection>,
 }
 
-/// One rank's quantities, by the names of the interface; matrices are lists of rows.
+/// One rank's quantities, with the names of the interface; matrices are lists of rows.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct RankInspection {
     num_tokens_per_rank: Vec<i32>,

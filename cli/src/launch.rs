@@ -84,7 +84,7 @@ fn stray(text: &str) -> Result<OsString, String> {
     Err(format!("the command of the ranks stands behind `--`: epoxide launch .. -- {text} .."))
 }
 
-/// Host and port; an IPv6 address stands in brackets.
+/// Host and port; an IPv6 address has brackets.
 fn endpoint(text: &str) -> Result<(String, u16), String> {
     let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse().ok()?)));
     let (host, port) = parsed.ok_or("must be host:port, such as node0:29500")?;
@@ -133,7 +133,7 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
     Err(launch_error(&ended, said))
 }
 
-/// How a command ends whose launch did: with the code of that.
+/// The error of a command with a failed launch, with the launch's exit code.
 pub fn launch_error(ended: &LaunchEnd, said: String) -> CommandError {
     let failed = CommandError::failed(said);
     CommandError { code: u8::try_from(ended.code()).unwrap_or(failed.code), ..failed }

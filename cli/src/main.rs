@@ -62,7 +62,7 @@ enum Command {
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(said) => return say(&said),
+        Err(error) => return print_clap(&error),
     };
     // The launcher reports what concerns its ranks in its own words: of the log, only errors.
     let quiet = u8::from(matches!(cli.command, Command::Launch(_)));
@@ -101,14 +101,14 @@ fn log_to_stderr(level: u8) {
     log.with_target(false).with_ansi(false).without_time().init();
 }
 
-/// Prints what clap has to say: help, the version, or what is wrong with the arguments.
-fn say(said: &clap::Error) -> ExitCode {
-    match said.print() {
-        Err(error) if !said.use_stderr() && error.kind() != std::io::ErrorKind::BrokenPipe => {
+/// Prints clap's output: help, the version, or an error in the arguments.
+fn print_clap(from_clap: &clap::Error) -> ExitCode {
+    match from_clap.print() {
+        Err(error) if !from_clap.use_stderr() && error.kind() != std::io::ErrorKind::BrokenPipe => {
             output::complain(&format!("standard output: {error}"));
             ExitCode::from(error::FAILED)
         }
-        _ => ExitCode::from(u8::try_from(said.exit_code()).unwrap_or(error::USAGE)),
+        _ => ExitCode::from(u8::try_from(from_clap.exit_code()).unwrap_or(error::USAGE)),
     }
 }
 

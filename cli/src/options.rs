@@ -1,4 +1,4 @@
-//! Flags that several commands share, those of `roundtrip`, and what they come to for a number of
+//! Flags that several commands share, those of `roundtrip`, and their resolution for a number of
 //! ranks.
 
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl RowType {
         }
     }
 
-    /// How rows of bf16 become those of this type on their way.
+    /// The conversion of bf16 rows to this type when they are sent.
     pub fn quantise(self) -> Quantise {
         match self {
             RowType::Bf16 => Quantise::Not,
@@ -96,7 +96,7 @@ pub enum RowFormat {
 }
 
 impl RowFormat {
-    /// As cases have it.
+    /// The row format of test cases.
     pub fn format(self) -> Format {
         match self {
             RowFormat::Bf16 => Format::Bf16,
@@ -130,7 +130,7 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// The transports, and what `--help` says of each.
+/// The transports, with `--help`'s text for each.
 fn transports() -> impl TypedValueParser<Value = TransportKind> {
     let values = [
         ("auto", "Direct to the ranks whose memory can be mapped, tcp to the others"),
@@ -193,7 +193,7 @@ impl VirtualFlags {
     }
 }
 
-/// Nodes unless the user says otherwise, across nodes.
+/// The default number of nodes in modes across nodes.
 const DEFAULT_NODES: u32 = 2;
 
 /// How many ranks there are, as asked for.
@@ -237,7 +237,7 @@ pub struct NetworkFlags {
 impl NetworkFlags {
     /// Queues to each peer, if to any.
     pub fn queues(&self, device: DeviceKind) -> u32 {
-        // Beside a virtual GPU all threads want the same processors.
+        // With a virtual GPU all threads compete for the same processors.
         let default = match device {
             DeviceKind::Virtual => 1,
             DeviceKind::Cuda => TransportOptions::new(self.transport).queues_per_peer,
@@ -245,7 +245,7 @@ impl NetworkFlags {
         self.queues.unwrap_or(default)
     }
 
-    /// The options as the library takes them; `timeout` bounds a put.
+    /// The options in the library's form; `timeout` bounds a put.
     pub fn options(&self, device: DeviceKind, timeout: Duration) -> TransportOptions {
         TransportOptions {
             queues_per_peer: self.queues(device),
@@ -398,7 +398,7 @@ pub struct RoundTripFlags {
     pub json: bool,
 }
 
-/// Sizes where neither the user nor the number of ranks says otherwise.
+/// Sizes that neither flags nor the number of ranks determine.
 #[derive(Debug, Clone, Copy)]
 pub struct Defaults {
     /// How tokens travel.
@@ -450,7 +450,7 @@ pub struct Settings {
     pub num_sms: u32,
     /// Longest wait for another rank, in seconds.
     pub timeout: u64,
-    /// Those above that are sizes.
+    /// The sizes among the fields above.
     #[serde(skip)]
     pub sizes: Sizes,
     /// The library's configuration, from `num_sms`.

@@ -50,7 +50,7 @@ fn rows_on_lines(pretty: &str) -> String {
     while let Some(at) = rest.find(['[', '"', '\\']) {
         let (before, from) = rest.split_at(at);
         out += before;
-        // A character behind a backslash, a quote or a bracket in a string ends and begins nothing.
+        // A character after a backslash, and a quote or a bracket in a string, are no delimiters.
         let taken = match from.as_bytes()[0] {
             b'\\' => from.chars().take(2).map(char::len_utf8).sum(),
             b'[' if !in_string => {
@@ -124,7 +124,7 @@ fn replacement(path: &Path) -> std::io::Result<Option<(NamedTempFile, PathBuf)>>
         Ok(old) if old.is_dir() => return Err(ErrorKind::IsADirectory.into()),
         Ok(old) if !old.is_file() => return Ok(None),
         Ok(old) => old.permissions(),
-        // Without what the user's mask forbids.
+        // The user's mask removes permissions from these.
         Err(_) => Permissions::from_mode(0o666),
     };
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -148,8 +148,8 @@ pub fn memory_left() -> Option<f64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<f64>().ok()? * 1024.0)
 }
 
-/// How far something is, on standard error: on a terminal a bar, elsewhere a line every now and
-/// then, once it has taken two seconds.
+/// Progress on standard error: on a terminal a bar, elsewhere a line at intervals, after the first
+/// two seconds.
 pub struct Progress {
     shared: Arc<Shared>,
     bar: Option<ProgressBar>,
@@ -169,17 +169,17 @@ struct State {
 }
 
 impl Progress {
-    /// Nothing for the first seconds, then a line as often as this, where standard error is no
+    /// No line for the first seconds, then a line at this interval, if standard error is no
     /// terminal.
     const QUIET: Duration = Duration::from_secs(2);
     const PAUSE: Duration = Duration::from_secs(10);
 
-    /// Progress over `total` steps, 0 if unknown; nothing is written unless `speaks`.
-    pub fn new(name: &'static str, total: u64, speaks: bool) -> Progress {
+    /// Progress over `total` steps, 0 if unknown; written only if `prints`.
+    pub fn new(name: &'static str, total: u64, prints: bool) -> Progress {
         let state = State { what: String::new(), done: 0, total, has_ended: false };
         let shared = Arc::new(Shared { state: Mutex::new(state), ended: Condvar::new() });
         let on_terminal = std::io::stderr().is_terminal();
-        let bar = (speaks && on_terminal).then(|| {
+        let bar = (prints && on_terminal).then(|| {
             let bar = ProgressBar::new(total);
             let form = "{prefix}: {percent:>3} % {bar:20} {elapsed}, {eta} left: {msg}";
             bar.set_prefix(name);
@@ -189,14 +189,14 @@ impl Progress {
             bar.enable_steady_tick(Duration::from_millis(200));
             bar
         });
-        let writer = (speaks && !on_terminal).then(|| {
+        let writer = (prints && !on_terminal).then(|| {
             let shared = shared.clone();
             std::thread::spawn(move || shared.write_lines(name))
         });
         Progress { shared, bar, writer }
     }
 
-    /// So much of so much is done, and this goes on now.
+    /// Records that `done` of `total` steps are done, and the current work.
     pub fn reached(&self, what: String, done: u64, total: u64) {
         if let Some(bar) = &self.bar {
             bar.set_length(total);
@@ -277,43 +277,41 @@ impl Drop for Progress {
     fn drop(&mut self) {
         self.end();
         if let Some(writer) = self.writer.take() {
-            // It has only written lines.
+            // A failure of the thread lost only progress lines.
             let _ = writer.join();
         }
     }
 }
 
-/// Speaks for a group of ranks: lines on standard output and, on a terminal, a progress line under
-/// them.
+/// The output of a group of ranks: lines on standard output and, on a terminal, a progress line.
 pub struct Console {
     lines: bool,
-    speaks: bool,
+    prints: bool,
     bar: Option<ProgressBar>,
-    /// Where there is no terminal, and a run takes long.
+    /// Progress lines of a long run without a terminal.
     progress: Option<Progress>,
 }
 
 impl Console {
-    /// A console that prints lines if `lines`, and nothing at all unless `speaks`: one rank of a
-    /// group does.
-    pub fn new(speaks: bool, lines: bool) -> Console {
-        let bar = (speaks && std::io::stderr().is_terminal()).then(|| {
+    /// A console of one rank, which prints lines if `lines`, and nothing unless `prints`. One rank
+    /// of a group prints.
+    pub fn new(prints: bool, lines: bool) -> Console {
+        let bar = (prints && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new_spinner();
             bar.enable_steady_tick(Duration::from_millis(100));
             bar
         });
-        Console { lines: speaks && lines, speaks, bar, progress: None }
+        Console { lines: prints && lines, prints, bar, progress: None }
     }
 
     /// Writes progress where standard error is no terminal, too: a line each ten seconds.
     pub fn with_progress(mut self, name: &'static str) -> Console {
-        self.progress = (self.speaks && self.bar.is_none()).then(|| Progress::new(name, 0, true));
+        self.progress = (self.prints && self.bar.is_none()).then(|| Progress::new(name, 0, true));
         self
     }
 
-    /// Prints a line. A reader that has gone away must not stop one rank of many, so nothing comes
-    /// of it. A line that is lost for another reason is the command's error at its end, by
-    /// [`check_lost`].
+    /// Prints a line. A closed pipe must not stop one rank of many, so the error is ignored.
+    /// Another error is reported at the command's end, by [`check_lost`].
     pub fn line(&self, text: impl Display) {
         if !self.lines {
             return;
@@ -356,7 +354,7 @@ impl Console {
         }
     }
 
-    /// One more is done.
+    /// Counts one more finished step.
     pub fn step(&self) {
         if let Some(bar) = &self.bar {
             bar.inc(1);

@@ -1,5 +1,5 @@
-//! How ranks run: as threads of this process, as processes that this one starts, or this process as
-//! one of them.
+//! Runs ranks: as threads of this process, as processes that it starts, or as one rank in this
+//! process.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::error::{CommandError, FAILED, Result};
 use crate::launch::launch_error;
 use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings, VirtualFlags};
 
-/// How long the other ranks get to end when one has failed.
+/// Time for the other ranks to end after one has failed.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Where the ranks of this run are.
@@ -43,7 +43,7 @@ impl Placement {
         variable: impl Fn(&str) -> Option<String>,
     ) -> Placement {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
-        // A checker sees the threads of one process only.
+        // A checker records the threads of one process only.
         if shared.virtual_gpu.check.is_some() {
             return Placement::Threads;
         }
@@ -80,7 +80,7 @@ pub struct RankContext {
 }
 
 impl RankContext {
-    /// True on the rank that speaks for all.
+    /// True on the rank that prints for all.
     pub fn is_root(&self) -> bool {
         self.group.rank() == 0
     }
@@ -98,12 +98,12 @@ impl RankContext {
 }
 
 /// True in a process that may print a run's result: all but ranks above 0 of another launcher.
-pub fn speaks() -> bool {
+pub fn prints() -> bool {
     !matches!(Member::detect(), Ok(Some(member)) if member.rank != 0)
 }
 
-/// Runs `main` on every rank that `shared` and the environment ask for. Comes back with the failure
-/// of all ranks, if they agreed on one, and otherwise with that of a rank of this process.
+/// Runs `main` on every rank that `shared` and the environment specify. Returns the failure of all
+/// ranks if they agreed on one, and otherwise that of a rank of this process.
 pub fn run(
     shared: &RoundTripFlags,
     defaults: Defaults,
@@ -135,8 +135,8 @@ pub fn run(
         let checker = shared.virtual_gpu.check.zip(checker.clone());
         main(&RankContext { settings, placement, checker, group, device })
     };
-    // A rank that fails tells the others once its own device has given up. This may take the host's
-    // wait for the counts: twice the timeout.
+    // A failing rank reports to the others after its own device has timed out. This may take the
+    // host's wait for the counts: twice the timeout.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {
         Placement::OneRank => {
@@ -146,7 +146,7 @@ pub fn run(
             let settings =
                 shared.topology(defaults, launched).and_then(|topology| shared.resolve(topology, defaults));
             let local_rank = meeting.member.local_rank.unwrap_or(meeting.member.rank);
-            one_rank(group, local_rank, settings).map_err(|error| said_by(error, rank))
+            one_rank(group, local_rank, settings).map_err(|error| reported_by(error, rank))
         }
         Placement::Threads => {
             let topology = shared.topology(defaults, None)?;
@@ -181,8 +181,8 @@ pub fn run(
                 }
             };
             match exit {
-                // The rank, or rank 0, has said why.
-                RankExit::Code(code) => Err(CommandError::said(u8::try_from(code).unwrap_or(FAILED))),
+                // The rank, or rank 0, has printed the reason.
+                RankExit::Code(code) => Err(CommandError::reported(u8::try_from(code).unwrap_or(FAILED))),
                 exit => Err(launch_error(&ended, format!("rank {rank} {exit}; the other ranks were ended"))),
             }
         }
@@ -191,9 +191,9 @@ pub fn run(
 
 /// Part of a failure that a rank in a process of its own prints: rank 0 prints failures that all
 /// ranks agree on.
-pub fn said_by(error: CommandError, rank: u32) -> CommandError {
+pub fn reported_by(error: CommandError, rank: u32) -> CommandError {
     match error.agreed {
-        true if rank != 0 => CommandError::said(error.code),
+        true if rank != 0 => CommandError::reported(error.code),
         true => error,
         false => error.on_rank(rank),
     }

@@ -67,11 +67,11 @@ impl Args {
     }
 }
 
-/// Runs the test and prints the object, if that was asked for.
+/// Runs the test and prints the JSON object, if requested.
 pub fn run(args: Args) -> Result<()> {
     let (report, outcome) = execute(&args);
-    // Where the ranks are other processes, rank 0 has printed it.
-    let ours = report.config.is_some() || (report.error.is_some() && ranks::speaks());
+    // If the ranks are other processes, rank 0 has printed the object.
+    let ours = report.config.is_some() || (report.error.is_some() && ranks::prints());
     if args.shared.json && ours {
         json(&report)?;
     }
@@ -220,7 +220,7 @@ impl Script<'_> {
         self.lap.duration_since(before).as_secs_f64()
     }
 
-    /// Many round trips, without any barrier between them. Their rows.
+    /// Runs many round trips without a barrier between them. Returns the number of their rows.
     fn iterate<B: Acceptance>(&self, rank: &mut Rank<B>, iterations: u64, draw: Draw) -> Result<u64> {
         let (mut rows, mut failure) = (0, None);
         for number in (B::FIRST_NUMBER..).take(iterations as usize) {
@@ -243,7 +243,7 @@ fn settle<B, T>(rank: &mut Rank<B>, outcome: epoxide::Result<T>) -> Result<T> {
     rank.take_failure().map_or(Ok(value), |failure| Err(CommandError::failed(failure)))
 }
 
-/// A failed check of a rank, known to all ranks.
+/// A failed check of a rank, which all ranks return.
 fn failure_of(rank: u32, failure: Option<String>) -> Result<()> {
     failure.map_or(Ok(()), |failure| {
         Err(CommandError { agreed: true, ..CommandError::failed(failure).on_rank(rank) })
@@ -273,9 +273,9 @@ fn before_check(settings: &Settings, args: &Args) -> String {
     )
 }
 
-/// Estimated seconds of check mode, which runs one warp at a time, with so many round trips behind
-/// the first ones. It was fitted to runs on the two cores that docs/BENCH-NOTES.md names, with an
-/// error of at most a half.
+/// Estimated seconds of check mode, which runs one warp at a time, for `trips` round trips after
+/// the first ones. The model fits runs on the two cores in docs/BENCH-NOTES.md, with an error of at
+/// most a half.
 fn check_seconds(settings: &Settings, trips: u64) -> f64 {
     // Seconds of a rank, of a multiprocessor, of a token, and of an element of a token.
     let (fixed, of_sm, of_token, of_element) = match (settings.mode, settings.nodes) {
@@ -448,7 +448,7 @@ mod tests {
             ranks.iter().map(|rank| rank["rank"].as_u64()).collect::<Vec<_>>(),
             [Some(0), Some(1), Some(2)]
         );
-        // Every token goes to all three ranks or fewer, and comes back that many times.
+        // Every token is sent to at most three ranks, and each returns it.
         let largest = ranks[2]["combine_max_abs_expected"].as_f64().unwrap();
         assert!(largest > 0.0 && largest <= 6.0, "{largest}");
         assert_eq!(ranks[2]["combine_max_abs_difference"], 0.0);

@@ -1,5 +1,5 @@
-//! `epoxide bench ab`: runs of two programs, or with two files of kernels, in turn, and what they
-//! come to.
+//! `epoxide bench ab`: runs two programs, or two files of kernels, in turn, and compares the
+//! results.
 //!
 //! The order within each pair is drawn by lot, because the test of the comparison relies on it.
 //! Runs that differ in the kernels alone happen in this process, which keeps a device open, so that
@@ -114,7 +114,7 @@ fn lot() -> ChaCha8Rng {
     ChaCha8Rng::seed_from_u64(now ^ u64::from(std::process::id()) << 32)
 }
 
-/// Which side each run is of: so many pairs, one run of each side in an order drawn by lot.
+/// The side of each run: `pairs` pairs, one run of each side in random order.
 fn order(lot: &mut ChaCha8Rng, pairs: u32) -> Vec<usize> {
     (0..pairs).flat_map(|_| if lot.random() { [1, 0] } else { [0, 1] }).collect()
 }
@@ -192,7 +192,7 @@ impl Side {
 }
 
 impl Args {
-    /// Compares what `alternate` gives, as often as was asked for, and prints.
+    /// Compares the runs of `alternate`, as often as requested, and prints the results.
     fn compare(
         &self,
         sides: &[Side; 2],
@@ -208,7 +208,7 @@ impl Args {
                 for side in sides {
                     output::text_line(&side.text())?;
                 }
-                let verdict = self.verdict.say(&comparison);
+                let verdict = self.verdict.print(&comparison);
                 for (path, points) in [(&self.json_a, a), (&self.json_b, b)] {
                     if let Some(path) = path {
                         write_text(path, &Results::new(points).json()?)?;
@@ -248,7 +248,7 @@ impl Args {
 
 /// Makes the runs.
 struct Runner<'a> {
-    /// One, or those of low latency: one for each number of tokens.
+    /// One plan, or in low latency one for each number of tokens.
     plans: Vec<Plan>,
     sides: [Side; 2],
     /// The ranks' devices, where runs are made in this process.
@@ -274,7 +274,7 @@ impl<'a> Runner<'a> {
         Ok(Runner { plans, sides, devices, lot: lot(), progress })
     }
 
-    /// So many pairs of runs, one of each side in an order drawn by lot: the points of A and of B.
+    /// Makes `pairs` pairs of runs, one of each side in random order. Returns both sides' points.
     fn alternate(&mut self, pairs: u32) -> Result<[Vec<Point>; 2]> {
         let order = order(&mut self.lot, pairs);
         let runs = match &self.devices {
@@ -407,7 +407,7 @@ mod tests {
                 point.phases.iter().all(|phase| phase.back_to_back.is_none() && phase.kernel_us.is_none())
             );
         }
-        // As many pairs as there are runs, but too few of them.
+        // Every run has its pair, but there are too few pairs.
         let comparison = args.verdict.compare(&a, &b).unwrap();
         assert!(comparison.text().contains("3 pairs") && comparison.text().contains("too few runs (3 < 9)"));
     }

@@ -465,9 +465,9 @@ impl PlanFlags {
     }
 }
 
-/// The flags that give these plans, independent of the defaults and the environment of the program
-/// that gets them: one of an older version as well. Plans of several numbers of tokens are those
-/// that such a program chooses itself.
+/// The flags of these plans, independent of the defaults and the environment of the program that
+/// parses them, which may be an older version. Such a program itself chooses the plans of several
+/// numbers of tokens.
 pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     let Some(plan) = plans.first() else { return Vec::new() };
     let mut flags: Vec<String> = Vec::new();

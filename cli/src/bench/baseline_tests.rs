@@ -163,7 +163,7 @@ fn a_sweep_of_sizes_says_which_way_is_fastest_at_each() {
     let out = folder.path().join("a.jsonl");
     let (asked, tokens) = tier::pick(("tokens=1..2", &["1", "2"][..]), ("tokens=1..4", &["1", "2", "4"]));
     let asked = asked.parse().unwrap();
-    // A point without the baseline does not stand for one with it.
+    // A point without the baseline does not replace one with it.
     let plain = flags("");
     let points = sweep::run(&plain, &plain.plans().unwrap(), &asked, &out).unwrap();
     assert!(points.iter().all(|point| point.baselines.is_empty()) && ways::summary(&points).is_none());

@@ -37,7 +37,7 @@ pub struct VerdictFlags {
 pub fn run(args: &Args) -> Result<()> {
     let [a, b] = [&args.a, &args.b].map(|path| Results::read(path));
     let comparison = args.verdict.compare(&a?.points, &b?.points)?;
-    args.verdict.say(&comparison)
+    args.verdict.print(&comparison)
 }
 
 impl VerdictFlags {
@@ -49,7 +49,7 @@ impl VerdictFlags {
     }
 
     /// Prints the comparison, and fails if it is too slow for `--fail-if-slower`.
-    pub fn say(&self, comparison: &Comparison) -> Result<()> {
+    pub fn print(&self, comparison: &Comparison) -> Result<()> {
         output::text_line(&comparison.text())?;
         let Some(percent) = self.fail_if_slower else { return Ok(()) };
         let slower = comparison.slower_by(percent / 100.0)?;
@@ -126,7 +126,9 @@ pub mod tests {
         let (a, b) = (runs(1.0, 1.0), runs(1.05, 2.0));
         let outcome = |line: &str, a: &[Point], b: &[Point]| {
             let verdict = verdict(line);
-            verdict.say(&verdict.compare(a, b).unwrap()).map_err(|error| (error.code, error.message.unwrap()))
+            verdict
+                .print(&verdict.compare(a, b).unwrap())
+                .map_err(|error| (error.code, error.message.unwrap()))
         };
         assert_eq!(outcome("", &a, &b), Ok(()));
         let (code, message) = outcome("--fail-if-slower 1%", &a, &b).unwrap_err();

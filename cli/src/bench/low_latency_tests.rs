@@ -111,7 +111,7 @@ fn a_sweep_goes_on_where_it_was() {
     assert_eq!(Results::read(&out).unwrap().points.len(), 12);
 }
 
-/// `--help` promises them.
+/// `--help` documents these.
 #[test]
 fn defaults_of_a_sweep_are_those_of_its_ranks() {
     let args = parse("bench --mode low-latency --tokens 1").unwrap();
@@ -174,7 +174,7 @@ fn points_of_version_1_are_read() {
     assert_eq!(point.pair.as_ref().map(|pair| (pair.chain, pair.period.p50_us)), Some((128, 13.0)));
     let text = text(&points);
     assert!(text.contains("kernels: unknown, of 2026-11-23") && text.contains("     11.0"), "{text}");
-    // It can be compared with points of today, with any seed.
+    // The point can be compared with current points, with any seed.
     let mut new = point.clone();
     new.key.seed = 7;
     let compared = epoxide_bench::compare::compare(&points, &[new], 0.01).unwrap().text();

@@ -71,10 +71,10 @@ pub fn run(bench: &Bench) -> Result<()> {
     if let Some(path) = &args.plot {
         plot::check_path(path)?;
     }
-    // The ranks of other hosts write nothing, and may have no such folder.
+    // Ranks of other hosts write no files, and may lack the folder.
     let files =
         [("--json", &args.json), ("--csv", &args.csv), ("--plot", &args.plot), ("--trace", &args.trace)];
-    for (flag, path) in files.into_iter().filter(|_| ranks::speaks()) {
+    for (flag, path) in files.into_iter().filter(|_| ranks::prints()) {
         output::check_file(flag, path.as_deref())?;
     }
     // Before anything is made: a sweep would leave out size after size.
@@ -86,11 +86,11 @@ pub fn run(bench: &Bench) -> Result<()> {
         return Err(CommandError::usage(format!("--sweep: not for ranks that a launcher started; {remedy}")));
     }
     let points = match (&args.sweep, &args.out) {
-        // Each point says for itself whether it can be.
+        // Each point is checked by itself.
         (Some(sweep), Some(out)) => sweep::run(args, &plans, sweep, out)?,
         _ => single(args, &plans)?,
     };
-    if !ranks::speaks() {
+    if !ranks::prints() {
         return Ok(());
     }
     if let Some(path) = &args.csv {
@@ -107,10 +107,10 @@ fn single(args: &Args, plans: &[Plan]) -> Result<Vec<Point>> {
     plans.iter().try_for_each(Plan::check)?;
     announce(plans, args.sizes.leaves_sizes_open());
     let steps = plans.iter().map(|plan| u64::from(plan.repeat) * plan.steps()).sum();
-    let progress = Progress::new("bench", steps, ranks::speaks());
+    let progress = Progress::new("bench", steps, ranks::prints());
     let (points, results) = measure_points(plans, &progress)?;
     drop(progress);
-    if !ranks::speaks() {
+    if !ranks::prints() {
         return Ok(points);
     }
     if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {

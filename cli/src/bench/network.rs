@@ -63,14 +63,14 @@ pub struct Args {
 /// Measures, prints and stores.
 pub fn run(args: &Args) -> Result<()> {
     let plan = args.plan()?;
-    for (flag, path) in [("--json", &args.json), ("--csv", &args.csv)].into_iter().filter(|_| ranks::speaks())
+    for (flag, path) in [("--json", &args.json), ("--csv", &args.csv)].into_iter().filter(|_| ranks::prints())
     {
         output::check_file(flag, path.as_deref())?;
     }
-    let progress = Progress::new("bench wire", 0, ranks::speaks());
+    let progress = Progress::new("bench wire", 0, ranks::prints());
     let points = measure(&plan, args.device)?;
     drop(progress);
-    if !ranks::speaks() {
+    if !ranks::prints() {
         return Ok(());
     }
     if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {

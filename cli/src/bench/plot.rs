@@ -123,7 +123,7 @@ mod without {
                             `cargo run --release --features plots -- bench plot ..` builds it in";
             assert_eq!((error.code, error.message.as_deref()), (USAGE, Some(expected)));
 
-            // Nothing is measured: sizes that cannot be come to light later.
+            // Nothing is measured: impossible sizes are reported later.
             let mut args = flags("--tokens 0");
             args.plot = Some("a.svg".into());
             let error = crate::bench::run(&crate::bench::Bench { tool: None, args }).unwrap_err();

@@ -68,7 +68,7 @@ pub fn legend(points: &[Point]) -> String {
     format!("\n  words (docs/BENCH-METHOD.md works them by hand)\n{}", lines.join("\n"))
 }
 
-/// Replays of captured graphs, a line for each point and step; nothing where none were measured.
+/// Replays of captured graphs, a line for each point and step; empty if none were measured.
 pub fn replays(points: &[Point]) -> String {
     let lines = || points.iter().flat_map(|point| point.graph.iter().map(move |step| (point, step)));
     let Some((first, step)) = lines().next() else { return String::new() };

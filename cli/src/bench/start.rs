@@ -35,7 +35,7 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     let own = outcome.as_ref().ok().cloned();
     let mut results =
         ranks::gather(&*group, outcome.map_err(|error| epoxide_bench::Error::from(error).into()))
-            .map_err(|error| ranks::said_by(error, rank))?;
+            .map_err(|error| ranks::reported_by(error, rank))?;
     // Traces do not travel: each process has its own.
     if let (Some(own), Some(place)) = (own, results.get_mut(rank as usize)) {
         *place = own;
@@ -43,8 +43,8 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
     Ok(results)
 }
 
-/// Measures all that plans of one group of ranks ask for. The points, and what each rank measured
-/// in the first run of the first plan, with the traced calls of all plans.
+/// Measures all plans of one group of ranks. Returns the points, and each rank's results in the
+/// first run of the first plan, with the traced calls of all plans.
 pub fn measure_points(plans: &[Plan], watch: &dyn Watch) -> Result<(Vec<Point>, Vec<RankResult>)> {
     plans.iter().try_for_each(Plan::check)?;
     let Some(first) = plans.first() else { return Ok((Vec::new(), Vec::new())) };
@@ -76,7 +76,7 @@ pub fn device_of(plan: &Plan) -> DeviceKind {
 /// Prints the estimated needs of one group's plans before they begin; `open`: sizes were left to
 /// the command.
 pub fn announce(plans: &[Plan], open: bool) {
-    let Some(plan) = plans.first().filter(|_| ranks::speaks()) else { return };
+    let Some(plan) = plans.first().filter(|_| ranks::prints()) else { return };
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let mut estimate = plan.estimate(processors);
     for more in plans[1..].iter().map(|plan| plan.estimate(processors)) {
@@ -110,8 +110,8 @@ pub fn announce(plans: &[Plan], open: bool) {
     output::complain(&text);
 }
 
-/// How many ranks a launcher started, and how many of them on this host; nothing where it started
-/// none.
+/// The number of ranks that a launcher started, and of those on this host; `None` without a
+/// launcher.
 pub fn launched() -> Result<Option<(u32, Option<u32>)>> {
     Ok(Member::detect()?.map(|member| (member.size, member.local_size)))
 }

@@ -42,7 +42,7 @@ pub fn run(args: &Args, plans: &[Plan], sweep: &Sweep, out: &Path) -> Result<Vec
         output::complain(&format!("left out: {ranks} ranks, {tokens} tokens, {sms} SMs: {reason}"));
     }
     if swept.points.is_empty() {
-        // Why none can be, the first of them says: bad usage, or a machine that lacks something.
+        // The first reason decides the exit code: bad usage, or a machine that lacks something.
         let (_, reason) =
             swept.left_out.into_iter().next().ok_or_else(|| CommandError::usage("--sweep: no points"))?;
         return Err(reason.into());

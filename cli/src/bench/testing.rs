@@ -15,7 +15,7 @@ pub fn parse(line: &str) -> Result<Args, clap::Error> {
     testing::parse(line.split_whitespace())
 }
 
-/// Small sizes, then what `line` says.
+/// Small sizes, changed by the flags in `line`.
 pub fn flags(line: &str) -> Args {
     let small = "bench --ranks-per-node 2 --tokens 8 --hidden 64 --experts 8 --topk 2 --warmup 1 --iters 2 \
                  --num-sms 2 --seed 7";
@@ -51,7 +51,7 @@ pub fn h200() -> Vec<Point> {
 pub struct Counted(AtomicU64);
 
 impl Counted {
-    /// So many so far.
+    /// The count so far.
     pub fn of_rank_0(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

@@ -227,7 +227,7 @@ fn replays_are_printed_stored_compared_and_swept() {
     assert_eq!(chain("bench --graph=7").unwrap(), Some(7));
     assert!(chain("bench --graph=0").is_err());
 
-    // A point without replays does not stand for one with.
+    // A point without replays does not replace one with replays.
     let asked = "tokens=1,8".parse().unwrap();
     let swept = |graph| {
         let mut args = args.clone();
@@ -277,7 +277,7 @@ fn sizes_that_cannot_be_are_bad_usage_as_in_a_round_trip() {
         let message = error.message.unwrap();
         assert_eq!(error.code, USAGE, "{line}: {message}");
         assert!(message.starts_with(reason), "{line}: {message}");
-        // A round trip says the same; it has no iterations to time, and tokens may be none.
+        // A round trip reports the same, but has no timing flags and accepts 0 tokens.
         if line.split_whitespace().count() == 2
             && !["--iters", "--warmup", "--repeat", "--tokens", "--rows-by-expert", "--flush-mib"]
                 .iter()
@@ -342,7 +342,7 @@ fn rows_that_are_quantised_on_their_way_are_measured() {
 fn files_that_cannot_be_written_are_bad_usage_before_anything_is_measured() {
     for flag in ["--json", "--csv", "--trace"] {
         let path = "/no/such/folder/a";
-        // The other sizes cannot be, either, which would come to light later.
+        // Other sizes are impossible too, but that would be reported later.
         let args = flags(&format!("--tokens 0 {flag} {path}"));
         let error = run(&Bench { tool: None, args }).unwrap_err();
         let message = error.message.unwrap();

@@ -2,7 +2,7 @@
 //!
 //! Ranks are processes, one a GPU. They run in three stages. The first checks operations while all
 //! ranks live. The others kill a rank: once over the transports that NCCL chooses, and once over
-//! sockets, because sockets report a death to NCCL. Each stage's outcomes are stored in a store,
+//! sockets, because sockets report a death to NCCL. Ranks write each stage's outcomes to a store,
 //! and rank 0 reads and prints them: no report relies on the checked library.
 
 mod oracle;
@@ -26,7 +26,7 @@ use crate::options::DeviceKind;
 use crate::output;
 use crate::ranks::{cuda_devices, open_device};
 
-/// Seconds of a day, more than any operation takes. Sums of such times are times that a clock has.
+/// Seconds of a day, more than any operation takes. Sums of such times do not overflow a clock.
 const DAY: u64 = 24 * 3600;
 
 /// Options of `epoxide nccl-check`.
@@ -57,7 +57,7 @@ pub struct Args {
     rank: Option<RankOf>,
 }
 
-/// Which rank a process is.
+/// The rank of a process.
 #[derive(Debug, Clone)]
 struct RankOf {
     act: Act,
@@ -109,7 +109,7 @@ fn run_all(args: &Args) -> Result<()> {
         let folder = tempfile::tempdir()
             .map_err(|error| CommandError::failed(format!("a folder for the store: {error}")))?;
         let mut ranks = Ranks::start(args, act, size, folder.path())?;
-        // Each stage has its own deadlines; this is for a rank that does not keep them.
+        // Each stage has its own deadlines; this one ends a rank that exceeds them.
         ranks.finish(act, Instant::now() + Duration::from_secs(args.timeout * 4 + args.deadline * 20))?;
     }
     output::text_line("PASS")?;
@@ -152,7 +152,7 @@ impl Ranks {
                 open.retain(|other| *other != index);
                 let killed = index == last && act != Act::Together;
                 if !as_meant(status, killed) {
-                    // It, or rank 0, has said why.
+                    // The rank, or rank 0, has printed the reason.
                     return Err(CommandError::failed(format!(
                         "{}: rank {index} ended with {status}",
                         act.name()
@@ -177,7 +177,7 @@ fn as_meant(status: ExitStatus, killed: bool) -> bool {
 impl Drop for Ranks {
     fn drop(&mut self) {
         for rank in &mut self.0 {
-            // One that has ended is none to kill.
+            // Killing an ended process fails, which is fine.
             let _ = rank.kill();
             let _ = rank.wait();
         }
@@ -199,7 +199,7 @@ fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
         },
     };
-    // NCCL may still have threads in calls that were given up, which must not keep the process.
+    // NCCL may still have threads in abandoned calls, which must not keep the process alive.
     let outcome = stages::run(&rank, &place.folder);
     if let Err(error) = &outcome
         && error.code == FAILED

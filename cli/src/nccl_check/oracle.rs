@@ -52,7 +52,7 @@ fn reduced(op: ReduceOp, size: u32, index: u64) -> i64 {
     }
 }
 
-/// One rank's view of a communicator, and what it has compared.
+/// One rank of a communicator, and the count of its comparisons.
 pub struct Check<'a> {
     pub communicator: &'a Communicator,
     pub stream: &'a Stream,

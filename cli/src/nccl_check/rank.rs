@@ -43,7 +43,7 @@ impl Act {
     }
 }
 
-/// One rank with what it needs.
+/// One rank with its resources.
 pub struct Rank {
     pub rank: u32,
     pub size: u32,
@@ -51,7 +51,7 @@ pub struct Rank {
     pub store: Arc<dyn Store>,
     pub library: Arc<Library>,
     pub device: Device,
-    /// Until what is meant to hang is given up.
+    /// Time after which an operation that hangs on purpose is abandoned.
     pub deadline: Duration,
     /// Timeout of all other operations.
     pub timeout: Duration,

@@ -50,8 +50,8 @@ impl Rank {
         Ok(Communicator::over_store(&self.library, &self.device, &*self.store, self.rank, self.size, config)?)
     }
 
-    /// Runs a stage and tells the ranks in `ranks` how it went; rank 0 prints that. All of them
-    /// fail where one does.
+    /// Runs a stage and publishes its outcome to the ranks in `ranks`; rank 0 prints it. All fail
+    /// if one does.
     fn stage(&self, name: &str, ranks: u32, stage: impl FnOnce() -> Result<String>) -> Result<()> {
         let start = Instant::now();
         let outcome = stage();
@@ -83,8 +83,8 @@ impl Rank {
         }
     }
 
-    /// The error that must come, with how long it took; it has to have come within the deadline and
-    /// the time to close.
+    /// Checks that `outcome` is the expected error, within the deadline and the time to close. Returns
+    /// the error with its time.
     pub(super) fn expect_error<T>(
         &self,
         what: &str,
@@ -167,7 +167,7 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         let memory = Arc::new(Memory::alloc(&rank.device, 1 << 20, MemoryKind::Shareable, "registered")?);
         memory.write(&stream, 0, &vec![1u8; 1 << 20])?;
         let registration = communicator.register(&memory)?;
-        // SAFETY: the memory lives longer than the tensor, whose operations have ended by then.
+        // SAFETY: the memory outlives the tensor, whose operations end before the memory is freed.
         let tensor = unsafe { Tensor::from_raw(memory.ptr(), DType::I32, &[1 << 18]) };
         communicator.all_reduce(&tensor, ReduceOp::Sum, &stream)?.wait()?;
         let expected = 0x0101_0101 * all as i32;
@@ -237,8 +237,8 @@ fn together(rank: &Rank, folder: &Path) -> Result<()> {
         rank.expect_error("wait_ready", start, made.wait_ready(), Expected::Abort)
     })?;
     rank.stage("operation whose peer never comes, with a watchdog", all, || {
-        // The deadline is for the operation: joining takes what it takes, and so does the first
-        // operation, which connects the ranks.
+        // The deadline is for the operation. Joining has none, and neither has the first operation,
+        // which connects the ranks.
         let parent = rank.communicator(rank.config("watched"))?;
         let watchdog = Some(Watchdog::default());
         let config = Config { timeout: rank.deadline, watchdog, ..rank.config("watched") };
@@ -317,7 +317,7 @@ fn killed(rank: &Rank) -> Result<()> {
         let (stream, tensor) = rank.small()?;
         let start = Instant::now();
         let detail = match communicator.all_reduce(&tensor, ReduceOp::Sum, &stream) {
-            // The communicator's own deadline is longer: this is about what NCCL notices.
+            // The communicator's own deadline is longer: this stage tests what NCCL detects.
             Ok(work) if !work.wait_timeout(rank.deadline) => {
                 // As a watchdog would.
                 communicator.abort(UNNOTICED)?;

@@ -29,7 +29,7 @@ fn the_stages_pass_where_all_is_well() {
     if !tier::is_long() {
         return;
     }
-    // The watchdog dumps to where the environment says, which is a process's own.
+    // The environment names the watchdog's files, and belongs to the whole process.
     if std::env::var_os(DEBUG_INFO_FILE).is_none() {
         let dumps = tempfile::tempdir().unwrap();
         let mut alone = alone::one_test("nccl_check::tests::the_stages_pass_where_all_is_well");

@@ -20,7 +20,7 @@ use crate::options::{RowFormat, Settings};
 use crate::output::Console;
 use crate::ranks::RankContext;
 
-/// How far a received element may be from the rank number it was sent as.
+/// Most difference between a received element and the rank number that was sent.
 const RECV_TOLERANCE: f32 = 1e-3;
 /// The fp8 (e4m3) byte of its largest number, 448: scaled, it stands for any rank number but 0.
 const FP8_MAX_BYTE: u8 = 0x7e;
@@ -109,8 +109,8 @@ fn first_data(script: &Script<'_>, rank: &mut Rank) -> Result<Vec<RankReport>> {
         marks.mark(rank)?;
         let output = rank.buffer.dispatch(&mut place, request, StreamOrder::comm(&rank.stream))?;
         marks.mark(rank)?;
-        // Combine follows at once: no barrier and, where the rows can be returned as they are, no
-        // look at them either.
+        // Combine follows at once, without a barrier. Rows that can be returned unchanged are not
+        // read either.
         let (recv_x, handle) = (&output.recv_x, &output.handle);
         let (converted, pooled);
         let request = if recv_x.dtype() != DType::Bf16 {
@@ -119,7 +119,7 @@ fn first_data(script: &Script<'_>, rank: &mut Rank) -> Result<Vec<RankReport>> {
             converted = Tensor::from_host(&rank.stream, DType::Bf16, recv_x.shape(), &values)?;
             CombineRequest::new(&converted, handle)
         } else if recv_x.row_stride() == recv_x.row_bytes() {
-            // By the shape alone, not by how many rows came: all ranks return rows in the same way.
+            // The shape decides, not the number of received rows: all ranks return rows alike.
             CombineRequest::new(recv_x, handle)
         } else {
             // The pool pads these rows, in both of its regions alike.
@@ -244,8 +244,7 @@ fn check_rank_numbers(rank: &mut Rank, plan: &Plan, output: &Received) -> Result
     Ok(())
 }
 
-/// Checks each token's mean, every element, and the weights: a token comes back once from each of
-/// its destinations.
+/// Checks each token's mean, every element, and the weights: each destination returns a token once.
 fn check_sums(rank: &mut Rank, case: &Case, combined: &Combined, found: &mut FirstData) -> Result<()> {
     let (me, routing, hidden) = (rank.rank, &case.routing, case.hidden() as usize);
     let expected: Vec<f32> =

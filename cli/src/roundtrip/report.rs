@@ -16,7 +16,7 @@ pub struct Report {
     pub times: Times,
     pub iterations: u64,
     pub graph_replays: u64,
-    /// Reads and writes of kernels' lanes that check mode has looked at.
+    /// Reads and writes of kernels' lanes that check mode has checked.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub checked_accesses: Option<u64>,
     pub pass: bool,
@@ -25,7 +25,7 @@ pub struct Report {
     pub error: Option<String>,
 }
 
-/// Writes something into the report where rank 0 runs, and does nothing elsewhere.
+/// Writes into the report in rank 0's process, and does nothing elsewhere.
 pub type Publish<'a> = &'a dyn Fn(&dyn Fn(&mut Report));
 
 /// Settings, and what follows from them.
@@ -35,7 +35,7 @@ pub struct ConfigReport {
     pub settings: Settings,
     pub placement: Placement,
     pub device_name: String,
-    /// True where times are those of the virtual GPU, and say nothing of hardware.
+    /// True if times are those of the virtual GPU, which are not comparable with hardware.
     pub device_is_virtual: bool,
     /// Rows that there is room for: those received at most, in low latency those of each place.
     pub capacity_rows: u64,
@@ -81,8 +81,7 @@ pub struct RankReport {
     pub num_tokens: u32,
     /// Rows that the first dispatch brought.
     pub num_recv_tokens: u32,
-    /// Nothing in low latency, whose first data is compared bit for bit: there is no difference to
-    /// give.
+    /// `None` in low latency, whose first data is compared bit for bit, without a tolerance.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub first_data: Option<FirstData>,
     /// Error in rows, tables or sums of low latency.

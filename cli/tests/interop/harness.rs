@@ -1,5 +1,5 @@
-//! Runs the tests. The standard harness would call a test "ok" that found nothing to talk to; this
-//! one says that it was skipped, and why.
+//! Runs the tests. The standard harness would report "ok" for a test that found no tool to test
+//! with; this one reports it as skipped, with the reason.
 
 use std::any::Any;
 use std::panic::{catch_unwind, resume_unwind};
@@ -19,7 +19,7 @@ pub fn skip(reason: String) -> ! {
     resume_unwind(Box::new(Skipped(reason)))
 }
 
-/// Requests of the command line, in the words of the standard harness. Its other flags, such as
+/// Options of the command line, with the standard harness's names. Its other flags, such as
 /// --nocapture, change nothing here.
 #[derive(Default)]
 struct Asked {
@@ -51,8 +51,8 @@ impl Asked {
     }
 }
 
-/// Runs those of `tests` that the command line asks for, as many at once as there are processors.
-/// Exit code 101 where one failed.
+/// Runs those of `tests` that the command line selects, as many at once as there are processors.
+/// Returns exit code 101 if one failed.
 pub fn run(tests: &[Test]) -> ExitCode {
     let asked = Asked::read(std::env::args().skip(1));
     let wanted: Vec<Test> = tests.iter().copied().filter(|(name, _)| asked.wants(name)).collect();
@@ -86,8 +86,8 @@ pub fn run(tests: &[Test]) -> ExitCode {
     ExitCode::from(if failed == 0 { 0 } else { 101 })
 }
 
-/// Which of passed, failed and skipped a test is, and what is said of it. A panic has told its
-/// reason by itself.
+/// Returns whether a test passed, failed or was skipped, with its text. A panic has printed its
+/// reason.
 fn of(ended: Result<(), Box<dyn Any + Send>>) -> (usize, String) {
     match ended.map_err(|payload| payload.downcast::<Skipped>()) {
         Ok(()) => (0, "ok".into()),

@@ -56,7 +56,7 @@ pub fn under_torchrun_where_rank_0_serves() {
 pub fn an_error_of_a_rank_ends_torchrun() {
     let python = python();
     let mut command = torchrun(&python, &["--standalone", "--nproc-per-node", "2", "sh", "-c"]);
-    // Rank 1 says that there are three.
+    // Rank 1 has a world size of three.
     command.arg(format!(
         r#"[ "$RANK" = 0 ] || WORLD_SIZE=3; export WORLD_SIZE; exec {} {} --timeout 60"#,
         epoxide(),
@@ -79,8 +79,8 @@ pub fn a_restart_of_torchrun_finds_a_clean_store() {
 }
 
 pub fn under_mpirun() {
-    // Else all of a user share a folder in /tmp, and one of two that start at once fails to make
-    // it.
+    // Otherwise all runs of a user share a folder in /tmp, and one of two concurrent runs fails to
+    // make it.
     let files = tempfile::tempdir().unwrap();
     let mut command = mpirun(files.path());
     command.args(["-n", "4", epoxide()]).args(JOB);

@@ -1,7 +1,7 @@
 //! Against the real thing: PyTorch's store, both ways round, torchrun and mpirun.
 //!
-//! `tests/interop/setup.sh` installs what is needed. Without it these tests are skipped, as their
-//! lines and the last one say; with `EPOXIDE_REQUIRE_INTEROP=1` they fail instead.
+//! `tests/interop/setup.sh` installs what is needed. Without it these tests are skipped and
+//! reported as such; with `EPOXIDE_REQUIRE_INTEROP=1` they fail instead.
 
 #![forbid(unsafe_code)]
 

@@ -13,7 +13,7 @@ pub fn play(store: &TcpStore, rank: u32, size: u32) {
     let neighbour = (rank + 1) % size;
     store.join().unwrap();
 
-    // Values: text, bytes, nothing, much.
+    // Values: text, bytes, empty, large.
     store.set(&format!("k/{rank}"), format!("value {rank}").as_bytes()).unwrap();
     let keys = names("k");
     let keys: Vec<&str> = keys.iter().map(String::as_str).collect();

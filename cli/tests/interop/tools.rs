@@ -108,7 +108,7 @@ impl Running {
         self.output.extend(self.child.stderr.take().map(drain));
     }
 
-    /// Waits for its end. Its exit code, and all it wrote that was not asked for before.
+    /// Waits for the process's end. Returns its exit code and all output that was not read before.
     pub fn end(mut self) -> (Option<i32>, String) {
         drop(self.child.stdin.take());
         self.listen();

@@ -13,13 +13,13 @@ use crate::launcher::{epoxide, launcher};
 
 /// Number of launches to kill, in place of the tier's; 200 take about five minutes.
 const COUNT: &str = "EPOXIDE_TEST_KILLS";
-/// Tells the processes of a launch from all others.
+/// Marks the processes of a launch.
 const MARK: &str = "EPOXIDE_TEST_MARK";
-/// Longest time from the launcher's end until nothing is left, on a busy machine. Processes that
-/// leak stay for longer.
+/// Longest time from the launcher's end until no process is left, on a busy machine. Leaked
+/// processes stay for longer.
 const LEFT: Duration = Duration::from_secs(60);
-/// No launcher takes longer to end: a rank's failure takes the others 5 s to notice, then 5 s to
-/// end.
+/// Every launcher ends within this: the others detect a rank's failure within 5 s, then end within
+/// 5 s.
 const END: Duration = Duration::from_secs(120);
 const SEED: u64 = 0x5eed;
 
@@ -103,7 +103,7 @@ fn sockets(pids: impl Iterator<Item = i32>) -> BTreeSet<String> {
     targets.filter_map(inode).collect()
 }
 
-/// Those of them that the kernel still has.
+/// The sockets among `of` that the kernel still has.
 fn open_sockets(of: &BTreeSet<String>) -> BTreeSet<String> {
     let tables = ["unix", "tcp", "tcp6", "udp", "udp6"].map(|name| format!("/proc/net/{name}"));
     let text = tables.map(|table| fs::read_to_string(table).unwrap_or_default()).concat();
@@ -116,7 +116,7 @@ fn shared_memory() -> Vec<PathBuf> {
     entries.filter(|path| path.to_string_lossy().contains("epoxide")).collect()
 }
 
-/// Waits until there is nothing, until the time is over; returns what there is then.
+/// Waits until `left` returns nothing or the time is over. Returns the rest.
 fn wait_none<T>(limit: Duration, left: impl Fn() -> Vec<T>) -> (Vec<T>, Duration) {
     let start = Instant::now();
     loop {
@@ -152,18 +152,17 @@ fn launches_killed_at_any_moment_leave_nothing() {
         let launcher = launchers[which % launchers.len()].id() as i32;
         let victim = if at_rank && !ranks.is_empty() { ranks[which % ranks.len()] } else { launcher };
         let launcher_killed = victim == launcher && signal == Signal::KILL;
-        // It may have ended by itself just now, as one of a shell's that another was told to end.
+        // The victim may just have ended, as a shell's process does when another one is ended.
         let _ = kill_process(pid(victim), signal);
 
         let start = Instant::now();
-        // A shell that has lost what it waited for ends well, and then there is nothing to end the
-        // others.
+        // A shell whose child was killed exits with success, and then nothing ends the others.
         if matches!(what, What::Shells) && victim != launcher {
             std::thread::sleep(Duration::from_millis(200));
             let _ = kill_process(pid(launcher), Signal::TERM);
         }
-        // One that was killed before it came is waited for, up to five minutes, as one that is only
-        // late.
+        // Launchers wait for one that was killed before it joined, up to five minutes, as for a
+        // late one.
         if matches!(what, What::Nodes) && ranks.is_empty() {
             for other in launchers.iter().map(|child| child.id() as i32).filter(|other| *other != launcher) {
                 let _ = kill_process(pid(other), Signal::TERM);

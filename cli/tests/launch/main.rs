@@ -223,7 +223,7 @@ fn a_second_signal_kills() {
     );
     let said = running.said.clone();
     running.signal(Signal::TERM);
-    // The ranks have been asked, and go on.
+    // The ranks have received SIGTERM, and continue.
     assert!([running.line(), running.line()].iter().all(|line| line.ends_with("asked")));
     running.signal(Signal::TERM);
     assert_eq!(running.wait().status.code(), Some(128 + 15));
@@ -242,7 +242,7 @@ fn ranks_die_with_a_killed_launcher_and_the_next_sweeps_the_rest() {
         let mut launcher = launcher(&["--nproc-per-node", "2"], &["sh", "-c", script]);
         Running::of(launcher.env("TMPDIR", directory.path()), 2)
     };
-    // One of them runs on, and is no leftover.
+    // One launch keeps running, and its files are no leftovers.
     let alive = begin("echo $$; exec sleep 1000");
     let running = begin("sleep 1000 & echo $$ $!; wait");
     let said = running.said.clone();
@@ -251,7 +251,7 @@ fn ranks_die_with_a_killed_launcher_and_the_next_sweeps_the_rest() {
     let pids = said.iter().map(|line| line.split_once(' ').unwrap());
     for (rank, started) in pids.clone() {
         wait_gone(rank);
-        // It has got no signal to end.
+        // The process has received no signal.
         test_kill_process(Pid::from_raw(started.parse().unwrap()).unwrap()).unwrap();
     }
     assert_eq!(entries(&directory), 2);
@@ -269,7 +269,7 @@ fn ranks_die_with_a_killed_launcher_and_the_next_sweeps_the_rest() {
 
 #[test]
 fn ranks_heed_an_interrupt_that_their_launcher_ignores() {
-    // As a background job of a script that has no job control.
+    // Run as a background job of a script without job control.
     let launch =
         "trap '' INT QUIT; exec \"$0\" launch --nproc-per-node 1 -- sh -c 'kill -INT $$; echo alive'";
     let output = Command::new("sh").args(["-c", launch, env!("CARGO_BIN_EXE_epoxide")]).output().unwrap();
@@ -363,8 +363,7 @@ fn a_reader_that_leaves_ends_the_launch() {
     assert!(!child.wait().unwrap().success());
 }
 
-/// As where the file system of TMPDIR is full: the launcher cannot leave the reason in the ranks'
-/// store.
+/// A full file system of TMPDIR: the launcher cannot write the reason to the ranks' store.
 #[test]
 fn a_store_that_takes_nothing_does_not_hide_why_a_rank_failed() {
     let fail =

@@ -30,7 +30,7 @@ fn nodes(count: u32, flags: impl Fn(u32) -> Vec<&'static str>, script: &str) -> 
             .spawn()
             .unwrap()
     };
-    // The first comes last: the others wait for it.
+    // The first node starts last: the others wait for it.
     let children: Vec<Child> = (0..count).rev().map(start).collect();
     children.into_iter().rev().map(|child| child.wait_with_output().unwrap()).collect()
 }
@@ -120,7 +120,7 @@ fn launchers_that_differ_say_so() {
     }
 }
 
-/// Launchers of two nodes whose ranks run, each as the script says; node 0 first.
+/// Launchers of two nodes whose ranks run the script; node 0 first.
 fn two_running(script: &str) -> [Running; 2] {
     let port = HeldPort::any().unwrap();
     let endpoint = format!("127.0.0.1:{}", port.number());
@@ -147,7 +147,7 @@ fn two_running(script: &str) -> [Running; 2] {
 
 #[test]
 fn a_node_that_vanishes_ends_the_others_by_name() {
-    // The ranks know nothing of each other: only the launchers can tell.
+    // The ranks have no connection: only the launchers can detect it.
     let vanish = |gone: usize, how| {
         let mut running = two_running("echo $$; exec sleep 1000").map(Some);
         let [vanishing, other] = [gone, 1 - gone].map(|node| running[node].take().unwrap());
@@ -180,7 +180,7 @@ fn a_launcher_that_gives_up_says_so_to_the_others() {
     let start = |node: &str, program: &str| {
         let flags =
             ["--nproc-per-node", "1", "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", &endpoint];
-        // Longer than this test may take: the first launcher does not learn it by silence.
+        // Longer than this test may take: the first launcher does not detect it by a timeout.
         let flags = [&flags[..], &["--node-timeout", "600"]].concat();
         let mut launcher = launcher(&flags, &[program, "1000"]);
         launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
@@ -220,7 +220,7 @@ fn a_name_that_does_not_resolve_is_named_before_the_launch_gives_up() {
     let mut launcher = launcher(&flags, &["true"]);
     let mut child = launcher.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(child.stderr.take().unwrap());
-    // Without a secret it says first that it is open to all.
+    // Without a secret the launcher first warns that it is open to all.
     let warning = loop {
         let mut line = String::new();
         assert!(said.read_line(&mut line).unwrap() > 0, "it has ended without a warning");
@@ -250,7 +250,7 @@ fn a_signal_while_waiting_for_nodes_is_the_exit_code() {
                 assert!(start.elapsed() < PATIENCE, "the launcher does not catch signals");
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // It comes to wait for the other.
+            // Give the launcher time to wait for the other.
             std::thread::sleep(Duration::from_millis(300));
             kill_process(Pid::from_raw(launcher.id() as i32).unwrap(), signal).unwrap();
             let output = launcher.wait_with_output().unwrap();
@@ -291,7 +291,7 @@ fn attacked(secret: bool, script: &str, attack: impl Fn(u16)) -> Vec<Output> {
 #[test]
 fn a_stranger_at_the_launchers_store_ends_nothing() {
     use epoxide::group::{Store, TcpStore, TcpStoreOptions};
-    // Longer than the launchers take to notice a failure.
+    // Longer than the launchers take to detect a failure.
     let script =
         "touch $READY/$RANK; sleep 2; printf '%s %s\\n' $EPOXIDE_JOB_SECRET ${EPOXIDE_JOB_SECRET_FILE-none}";
     let connect = |port| TcpStore::connect_with("127.0.0.1", port, &TcpStoreOptions::new(PATIENCE));
@@ -304,7 +304,7 @@ fn a_stranger_at_the_launchers_store_ends_nothing() {
         assert_eq!(lines(&output.stdout), [format!("[rank {rank}] {SECRET} none")]);
         assert_eq!(text(&output.stderr), "");
     }
-    // Without one: as with torchrun, and said once by each.
+    // Without a secret: as with torchrun, with one warning from each.
     let outputs = attacked(false, "touch $READY/$RANK; exec sleep 1000", |port| {
         let trouble = br#"{"Signal":15}"#;
         connect(port).unwrap().set("epoxide-launch.0.trouble", trouble).unwrap();

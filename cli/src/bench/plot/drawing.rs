@@ -1,9 +1,9 @@
 //! Drawings of results: small panels in a grid. They show bandwidth and times against tokens,
 //! multiprocessors or ranks, or the distributions of times if there is one configuration.
 //!
-//! A panel is of one operation; further differences between points make more panels. Each file is a
+//! A panel shows one operation; further differences between points make more panels. Each file is a
 //! series of its own. Results of the virtual GPU are drawn as interpreter times, never as a
-//! bandwidth, and the title names them so.
+//! bandwidth, and the title states it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::Path;
@@ -27,14 +27,14 @@ use crate::error::{CommandError, Result};
 const FONT: &[u8] = include_bytes!("../font/DejaVuSans-subset.ttf");
 const FAMILY: &str = "sans-serif";
 
-/// As wide as a page shows it, so that text keeps its size.
+/// The width of a page's column, so that text keeps its size.
 const WIDTH: u32 = 960;
 const MARGIN: u32 = 18;
 /// Sizes of the text: title, the text below it, and panels.
 const TITLE_SIZE: u32 = 22;
 const TEXT_SIZE: u32 = 15;
 const LINE_HEIGHT: u32 = 23;
-/// Points that lines of distributions may be of: more cannot be told apart.
+/// Most points in a drawing of distributions: more lines cannot be distinguished.
 const MOST_DISTRIBUTIONS: usize = 8;
 /// Files, and measurements of the same thing in a file, that may be series: the legend names each.
 const MOST_LABELS: usize = 200;
@@ -122,7 +122,7 @@ struct Panel {
     title: String,
     x_label: String,
     y_label: String,
-    /// Where the x axis has labels, and which.
+    /// Positions and texts of the x axis's labels.
     ticks: Vec<(f64, String)>,
     x_range: (f64, f64),
     y_ticks: Vec<(f64, String)>,
@@ -245,7 +245,7 @@ fn sources(files: &[File]) -> (Vec<String>, Vec<Source<'_>>) {
         let first = labels.len();
         let mut seen: HashMap<String, usize> = HashMap::new();
         for point in &file.points {
-            // Its text has all that keys are compared by.
+            // The key's text has every compared field.
             let count = seen.entry(format!("{:?}", point.key)).or_default();
             let again = *count;
             *count += 1;
@@ -442,8 +442,8 @@ impl Drawing {
         Ok(drawing)
     }
 
-    /// Panels over an axis: a column for each operation and type of rows, a row for each of what
-    /// else differs.
+    /// Panels over an axis: a column for each operation and type of rows, a row for each other
+    /// difference.
     fn against(
         &mut self,
         axis: Axis,
@@ -470,7 +470,7 @@ impl Drawing {
         let mut known: BTreeSet<String> = BTreeSet::new();
         let mut rests: Vec<String> = sorted.into_iter().map(rest).collect();
         rests.retain(|rest| known.insert(rest.clone()));
-        // The points of each panel, in the order they came in.
+        // The points of each panel, in their given order.
         let mut groups: BTreeMap<(String, &str), Vec<Source<'_>>> = BTreeMap::new();
         for source in sources {
             groups.entry((rest(source), source.point.key.dtype.as_str())).or_default().push(*source);
@@ -670,8 +670,8 @@ fn solid(nth: usize) -> Style {
 /// The name of a 99th percentile, whose line is dashed and has the color of its median.
 const TAIL: &str = "99th percentile";
 
-/// One file has a color for each phase; of several each has a color, and the second line of an
-/// operation is dashed.
+/// In a drawing of one file each phase has a color. With several, each file has a color, and the
+/// second line of an operation is dashed.
 fn style(operation: usize, second: usize, text: &str, entry: usize, entries: usize) -> Style {
     const OF_PHASES: [[RGBColor; 2]; 3] = [[BLUE_, ORANGE], [GREEN_, PURPLE], [COLORS[7], COLORS[7]]];
     match (entries, text) {
@@ -681,8 +681,8 @@ fn style(operation: usize, second: usize, text: &str, entry: usize, entries: usi
     }
 }
 
-/// For each operation how long the fastest way of epoxide takes, over the fastest of NCCL's: panels
-/// from 0, so that lengths compare.
+/// For each operation the time of epoxide's fastest way over that of NCCL's fastest: panels from 0,
+/// so that lengths compare.
 fn ratios(
     operations: &[Operation],
     axis: Axis,
@@ -859,7 +859,7 @@ impl Drawing {
         .map_err(broken)
     }
 
-    /// Figures as their file says.
+    /// Draws figures in the style of their file.
     fn of_figures(figures: &Figures) -> std::result::Result<Drawing, String> {
         for (count, most, what) in
             [(figures.systems.len(), MOST_LABELS, "systems"), (figures.panels.len(), MOST_PANELS, "panels")]
@@ -941,7 +941,7 @@ impl Drawing {
         lines
     }
 
-    /// Where the legend's entries go, in lines below each other.
+    /// Positions of the legend's entries, in lines below each other.
     fn legend_places(&self) -> Vec<(u32, u32)> {
         let (mut x, mut line, mut places) = (MARGIN, 0, Vec::new());
         for (label, _) in &self.legend {
@@ -1003,7 +1003,7 @@ impl Drawing {
     }
 }
 
-/// An axis with labels where they are wanted.
+/// An axis with labels at the given positions.
 struct Ticked<'a> {
     range: (f64, f64),
     ticks: &'a [(f64, String)],
@@ -1353,7 +1353,7 @@ mod tests {
         }
     }
 
-    /// Their numbers are such that what takes the square of them would take minutes.
+    /// An algorithm of quadratic time would take minutes on these numbers.
     #[test]
     fn tens_of_thousands_of_points_and_series_are_drawn_or_refused_at_once() {
         let start = std::time::Instant::now();
