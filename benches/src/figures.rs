@@ -98,7 +98,7 @@ impl Figures {
     /// read again. For the fuzz target.
     ///
     /// # Panics
-    /// Where that does not hold.
+    /// The rule above does not hold.
     pub fn fuzz(bytes: &[u8]) {
         match Figures::of_text(&String::from_utf8_lossy(bytes)) {
             Ok(Some(figures)) => {

@@ -14,7 +14,7 @@ use crate::{Error, Plan, Result, low_latency};
 /// first.
 ///
 /// # Errors
-/// As [`points`].
+/// See [`points`].
 pub fn of_runs(plan: &Plan, runs: Vec<Vec<RankResult>>) -> Result<(Vec<Point>, Vec<RankResult>)> {
     let first = runs.iter().filter_map(|runs| runs.first().cloned()).collect();
     Ok((join_runs(by_run(plan, runs)?), first))
@@ -23,7 +23,7 @@ pub fn of_runs(plan: &Plan, runs: Vec<Vec<RankResult>>) -> Result<(Vec<Point>, V
 /// The points of each run of all ranks, `runs[rank][run]`.
 ///
 /// # Errors
-/// As [`points`].
+/// See [`points`].
 pub fn by_run(plan: &Plan, runs: Vec<Vec<RankResult>>) -> Result<Vec<Vec<Point>>> {
     let mut ranks: Vec<_> = runs.into_iter().map(Vec::into_iter).collect();
     let runs = std::iter::from_fn(|| {

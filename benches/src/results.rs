@@ -886,7 +886,7 @@ impl Results {
     /// read again. For the fuzz target.
     ///
     /// # Panics
-    /// Where that does not hold.
+    /// The rule above does not hold.
     pub fn fuzz(bytes: &[u8]) {
         match Results::of_text(&String::from_utf8_lossy(bytes)) {
             Ok(results) => {

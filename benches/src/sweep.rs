@@ -280,7 +280,7 @@ fn whole_lines(text: &str) -> &str {
 /// summarised and continued, or the file is rejected with a reason. For the fuzz target.
 ///
 /// # Panics
-/// Where that does not hold.
+/// The rule above does not hold.
 pub fn fuzz(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let whole = whole_lines(&text);

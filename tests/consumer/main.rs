@@ -1,4 +1,4 @@
-//! A program that knows the library alone.
+//! A program that depends on the library alone.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let stream = Stream::new(&device)?;
         let shape = Shape { max_tokens: 1, hidden: 4, dtype: DType::I32, max_topk: 1, max_scales: 0 };
         let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
-        // The token of each rank goes to the other one.
+        // Each rank's token is sent to the other rank.
         let x = Tensor::from_host(&stream, DType::I32, &[1, 4], &[rank as i32; 4])?;
         let topk_idx = TypedTensor::from_host(&stream, &[1, 1], &[1 - i64::from(rank)])?;
         let order = StreamOrder::on(&stream);

@@ -62,7 +62,7 @@ fn bytes(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// A routing, and how its rows come.
+/// A routing, and the order of its received rows.
 #[derive(Debug, Clone)]
 struct Pass {
     routing: Routing,
@@ -310,7 +310,7 @@ fn expert(id: i64, x: &[f32]) -> Vec<f32> {
     (0..x.len()).map(|c| (id + 1) as f32 * x[c] * x[(c + 1) % x.len()]).collect()
 }
 
-/// The gradient of `x` for the gradient `dy` of what the expert made of it.
+/// The gradient of `x` for the gradient `dy` of the expert's output.
 fn expert_backward(id: i64, x: &[f32], dy: &[f32]) -> Vec<f32> {
     let n = x.len();
     let of = |c: usize| dy[c] * x[(c + 1) % n] + dy[(c + n - 1) % n] * x[(c + n - 1) % n];
@@ -433,7 +433,7 @@ fn arguments_are_checked() {
         received.recv_topk_idx = Some(few);
         let got = rank.buffer.weights_backward(&received, &grads, &made, order)?;
         assert_eq!(got.grad_topk_weights.values(&stream)?, want);
-        // Rows that came without ids.
+        // Received rows without ids.
         let grad = given.own(rank, grad_of)?;
         let again = rank.buffer.combine_backward(&mut second, &grad, &received.handle, order)?;
         let without = rank.buffer.weights_backward(&again, &grads, &made, order);

@@ -96,8 +96,8 @@ fn the_checker_finds_nothing() {
     }
 }
 
-/// Tokens that have several entries at each rank, more than a warp asks for copies of late, and rows
-/// of one piece and of several.
+/// Tokens with several entries at each rank, more than a warp requests late copies for, and rows of
+/// one piece and of several.
 #[test]
 fn the_checker_finds_nothing_in_copies() {
     for seed in 0..tier::pick(4, 8) {
@@ -463,7 +463,7 @@ fn the_checker_finds_nothing_across_nodes() {
     }
 }
 
-/// The rank that lacks room is on another node than half of those that are told.
+/// The rank without room is on another node than half of the ranks that get the error.
 #[test]
 fn rows_that_do_not_fit_are_an_error_on_every_node() {
     for transport in [TransportKind::Shm, TransportKind::Direct] {
@@ -515,7 +515,7 @@ fn a_plan_that_failed_is_reported_once() {
     for spread in [setup(Some(16)), two_nodes(2)] {
         then_dispatch(spread, |rank, valid, place| {
             let x = ones(rank)?;
-            // 16 rows come by expert, and 10 by rank.
+            // 16 rows by expert are received, and 10 by rank.
             for (reports, capacity) in [(1, 15), (2, 9)] {
                 let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity });
                 drop(rank.dispatch(place, on_device)?);
@@ -535,7 +535,7 @@ fn a_plan_that_failed_has_no_rows_on_the_device() {
             let x = ones(rank)?;
             // The tables of the failing ones lie where those of this one lay.
             drop(rank.dispatch(place, request(&x, &valid.layout))?);
-            // 16 rows come by expert, and 10 by rank.
+            // 16 rows by expert are received, and 10 by rank.
             for capacity in [15, 9] {
                 let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity });
                 let handle = rank.dispatch(place, on_device)?.handle;
@@ -575,7 +575,7 @@ fn ranks_must_agree() {
     });
 }
 
-/// A peer that does not come is named, and no result is read.
+/// The error names an absent peer, and no result is read.
 #[test]
 fn a_peer_that_is_gone() {
     without_a_peer(None);
@@ -622,7 +622,7 @@ fn replay(links: Option<NodeLinks>) {
             let layout = buffer.get_dispatch_layout(&ids, 6, order)?;
             let request = DispatchRequest::new(&x, &layout).by_expert(8);
             let output = buffer.dispatch(&mut place, request.counts(Counts::OnDevice { capacity }), order)?;
-            // The rows themselves go back, as experts that do nothing would give them.
+            // The rows are returned unchanged, as by experts that do nothing.
             let (rows, handle) = (output.recv_x.clone(), output.handle.clone());
             let sums = buffer.combine(CombineRequest::new(&rows, &handle), order)?;
             drop(rows);
@@ -679,7 +679,7 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
             let (x, valid, mut place) = (ones(rank)?, Valid::new(rank)?, rank.place()?);
             let on_device = request(&x, &valid.layout).counts(Counts::OnDevice { capacity: 64 });
             let handle = rank.dispatch(&mut place, on_device)?.handle;
-            // 10 rows came, and 6 of padding.
+            // 10 rows were received, and 6 of padding.
             let given = if rank.rank == 1 { 15 } else { 16 };
             let (tensor, pool);
             let combine = if in_pool {

@@ -32,7 +32,7 @@ in_every_spread! {
 const SHORT: usize = HIDDEN - 8;
 const PLACES: u32 = 2;
 
-/// One of the calls that go by a handle.
+/// One of the calls along a handle.
 #[derive(Debug, Clone, Copy)]
 enum Call {
     /// With a count exchange, to place 0.
@@ -150,15 +150,15 @@ fn prepare(rank: &mut Rank, turn: &Turn) -> Result<(Vec<Place>, Known)> {
     Ok((places, Known { inputs, short, handles }))
 }
 
-/// Has the last node make `theirs`, or of one node the last rank, and all others `ours`, and checks
-/// what each rank says of it. Each rank is beside one of the others, or on its rail.
+/// Makes the calls `theirs` on the last node (or on one node's last rank) and `ours` on all others,
+/// and checks each rank's error. Each rank has a rank with other calls on its node or rail.
 fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
     for (ranks, nodes) in spreads(spread) {
         let others = nodes.map_or(1, |nodes| nodes.ranks_per_node);
         let is_other = |rank: u32| rank >= ranks - others;
         let calls_of = |rank: u32| if is_other(rank) { theirs } else { ours };
         let (mut setup, turn) = (setup(ranks, nodes), Turn::random(1, &[5, 6, 3, 4][..ranks as usize], 2));
-        // In check mode an error has the longest waits, the same each time it is asked for.
+        // In check mode an error has the longest waits, the same each time it is read.
         let is_checked = ranks == 2;
         setup.device.checker = is_checked.then(|| Checker::new(CheckConfig::default()));
         let errors = Mutex::new(BTreeMap::new());
@@ -167,14 +167,14 @@ fn differ(spread: Spread, ours: &[Call], theirs: &[Call]) {
             let (mut places, known) = prepare(&mut rank, &turn)?;
             let start = rank.now();
             for call in calls_of(number) {
-                // The one before may have been found out by now.
+                // An earlier difference may already have been detected.
                 let _ = call.make(&mut rank, &mut places, &known);
             }
             let error = rank.outcome().expect_err("calls that differ");
             let took = rank.now() - start;
             assert!(took < SOON, "noticed after {took:?}: {error}");
             assert_eq!(error.scope(), Scope::ThisRank);
-            // From now on every call says the same.
+            // Every later call returns the same error.
             for later in [
                 calls_of(number)[0].make(&mut rank, &mut places, &known),
                 known.inputs.dispatch_exact(&mut rank, &mut places[0]).map(drop),
@@ -261,7 +261,7 @@ fn calls_that_agree_pass_in_any_order(spread: Spread) {
             {
                 call.make(rank, &mut places, &known)?;
             }
-            // Each dispatch makes another handle, and the ones before stay what they are.
+            // Each dispatch makes another handle, and earlier handles do not change.
             let later = echo(rank, &mut places[1], &known.inputs)?.0.handle;
             rank.dispatch_cached(&mut places[0], CachedDispatchRequest::new(&known.inputs.x, &later))?;
             cached(0, 0).make(rank, &mut places, &known)?;
@@ -273,7 +273,7 @@ fn calls_that_agree_pass_in_any_order(spread: Spread) {
     }
 }
 
-/// The last rank's dispatch fails when its counts have gone out.
+/// The last rank's dispatch fails after its counts are sent.
 fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
     let ranks = match spread {
         Spread::OneNode => Ranks::of_one_node(),
@@ -289,7 +289,7 @@ fn a_dispatch_that_fails_half_way_breaks_the_buffer(spread: Spread) {
         rank.synchronize()?;
         if number != ranks.lost() {
             let error = inputs.dispatch_exact(&mut rank, &mut place).map(drop).and_then(|()| {
-                // The counts have come; the rows do not.
+                // The counts have arrived; the rows never do.
                 rank.outcome()
             });
             check_timeout(number, &error.expect_err("a rank sends no rows"), "dispatch");

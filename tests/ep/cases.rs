@@ -47,7 +47,7 @@ fn quantised() -> impl Strategy<Value = Option<(Quantise, u64)>> {
     prop_oneof![3 => Just(None), 1 => (ways, 1..=6u64).prop_map(Some)]
 }
 
-/// Few small buffers, so that rows take several pieces and rings go round, or the defaults.
+/// Few small buffers, so that rows have several pieces and rings wrap around, or the defaults.
 fn tuning() -> impl Strategy<Value = Tuning> {
     let small = (1..=3u32, 1..=2u32, 2..=3u32, 1..=3u32, 2..=3u32, 1..=3u32).prop_map(
         |(dispatch_warps, stage, dispatch_stages, combine_warps, combine_slots, stagers)| Tuning {

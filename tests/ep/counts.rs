@@ -79,7 +79,7 @@ fn counts_are_exact_or_refused() {
         refused(rank.buffer.check_dispatch(&handle, &stream), &["capacity"]);
         refused(rank.buffer.check(), &["capacity"]);
         drop(handle);
-        // SAFETY: the tensor lives on; this one does not show the dispatch's outcome.
+        // SAFETY: the tensor outlives this one, which does not carry the dispatch's outcome.
         let bare: TypedTensor<'_, i32> =
             unsafe { Tensor::from_raw(counts.ptr(), DType::I32, &[2]) }.typed()?;
         rank.equal("counts", &bare.values(&stream)?, &[3, 4]);

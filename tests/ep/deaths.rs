@@ -1,6 +1,5 @@
-//! A rank that stops anywhere in an operation, or makes another call. The other rank gets an error
-//! that names it, and reads no wrong number: neither on the host, nor in a kernel that sees no
-//! error.
+//! A rank stops anywhere in an operation, or makes another call. The other rank gets an error that
+//! names it, and reads no wrong number: neither on the host, nor in a kernel, which gets no error.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,14 +32,14 @@ const ALL_ROUNDS: usize = 4;
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     Nothing,
-    /// It stops after so many warp instructions.
+    /// The rank stops after so many warp instructions.
     Stops(u64),
-    /// It makes another call, and none behind that, instead of its call of this number.
+    /// The rank makes another call instead of its call of this number, and none after it.
     Calls(Other, usize),
 }
 
 impl Fault {
-    /// Whether it has come about.
+    /// Whether the fault has occurred.
     fn has_shown(self, stop: &Stop) -> bool {
         match self {
             Fault::Nothing => false,
@@ -73,20 +72,20 @@ enum Other {
     Combine,
 }
 
-/// Runs `round_trips` with the stop of rank 1 at points that are spread over its rounds; it gives
-/// whether rank 0 was told. `EPOXIDE_DEATHS` sets the number of points.
+/// Runs `round_trips` with rank 1 stopped at points spread over its rounds. `round_trips` returns
+/// whether rank 0 got an error. `EPOXIDE_DEATHS` sets the number of points.
 fn sweep(round_trips: impl Fn(&Arc<Stop>, Fault) -> bool) {
     let counting = Stop::of(1);
     round_trips(&counting, Fault::Nothing);
     let executed = u64::MAX - counting.left();
     let points = std::env::var("EPOXIDE_DEATHS").ok().map(|points| points.parse().expect("a number"));
     let points: u64 = points.unwrap_or(tier::pick(3, 30));
-    let told = (0..points).filter(|point| {
+    let failed = (0..points).filter(|point| {
         let after = executed * point / points;
         round_trips(&Stop::of(1), Fault::Stops(after))
     });
     // A wait for the other rank takes more or fewer instructions in each run.
-    assert!(told.count() as u64 * 2 > points);
+    assert!(failed.count() as u64 * 2 > points);
 }
 
 /// Runs `round_trips` with each of the calls at each place of `rights`, the calls of all rounds.
@@ -115,9 +114,9 @@ fn bytes(words: Vec<u16>) -> Vec<u8> {
     words.into_iter().flat_map(u16::to_le_bytes).collect()
 }
 
-/// The rounds of a rank. `round` makes the round of a number and gives whether it is the last one,
-/// and asks with each call of it which other call to make. Whether the rank was told of rank 1, and
-/// whether that was at fault.
+/// Runs the rounds of a rank. `round` makes a round, queries for each call which other call to
+/// make, and returns whether it is the last. Returns whether rank 0 failed, and whether the fault
+/// occurred.
 fn rounds(
     (group, stream): (&dyn ProcessGroup, &Stream),
     (stop, fault): (&Stop, Fault),
@@ -140,8 +139,8 @@ fn rounds(
         let outcome = round(index, &mut other);
         failed = number == 0 && (matches!(outcome, Ok(true)) || has_failed(&outcome));
         // The other call is made, and not refused.
-        let is_told = matches!(outcome, Ok(_) | Err(Error::PeerTimeout { .. } | Error::OtherCall { .. }));
-        assert!(is_told || !matches!(fault, Fault::Calls(..)), "rank {number}: {outcome:?} at {fault:?}");
+        let is_expected = matches!(outcome, Ok(_) | Err(Error::PeerTimeout { .. } | Error::OtherCall { .. }));
+        assert!(is_expected || !matches!(fault, Fault::Calls(..)), "rank {number}: {outcome:?} at {fault:?}");
         if !matches!(outcome, Ok(false)) {
             break;
         }
@@ -156,8 +155,8 @@ fn rounds(
     Ok((failed, is_at_fault))
 }
 
-/// Whether rank 0 was told, of the rounds of all ranks.
-fn is_told(outcomes: &[(bool, bool)], fault: Fault) -> bool {
+/// Whether rank 0 got an error, from the results of all ranks.
+fn rank_0_failed(outcomes: &[(bool, bool)], fault: Fault) -> bool {
     let (failed, is_at_fault) = outcomes[0];
     assert!(is_at_fault || !failed, "at {fault:?}");
     failed
@@ -201,7 +200,7 @@ fn high_throughput(nodes: Option<NodeLinks>, rows: Rows) {
     sweep(|stop, fault| high_throughput_rounds(nodes, rows, stop, fault));
 }
 
-/// Whether rank 0 was told.
+/// Returns whether rank 0 got an error.
 fn high_throughput_rounds(nodes: Option<NodeLinks>, rows: Rows, stop: &Arc<Stop>, fault: Fault) -> bool {
     let turns: [Turn; ALL_ROUNDS] = std::array::from_fn(|seed| Turn::random(seed as u64, &[8, 5], 1));
     let mut setup = Setup::new(2, 1, 8, ROW).max_topk(TOPK).nodes(nodes);
@@ -260,8 +259,8 @@ fn high_throughput_rounds(nodes: Option<NodeLinks>, rows: Rows, stop: &Arc<Stop>
                 // Plans of two places do not fit together, which ends that dispatch alone.
                 let has_plan = !matches!(fault, Fault::Calls(Other::Elsewhere, _));
                 for (token, (got, want)) in (0..).zip(kept.iter().zip(want)) {
-                    let is_told = missing.contains(&token) || !has_plan;
-                    assert!(is_told || got == want, "at {fault:?}, {token}: {missing:?}");
+                    let is_missing = missing.contains(&token) || !has_plan;
+                    assert!(is_missing || got == want, "at {fault:?}, {token}: {missing:?}");
                 }
                 let sums = back.combined_x.to_host::<u16>(&stream).map(bytes);
                 if let Ok(sums) = &sums {
@@ -269,7 +268,7 @@ fn high_throughput_rounds(nodes: Option<NodeLinks>, rows: Rows, stop: &Arc<Stop>
                 }
                 complete = !has_failed(&sums) & has_received(&output.recv_x);
             }
-            // Across nodes it takes more blocks than there are here.
+            // Across nodes this requires more blocks than there are here.
             if nodes.is_none() {
                 drop(output);
                 if let Some(other) = other(Other::Cached) {
@@ -282,7 +281,7 @@ fn high_throughput_rounds(nodes: Option<NodeLinks>, rows: Rows, stop: &Arc<Stop>
             Ok(!complete)
         })
     });
-    is_told(&outcomes, fault)
+    rank_0_failed(&outcomes, fault)
 }
 
 #[test]
@@ -306,7 +305,7 @@ fn low_latency(change: impl Fn(low_latency::Options) -> low_latency::Options + S
     sweep(|stop, fault| low_latency_rounds(&change, stop, fault));
 }
 
-/// Whether rank 0 was told.
+/// Returns whether rank 0 got an error.
 fn low_latency_rounds(
     change: impl Fn(low_latency::Options) -> low_latency::Options + Sync,
     stop: &Arc<Stop>,
@@ -368,8 +367,8 @@ fn low_latency_rounds(
             let kept = rank.kept(&combined.x)?;
             let missing = rank.buffer.missing_tokens()?;
             for (index, (got, want)) in kept.iter().zip(want).enumerate() {
-                let is_told = missing.contains(&((index / shape.hidden as usize) as u32));
-                let is_right = got == want || (got.is_nan() && is_told);
+                let is_missing = missing.contains(&((index / shape.hidden as usize) as u32));
+                let is_right = got == want || (got.is_nan() && is_missing);
                 assert!(is_right, "at {fault:?}, {index}: {got}, {want}, missing {missing:?}");
             }
             let sums = combined.x.to_host::<bf16>(&stream);
@@ -379,7 +378,7 @@ fn low_latency_rounds(
             Ok(has_failed(&sums) | counts.is_some_and(|counts| has_failed(&counts)))
         })
     });
-    is_told(&outcomes, fault)
+    rank_0_failed(&outcomes, fault)
 }
 
 #[test]

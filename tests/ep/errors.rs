@@ -116,7 +116,7 @@ fn results_of_another_device_are_refused() {
     });
 }
 
-/// The driver does not say whether work from before the capture has ended.
+/// The driver does not report whether work from before the capture has ended.
 #[test]
 fn a_buffer_that_is_dropped_while_its_stream_is_captured_is_leaked() {
     run_ranks(1, |_, group| {
@@ -214,7 +214,7 @@ fn shapes_are_checked(spread: Spread) {
         };
         let idx = typed::<i64>(rank, &[TOKENS]);
         refused(rank.layout(&idx, EXPERTS), &[&wrong("topk_idx", &[5], "[num_tokens, num_topk]")]);
-        // SAFETY: no kernel sees it.
+        // SAFETY: no kernel accesses it.
         let idx = unsafe { TypedTensor::<i64>::from_raw(valid.topk_idx.ptr(), &[1 << 25, 2]) };
         refused(rank.layout(&idx, EXPERTS), &["num_tokens = 33554432", "at most 33554431"]);
         for experts in [0u32, 1, 7] {

@@ -216,7 +216,7 @@ fn maps_are_for_as_many_ranks() {
     });
 }
 
-/// In low latency ids that are out of range are told to the rank that gave them.
+/// In low latency, ids that are out of range are an error on the rank that gave them.
 #[test]
 fn low_latency_names_ids_and_entries_of_a_map() {
     for (id, entry, parts) in [
@@ -266,7 +266,7 @@ fn most_local_experts(placements: &[Logical]) -> u32 {
     placements.iter().map(Logical::local_experts).max().expect("there are some")
 }
 
-/// A map with room for all of the placements, whose turns they divide.
+/// A map with room for all of the placements, which take turns.
 fn map_for(rank: &Rank, placements: &[Logical]) -> Result<ExpertMap> {
     let placement = placements[0].placement().with_local_experts(most_local_experts(placements))?;
     ExpertMap::new(&rank.stream, &placement.with_choices(60)?)
@@ -343,7 +343,7 @@ fn a_map_changes_between_replays_of_low_latency() {
     }
 }
 
-/// Ranks that go on place the experts of the one that has gone among themselves.
+/// The remaining ranks divide the experts of the lost rank among themselves.
 #[test]
 fn a_map_moves_the_experts_of_a_rank_that_is_gone() {
     let placed = |ranks: &[&[u32]]| {

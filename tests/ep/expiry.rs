@@ -17,7 +17,7 @@ use crate::turns::{Inputs, ROW, TOPK, Turn, echo};
 
 const RANKS: u32 = 2;
 const CHANNELS: u32 = 2;
-/// Short, so that kernels look at the clock every few polls.
+/// Short, so that kernels read the clock every few polls.
 const DEADLINE: Duration = Duration::from_millis(1);
 
 fn one_rank_a_node() -> Option<NodeLinks> {
@@ -76,8 +76,8 @@ fn has_expired(ranks: &[Rank]) -> bool {
     ranks.iter().any(|rank| matches!(rank.buffer.check(), Err(Error::PeerTimeout { .. })))
 }
 
-/// Makes `operations`, which are of a seed, with deadlines that pass from points on that are spread
-/// over them, until a wait has expired. They return whether one has.
+/// Runs `operations` of a seed with deadlines that pass at points spread over them, until a wait
+/// has expired. They return whether one has.
 fn wherever_a_deadline_passes(operations: impl Fn(u64, Interrupt<'_>) -> Result<bool>) {
     // Warp instructions, in steps of 256.
     let length = Cell::new(0);
@@ -87,7 +87,7 @@ fn wherever_a_deadline_passes(operations: impl Fn(u64, Interrupt<'_>) -> Result<
         }
     };
     assert!(!operations(0, &count).unwrap(), "no deadline has passed");
-    // With kernels whose posters waited for workers alone, point 237 did not end across nodes.
+    // Point 237 does not end across nodes if posters wait for workers alone.
     let points = (0..POINTS).filter(|point| point % tier::pick(125, 10) == tier::pick(112, 7));
     let (mut expired, mut all) = (0, 0);
     for point in points {
@@ -152,7 +152,7 @@ fn every_kernel_ends_wherever_a_deadline_passes_in_copies_across_nodes() {
     wherever_a_deadline_passes(dispatch_by_expert);
 }
 
-/// The clock advances by a microsecond with each turn of the grid that waits.
+/// The clock advances by a microsecond with each turn of the waiting grid.
 #[test]
 fn a_deadline_of_microseconds_is_kept() {
     const SHORT: Duration = Duration::from_micros(50);

@@ -1,4 +1,4 @@
-//! A device whose driver refuses a launch, an allocation or an ordering when a test wants it to, or
+//! A device whose driver rejects a launch, an allocation or an ordering on a test's request, or
 //! calls the test.
 
 use std::fmt;
@@ -12,8 +12,8 @@ use epoxide::internal::driver::{CopyEnd, Driver, FabricHandle, RawMemory, Stagin
 use epoxide::{Error, Result};
 use epoxide_gpu::layout::Section;
 
-/// Hands every call on to another device, but for the next launch of some kernels once it is told
-/// to refuse it, and allocations with one label.
+/// Forwards every call to another device, except for the next launch of some kernels after a
+/// request to reject it, and for allocations with one label.
 #[derive(Debug)]
 pub struct FailingDevice {
     inner: Arc<dyn Driver>,
@@ -92,7 +92,7 @@ impl FailingDevice {
     }
 }
 
-// SAFETY of all unsafe methods: each passes on what its own caller promises.
+// SAFETY of all unsafe methods: the caller upholds the conditions of the forwarded call.
 impl Driver for FailingDevice {
     fn module_kernel(&self, module: u64, name: &'static str, max_shared_bytes: u32) -> Result<u64> {
         let kernel = self.inner.module_kernel(module, name, max_shared_bytes)?;

@@ -30,7 +30,7 @@ LOOP:
 pub struct Gate {
     word: Memory,
     kernel: Kernel,
-    /// How often it has been opened.
+    /// The number of times that it was opened.
     opened: AtomicU32,
 }
 

@@ -31,7 +31,7 @@ use crate::valid::{refused, setup as two_ranks, then_dispatch};
 const RANKS: u32 = 3;
 const TOKENS: u32 = 5;
 const HIDDEN: u64 = 8;
-/// How late the slow rank is: rank 1.
+/// The delay of the slow rank, rank 1.
 const DELAY: Duration = Duration::from_millis(60);
 const DEADLINE: Duration = Duration::from_millis(400);
 /// The times before.
@@ -59,7 +59,7 @@ impl Inputs {
     }
 }
 
-/// How a dispatch is asked for.
+/// The kind of a dispatch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
     Exact,
@@ -139,7 +139,7 @@ fn check(
     Ok(now)
 }
 
-/// The slow rank itself waits for nobody; the others for it alone.
+/// The slow rank itself waits for no rank; the others wait for it alone.
 #[test]
 fn the_others_wait_for_a_slow_rank() {
     for in_halves in [false, true] {
@@ -222,8 +222,8 @@ fn replays_of_halves_add_up() {
     });
 }
 
-/// Rank 1 gives up in a dispatch that the others enter. The first half of rank 0 ends all the same;
-/// the second has the deadline of the call, and names rank 1.
+/// Rank 1 times out in a dispatch that the others enter. The first half of rank 0 ends anyway; the
+/// second half has the deadline of the call, and its error names rank 1.
 #[test]
 fn the_second_half_names_a_rank_whose_rows_do_not_come() {
     for (by_expert, in_halves) in [(false, false), (false, true), (true, false), (true, true)] {
@@ -270,7 +270,7 @@ fn now(stream: &Stream) -> Duration {
     epoxide_testing::harness::now(stream.device())
 }
 
-/// Nothing is gathered without a second half, which the peers name.
+/// Without a second half no rows are gathered. The peers' errors name it.
 #[test]
 fn a_rank_without_its_second_half_is_named() {
     setup().run(|rank| {
@@ -329,7 +329,7 @@ fn a_refused_plan_ends_the_first_half() {
             let sent = rank.buffer.dispatch_send(place, request, StreamOrder::on(&stream));
             assert!(matches!(sent, Err(Error::InvalidExpert { .. })), "{sent:?}");
         }
-        // The host learns of this one later.
+        // The host gets this error later.
         let request = request.counts(Counts::OnDevice { capacity: rank.buffer.capacity() });
         let order = StreamOrder::on(&stream);
         let handle = rank.buffer.dispatch_send(place, request, order)?.receive(order)?.handle;
@@ -596,7 +596,7 @@ impl Batch {
         Ok(Batch { number, routing, x, layout })
     }
 
-    /// Every rank that a token goes to gives its row back as it is.
+    /// Every destination rank of a token returns its row unchanged.
     fn check(&self, sums: &[bf16], rank: u32) {
         let of_token = |token| {
             let ranks = (0..RANKS).filter(|&to| self.routing.hits(rank, token, to)).count();
@@ -643,7 +643,7 @@ fn halves_of_two_batches_interleave() {
                 first.check(&sums.to_host(&a.stream)?, rank);
                 second.check(&out.to_host(&b.stream)?, rank);
             }
-            // No pool goes before all peers are through with both.
+            // No pool is freed before all peers have finished both.
             group.barrier(PATIENCE)
         });
     }

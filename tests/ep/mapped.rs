@@ -36,7 +36,7 @@ fn mapped_ranks_are_one_node() {
 
 #[test]
 fn ranks_that_are_not_all_mapped_are_several_nodes() {
-    // With `Auto` the harness puts two nodes on a host; shm is asked for by name.
+    // With `Auto` the harness puts two nodes on a host; shm is selected by name.
     for (ranks, transport) in [(3, TransportKind::Auto), (2, TransportKind::Shm)] {
         let case = case(ranks, nodes(1, transport));
         case.setup().join_nodes().run(|rank| {

@@ -73,7 +73,7 @@ impl Batch {
         Ok(CombineRequest::by_row(&self.made))
     }
 
-    /// Every rank that a token goes to gives its row back as it is.
+    /// Every destination rank of a token returns its row unchanged.
     fn check(&self, stream: &Stream, routing: &Routing, (round, lane): (u64, u64), rank: u32) -> Result<()> {
         let sums = self.sums.to_host::<bf16>(stream)?;
         for token in 0..routing.num_tokens(rank) {
@@ -102,7 +102,7 @@ fn run(seed: u64, config: CheckConfig, work: impl Fn(u32, &mut [Lane; 2]) -> Res
             lane.stream.synchronize()?;
             lane.buffer.check()?;
         }
-        // No pool goes before all peers are through with both.
+        // No pool is freed before all peers have finished both.
         group.barrier(group.timeout())
     });
     outcome.unwrap();

@@ -18,7 +18,7 @@ use crate::valid::{EXPERTS, RANKS, TOKENS, Valid, refused, setup, tensor, then_d
 
 /// A tensor in memory of another, from a byte on.
 fn within<'a>(other: &'a Tensor<'a>, bytes: u64, dtype: DType, shape: &[u64]) -> Tensor<'a> {
-    // SAFETY: callers that let a kernel see it stay inside of the other one.
+    // SAFETY: callers that pass it to a kernel stay inside of the other tensor.
     unsafe { Tensor::from_raw(other.ptr().add(bytes), dtype, shape) }
 }
 
@@ -51,7 +51,7 @@ fn sums_of_high_throughput_go_to_tensors_that_fit() {
         );
         let wide: TypedTensor<'_, f32> = typed(rank, &[TOKENS, 3]);
         refused(rank.combine_into(request, &fits, Some(&wide)), &["out_topk_weights has shape [5, 3]"]);
-        // SAFETY: no kernel sees it.
+        // SAFETY: no kernel accesses it.
         let same = unsafe { TypedTensor::from_raw(given.ptr(), &[TOKENS, 2]) };
         refused(rank.combine_into(request, &fits, Some(&same)), &["shares memory with topk_weights"]);
         // SAFETY: as above.
@@ -210,7 +210,7 @@ fn copies_go_to_tensors_that_fit() {
         let weights: TypedTensor<'_, f32> = typed(rank, &[out.rows(), 3]);
         let copied = rank.buffer.copy_received(&received, &out, Some(&weights), order);
         refused(copied, &["out_topk_weights has shape", "num_topk = 2"]);
-        // The shape is that of the dispatch, whatever the caller has put into its results.
+        // The shape is that of the dispatch, even if the caller has changed its results.
         let more: TypedTensor<'_, f32> = typed(rank, &[out.rows(), 4096]);
         received.recv_topk_weights = Some(more.clone());
         let copied = rank.buffer.copy_received(&received, &out, Some(&more), order);
@@ -249,12 +249,12 @@ fn sums_of_low_latency_go_to_tensors_that_fit() {
         }
         let received = buffer.dispatch(&mut place, inputs.request(case.quantise), order)?;
         let of_pool = received.combine_rows()?.ptr();
-        // SAFETY: no kernel sees it.
+        // SAFETY: no kernel accesses it.
         let inside = unsafe { Tensor::from_raw(of_pool, DType::Bf16, &[tokens, 64]) };
         let request = low_latency::CombineRequest::in_pool();
         let sent = buffer.combine_send_into(received, request, &inside, order);
         refused(sent.map(drop), &["out = 0x", "shares memory with rows"]);
-        // Nothing was enqueued, and nothing is broken.
+        // No work was enqueued, and the buffer still works.
         stream.synchronize()?;
         buffer.check()
     });
@@ -471,8 +471,8 @@ fn the_device_knows_how_many_tokens_there_are_in_low_latency() {
     }
 }
 
-/// A recording keeps the tables of each layer, and so does the run in front of it: nothing is
-/// allocated while it records.
+/// A recording keeps the tables of each layer, and so does the run before it: a recording allocates
+/// nothing.
 #[test]
 fn a_step_of_several_layers_finds_its_memory() {
     Setup::new(RANKS, 1, MOST as u32, 128).run(|rank| {

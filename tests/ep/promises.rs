@@ -21,7 +21,7 @@ use crate::gate::Gate;
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, check_rows, check_sums, echo, echo_on};
 use crate::valid::{EXPERTS, RANKS, TOKENS, expect_gone, refused, tensor, then_dispatch};
 
-/// An event that has not happened by then is taken to wait.
+/// An event that has not happened within this time counts as waiting.
 const WHILE: Duration = Duration::from_millis(60);
 
 /// Two ranks on one node, and on two.
@@ -90,8 +90,7 @@ pub fn is_nan(row: &[u8]) -> bool {
     row.chunks(2).all(|number| number == [0xff, 0x7f])
 }
 
-/// Notes a failed check where a stream comes to its end although it should wait for what a gate
-/// holds up.
+/// Records a failed check if a stream finishes although it should wait for work behind a gate.
 fn must_wait(rank: &mut Rank, stream: &Stream, what: &str) -> Result<()> {
     let passed = event(stream)?.wait_timeout(WHILE)?;
     rank.check(!passed, format!("{what} did not wait"));
@@ -210,7 +209,7 @@ fn a_recording_waits_for_readers_of_memory_that_it_is_given() {
 #[test]
 fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
     let [first, second] = turns();
-    // Either drops the rows, or only says that it will not borrow them.
+    // The rows are either dropped or only detached from the place.
     for is_detached in [false, true] {
         setup().run(|rank| {
             let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
@@ -293,7 +292,7 @@ fn a_step_needs_nothing_that_its_caller_keeps() {
             rank.poison(&others[others.len() - 1])?;
         }
         for run in 0..3 {
-            // Eager work gets all memory that is free by now, and writes it.
+            // Eager work takes all memory that is already free, and writes it.
             let inputs = Inputs::upload(&second, rank)?;
             for _ in 0..2 {
                 let (output, back) = echo(rank, &mut place, &inputs)?;
@@ -336,7 +335,7 @@ fn a_step_does_not_run_again_once_a_peer_has_gone() {
     });
 }
 
-/// Sums and rows of the turn before would pass for results.
+/// Sums and rows of the previous turn would look like results.
 #[test]
 fn rows_of_a_dispatch_without_a_plan_are_not_read() {
     in_both_spreads(|rank, turn, inputs, place| {
@@ -430,7 +429,7 @@ fn the_plans_of_steps_that_failed_are_told_of() {
     });
 }
 
-/// The sums of one rank would lack rows of another: it has none, and no peer takes old rows for them.
+/// One rank's sums would lack rows of another: the rank gets none, and peers use no old rows.
 #[test]
 fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
     let [turn] = turns();
@@ -479,8 +478,8 @@ fn a_combine_of_fewer_rows_than_came_fails_on_every_rank() {
     }
 }
 
-/// A rank that gave up a combine may have peers that still gather its rows: a later combine that was
-/// enqueued behind it copies none over them.
+/// Peers may still gather rows of a rank whose combine timed out: a later combine in its stream
+/// does not overwrite them.
 #[test]
 fn rows_of_a_combine_that_expired_stay_for_peers() {
     let [turn] = turns();
@@ -553,7 +552,7 @@ fn events_decide_no_capture_unseen() {
     in_both_spreads(|rank, turn, inputs, _| {
         let (stream, side) = (rank.stream.clone(), Stream::new(rank.stream.device())?);
         let (ids, experts) = (&inputs.topk_idx, turn.routing.num_experts);
-        // No memory can be taken in a capture that is not the buffer's.
+        // Work outside the buffer's capture must not allocate.
         let layouts =
             [(); 3].map(|()| rank.buffer.get_dispatch_layout(ids, experts, StreamOrder::on(&stream)));
         drop(layouts);
@@ -564,7 +563,7 @@ fn events_decide_no_capture_unseen() {
             let order = StreamOrder::comm(&stream).after(&before).asynchronous();
             let outside = rank.buffer.get_dispatch_layout(ids, experts, order).map(drop);
             refused(outside, &["after = the given event", "was recorded in it"]);
-            // This stream joins by the wait.
+            // The wait adds this stream to the capture.
             let fork = event(&stream)?;
             let order = StreamOrder::on(&side).after(&fork);
             let joins = rank.buffer.get_dispatch_layout(ids, experts, order).map(drop);
@@ -578,7 +577,7 @@ fn events_decide_no_capture_unseen() {
     });
 }
 
-/// The rows of an outstanding combine must stay, whoever launches meanwhile.
+/// The rows of an outstanding combine must stay during other launches.
 #[test]
 fn no_step_runs_between_the_halves_of_an_operation() {
     in_both_spreads(|rank, turn, inputs, place| {
@@ -673,7 +672,7 @@ fn ranks_whose_rows_have_different_types_are_told() {
     }
 }
 
-/// Kernels that read sums see no error.
+/// Kernels that read sums get no error.
 #[test]
 fn a_failed_combine_leaves_nan_or_right_sums() {
     let [turn] = turns();
@@ -709,8 +708,8 @@ fn a_failed_combine_leaves_nan_or_right_sums() {
     }
 }
 
-/// A graph that is replayed after a peer has gone leaves sums of the run before. Kernels and the
-/// host are told which sums those are.
+/// A graph that is replayed after a peer is lost leaves sums of the previous run. Kernels and the
+/// host can read which sums those are.
 #[test]
 fn tokens_that_a_replay_leaves_without_sums_are_noted() {
     let [turn] = turns();
@@ -859,7 +858,7 @@ fn an_error_has_the_scope_of_the_ranks_that_see_it() {
         }
         let (this_rank, every_rank) = (Some(Scope::ThisRank), Some(Scope::EveryRank));
         if rank.rank == 0 {
-            // Alone, and no other rank notices.
+            // The error is local: no other rank is affected.
             let wide = tensor(rank, DType::Bf16, &[TOKENS, 40]);
             let oversize = rank.dispatch(place, valid.request_of(&wide));
             assert_eq!(scope(oversize), this_rank);
@@ -904,8 +903,7 @@ fn calls_on_two_streams_come_in_the_order_in_which_they_were_made() {
         let mut place = rank.place()?;
         let mut kept = Vec::new();
         for (index, (turn, inputs)) in turns.iter().zip(&inputs).enumerate() {
-            // No event says that the combine comes behind the dispatch, or the next layout behind
-            // the combine.
+            // No event orders the combine after the dispatch, or the next layout after the combine.
             let layout = inputs.layout(rank)?;
             gate.hold(&stream)?;
             let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
@@ -955,7 +953,7 @@ fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
         let sums = back.combined_x.to_host::<u16>(&stream)?;
         assert_eq!(sums, flat(&second.sums[number as usize]));
 
-        // A stream has still to read the rows when the last goes that keeps them.
+        // A stream must still read the rows when their last owner is dropped.
         gate.hold(&side)?;
         let kept = keep(&side, &received.at(&place)?.recv_x, want.len() as u64)?;
         while_held(&gate, || drop((place, received, back)));
@@ -1008,7 +1006,7 @@ fn combine_rows_are_one_callers_at_a_time() {
         let parts = ["place = 0", "combine rows are given out", "combine those, or drop them first"];
         refused(rank.combine(CombineRequest::new(&x, &output.handle)), &parts);
 
-        // Those of another place do not stand in.
+        // Rows of another place are rejected.
         let other = rank.buffer.place(1)?;
         let elsewhere = other.combine_rows(DType::Bf16, 2 * TOKENS, 8)?;
         let parts = ["rows of place 1", "the dispatch went to place 0"];

@@ -105,7 +105,7 @@ fn inputs(rank: &mut Rank, case: &Case, turn: u64) -> epoxide::Result<Inputs<'st
     Ok((weights, layout, rank.payload(case, turn)?.0))
 }
 
-/// Each run of a step quantises what the rows hold then, behind and in front of other calls.
+/// Each run of a step quantises the rows' contents at that time, before and after other calls.
 #[test]
 fn runs_of_a_step_quantise_new_rows() {
     for (quantise, nodes) in [(Quantise::Fp8, None), (Quantise::Mxfp8, across(1, TransportKind::Direct))] {
@@ -168,7 +168,7 @@ fn calls_in_flight_on_two_streams_do_not_meet() {
     }
 }
 
-/// A batch whose size the device knows: rows behind it go nowhere.
+/// A batch whose size is on the device: rows after it are not sent.
 #[test]
 fn first_tokens_are_quantised() {
     let case = case(Quantise::Mxfp8, 256, &[9, 7], 2);
@@ -387,7 +387,7 @@ fn wrong_use_is_refused() {
     });
 }
 
-/// Its size is known before there is a buffer.
+/// The size is available before the buffer is made.
 #[test]
 fn the_memory_for_quantised_rows_is_told() {
     let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::Bf16, max_topk: 8, max_scales: 56 };

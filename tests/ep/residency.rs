@@ -1,5 +1,5 @@
-//! Operations beside a kernel that holds all multiprocessors but a few, for good: on virtual GPUs
-//! one block of a kernel runs at a time, so that no block may wait for one that comes behind it.
+//! Operations beside a kernel that occupies all multiprocessors but a few, forever. On virtual GPUs
+//! one block of a kernel runs at a time, so no block may wait for a later one.
 //!
 //! These tests also run on GPUs: `EPOXIDE_TEST_DEVICE=cuda EPOXIDE_TEST_RANKS=2`, one at a time. A
 //! kernel holds all but two multiprocessors there, from the second round on: the driver loads
@@ -31,7 +31,7 @@ fn deadline() -> Duration {
     if on_gpus() { Duration::from_secs(10) } else { PATIENCE }
 }
 
-/// How ranks are spread.
+/// The spreads of ranks over nodes.
 const SPREADS: [Option<TransportKind>; 3] = [None, Some(TransportKind::Direct), Some(TransportKind::Shm)];
 
 /// A device of which one block of a kernel, or two multiprocessors, are free.
@@ -66,7 +66,7 @@ fn inputs(rank: u32, ranks: u32, stream: &Stream) -> Result<(Tensor<'static>, Ty
     ))
 }
 
-/// The sums of rows that all ranks give back as they came.
+/// Checks the sums of rows that all ranks return unchanged.
 fn check(rank: u32, ranks: u32, sums: &Tensor<'_>, stream: &Stream) -> Result<()> {
     let want = bf16::from_f32((rank + 1) as f32 * ranks as f32);
     let sums = sums.to_host::<bf16>(stream)?;
@@ -108,9 +108,9 @@ fn throughput_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<Tr
     })
 }
 
-/// Round trips of rows by expert, of which each rank has two experts: a row that comes is copied to
-/// the other one's rows. Ranks have different numbers of blocks, so that blocks wait for others
-/// than their likes; across nodes their numbers are the same.
+/// Round trips of rows by expert with two experts a rank: a received row is copied to the other
+/// expert's rows. Ranks have different numbers of blocks, so that blocks wait for blocks of other
+/// indices; across nodes their numbers are the same.
 fn by_expert_rounds(rank: u32, group: &Arc<dyn ProcessGroup>, spread: Option<TransportKind>) -> Result<()> {
     use throughput::{
         Buffer, CachedDispatchRequest, CombineRequest, Config, DispatchRequest, Options, Shape,

@@ -41,7 +41,7 @@ fn echo_with<'p>(
 }
 
 /// Within a node each rank has numbers of its own, above the configuration's 6 and below its 3
-/// channels; across nodes, where rows come in the order of channels, all ranks have the same.
+/// channels. Across nodes rows are in the order of channels, so all ranks have the same.
 fn a_graph_keeps_the_numbers_of_its_calls(spread: Spread) {
     let turn = Turn::random(1, &[26, 0, 15, 7], 3);
     let mut setup = Setup::new(4, 3, 26, ROW).nodes(spread.nodes(2));
@@ -65,7 +65,7 @@ fn a_graph_keeps_the_numbers_of_its_calls(spread: Spread) {
             let order = StreamOrder::on(&stream);
             let (output, back) = echo_with(&mut rank.buffer, &mut place, &inputs, live, order)?;
             check_sums(rank, "combined_x", &back, &turn)?;
-            // Whatever the configuration says meanwhile, a handle knows its channels.
+            // A handle keeps its channels when the configuration changes.
             let before = *rank.buffer.config();
             rank.buffer.set_config(Config { num_sms: 4, ..before })?;
             let handle = output.handle.clone();

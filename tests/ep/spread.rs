@@ -1,4 +1,4 @@
-//! One node, or several: most of what is tested must hold on both.
+//! One node, or several: most tests must pass on both.
 
 use epoxide::transport::TransportKind;
 use epoxide_testing::harness::NodeLinks;

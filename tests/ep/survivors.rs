@@ -1,5 +1,5 @@
 //! A rank stops before a dispatch or before a combine. The others, its survivors, get an error that
-//! names it, read no number that is wrong, and go on without it in the same context.
+//! names it, read no wrong number, and continue without it in the same context.
 //!
 //! These tests also run on GPUs: `EPOXIDE_TEST_DEVICE=cuda EPOXIDE_TEST_RANKS=2`, one at a time
 //! (docs/BENCH-METHOD.md, "Larger machines").
@@ -37,7 +37,7 @@ enum Before {
     Combine,
 }
 
-/// How the survivors call.
+/// The kind of the survivors' calls.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Calls {
     /// One by one; the host waits for the counts of a dispatch.
@@ -56,8 +56,8 @@ enum Leaves {
     Anything,
 }
 
-/// The longest wait for the rank that stops. On GPUs it passes in real time, so that ranks that do
-/// come must keep it.
+/// The longest wait for the stopped rank. On GPUs it passes in real time, so the other ranks must
+/// meet it.
 fn deadline() -> Duration {
     Duration::from_millis(if on_gpus() { 1500 } else { 200 })
 }
@@ -81,8 +81,8 @@ fn expect_gone<T>(what: &str, outcome: Result<T>) {
     }
 }
 
-/// Checks sums as a kernel reads them, which sees no error: they are right, or their tokens are
-/// noted as missing.
+/// Checks sums as a kernel reads them, without an error: each is right, or its token is marked as
+/// missing.
 #[track_caller]
 fn check_sums(what: &str, leaves: Leaves, got: &[Vec<u8>], want: &[Vec<u8>], missing: &[u32]) {
     assert_eq!(got.len(), want.len(), "{what}");
@@ -159,7 +159,7 @@ fn failed_round(
             unsafe { stream.copy(to.ptr(), output.recv_x.ptr(), to.rows() * to.row_stride())? };
             match rank.combine(CombineRequest::new(&rows, &output.handle)) {
                 Ok(back) => combined(rank, &back)?,
-                // The dispatch may have given up by then.
+                // The dispatch may have timed out by then.
                 refused => {
                     assert_eq!(before, Before::Dispatch, "{what}");
                     expect_gone(&format!("{what}: the combine behind it"), refused);
@@ -281,7 +281,7 @@ fn few(
     let num_experts = EXPERTS_OF_A_RANK * group.size();
     let shape = low_latency::Shape { max_tokens: tokens, hidden: FEW_HIDDEN, num_topk: 2, num_experts };
     let experts = i64::from(num_experts);
-    // Each expert by itself and beside another one; every fifth token goes nowhere.
+    // Each expert by itself and with another one; every fifth token selects none.
     let ids = (0..i64::from(tokens)).flat_map(|token| match token % 5 {
         4 => [-1, -1],
         _ => [(token * 3 + 1) % experts, if token % 2 == 0 { -1 } else { (token * 3 + 2) % experts }],

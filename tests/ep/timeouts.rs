@@ -1,5 +1,4 @@
-//! Ranks that die or stall: every other rank's error names the rank and the word that it waited
-//! for.
+//! Ranks that die or stall: every other rank's error names the lost rank and the polled word.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -36,14 +35,13 @@ in_every_spread! {
     buffers_in_opposite_orders_name_each_other,
 }
 
-/// How long kernels wait for a rank that does not come, on the clock of the ranks.
+/// The kernels' wait for an absent rank, on the clock of the ranks.
 pub const TIMEOUT: Duration = Duration::from_millis(1500);
-/// Within this a wait must have been given up.
+/// Most time until a wait has timed out.
 pub const SOON: Duration = Duration::from_secs(10);
 const TOKENS: [u32; 4] = [6, 4, 5, 3];
 
-/// The ranks of a test: three of one node, or two nodes of two. The last one is the one that does
-/// not come.
+/// The ranks of a test: three of one node, or two nodes of two. The last rank is the absent one.
 #[derive(Debug, Clone, Copy)]
 pub struct Ranks {
     transport: Option<TransportKind>,
@@ -129,7 +127,7 @@ fn without_the_last(
                 let error = error.expect_err("a rank did not come");
                 let took = rank.now() - start;
                 assert!((TIMEOUT..SOON).contains(&took), "noticed after {took:?}");
-                // From now on every call says the same, at once.
+                // Every later call returns the same error at once.
                 let start = rank.now();
                 for later in [
                     rank.buffer.check().expect_err("the buffer is of no use"),
@@ -310,7 +308,7 @@ fn a_rank_that_computes_for_long_is_waited_for(spread: Spread) {
     }
 }
 
-/// Kernels whose clock stands, so that no wait of theirs ever expires.
+/// Kernels whose clock stands still, so that their waits never expire.
 fn without_a_clock(ptx: &str) -> String {
     let mutated = ptx.replace(", %globaltimer;", ", 1;");
     assert_ne!(mutated, ptx, "no kernel reads the clock");
@@ -386,7 +384,7 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
                     let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
                     rank.buffer.dispatch(&mut place, request, order)?;
                 }
-                // The pool goes with the last of these two.
+                // The pool is freed with the last of these two.
                 drop(place);
                 let Rank { stream, buffer, .. } = rank;
                 drop(buffer);
@@ -398,7 +396,7 @@ fn a_buffer_can_be_dropped_with_work_in_flight(spread: Spread) {
 }
 
 /// The caller's stream is blocked by a kernel that ends long after the drop of the buffer. The drop
-/// does not wait for ever, and the kernels behind that one find their memory in place.
+/// does not wait forever, and the memory of kernels after that one stays allocated.
 fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spread) {
     for ranks in Ranks::all(spread) {
         let (turn, setup) = (ranks.turn(), ranks.setup().timeout(Duration::from_millis(300)));
@@ -429,7 +427,7 @@ fn a_buffer_that_is_dropped_behind_a_stuck_stream_leaves_its_memory(spread: Spre
 }
 
 /// Two buffers of a device whose multiprocessors have room for the operations of one at a time.
-/// Those of the second begin late, as behind the gate of a stream.
+/// Operations of the second begin late, as after the gate of a stream.
 fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
     let turn = Turn::random(1, &TOKENS[..2], 2);
     let setup = Setup::new(2, 2, 6, ROW).nodes(spread.nodes(1)).timeout(TIMEOUT);
@@ -466,8 +464,8 @@ fn buffers_in_opposite_orders_name_each_other(spread: Spread) {
         group.barrier(PATIENCE)?;
         gate.open();
         later.stream.synchronize()?;
-        // Nothing of its own was in the way, but then the other rank's first operation of it has
-        // been given up.
+        // This rank's operations did not block it, but the other rank's first operation of the
+        // buffer has timed out.
         let error = later.buffer.check().expect_err("its peer has given it up");
         assert_names(&error, &[&names(&earlier), "failed as well on this device", order]);
         group.barrier(PATIENCE)

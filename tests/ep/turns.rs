@@ -1,4 +1,4 @@
-//! A dispatch and a combine of small rows, known beforehand, that never make the host wait.
+//! A dispatch and a combine of small, predetermined rows, without waits of the host.
 
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -19,8 +19,7 @@ pub const TOPK: u32 = 3;
 pub const HIDDEN: usize = 24;
 pub const ROW: u64 = 2 * HIDDEN as u64;
 
-/// One dispatch and one combine of the rows that came, with all that is known about them
-/// beforehand.
+/// One dispatch and one combine of the received rows, with all expected results.
 pub struct Turn {
     pub routing: Routing,
     pub plans: Vec<Plan>,
@@ -106,7 +105,7 @@ pub fn echo<'p>(rank: &mut Rank, place: &'p mut Place, inputs: &Inputs) -> Resul
     echo_on(&mut rank.buffer, place, order, &stream, inputs)
 }
 
-/// The same where `order` says, which is of `stream`.
+/// The same in the order `order`, which is of `stream`.
 pub fn echo_on<'p>(
     buffer: &mut Buffer,
     place: &'p mut Place,
@@ -126,7 +125,7 @@ pub fn echo_on<'p>(
     Ok((output, back))
 }
 
-/// A combine of the place's present rows, along a dispatch whose counts the host does not know.
+/// A combine of the place's current rows, along a dispatch without counts on the host.
 pub fn combine_in_pool(rank: &mut Rank, place: &Place, handle: &DispatchHandle) -> Result<Combined> {
     let rows = place.combine_rows(DType::Bf16, rank.buffer.capacity(), HIDDEN as u64)?;
     rank.combine(CombineRequest::new(&rows, handle))

@@ -76,10 +76,10 @@ pub fn typed<T: Element>(rank: &Rank, shape: &[u64]) -> TypedTensor<'static, T> 
     tensor(rank, T::DTYPE, shape).typed().expect("a tensor of this type")
 }
 
-/// The bytes of a tensor in the pool, padding included, for a look at them after later dispatches.
+/// The bytes of a tensor in the pool, padding included, to be read after later dispatches.
 pub fn bytes_in_pool(tensor: &Tensor<'_>) -> Tensor<'static> {
     let shape = [tensor.rows(), tensor.row_stride()];
-    // SAFETY: the pool lives as long as the rank's buffer, and the callers look while no operation
+    // SAFETY: the pool lives as long as the rank's buffer, and the callers read while no operation
     // runs.
     unsafe { Tensor::from_raw(tensor.ptr(), DType::Fp8E4m3, &shape) }
 }
@@ -97,7 +97,7 @@ pub fn errors_of(ranks: u32, join: impl Fn(Arc<dyn ProcessGroup>) -> Result<Rank
     errors
 }
 
-/// Checks that rank 1 is named as the one that did not come.
+/// Checks that the error names rank 1 as absent.
 #[track_caller]
 pub fn expect_gone<T>(outcome: Result<T>) {
     match outcome {

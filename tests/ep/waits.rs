@@ -20,9 +20,9 @@ use crate::low_latency::ones::Ones;
 use crate::promises::status;
 use crate::turns::{Inputs, ROW, TOPK, Turn, combine_in_pool, echo};
 
-/// Short, so that kernels look at the clock every few polls.
+/// Short, so that kernels read the clock every few polls.
 const DEADLINE: Duration = Duration::from_millis(1);
-/// Most points of the operations at which a rank stops, until all words have been seen.
+/// Most points of the operations at which a rank stops, until errors have named all words.
 const POINTS: u64 = 128;
 
 /// Codes of the page that no test provokes, each with the reason.
@@ -147,8 +147,8 @@ const CODES: [Wait; 21] = [
 /// The error of a rank whose wait has expired, and the recorded code.
 type Expired = (Error, i64);
 
-/// Makes `operations` with the stop of a rank at points spread over them, until the errors of the
-/// other ranks have had all words of `codes`. Returns the names of all codes that were seen.
+/// Runs `operations` with a rank stopped at points spread over them, until the other ranks' errors
+/// have named all words of `codes`. Returns the names of all codes found.
 fn sweep(
     page: &Page,
     lost: u32,

@@ -1,4 +1,4 @@
-//! Stores leak nothing. Alone in its process, as it counts threads and descriptors.
+//! Stores leak nothing. Counts threads and descriptors, so runs alone in its process.
 
 use std::time::{Duration, Instant};
 

@@ -54,7 +54,7 @@ fn leave_nothing() {
                 ..TransportOptions::new(kind)
             };
             with_proxies(4, &options, |_, _| {
-                // At least the proxies, and what tells a peer's death.
+                // At least the proxies, and the threads and descriptors that detect a peer's death.
                 assert!(open().1 >= before.1 + 4 * 9 && open().0 > before.0, "the count works");
                 Ok(())
             });
@@ -80,7 +80,7 @@ fn leave_nothing() {
 /// Work of this process's proxies so far.
 #[derive(Debug, Clone, Copy)]
 struct Work {
-    /// Each proxy's times of going to sleep, by thread.
+    /// Each proxy's number of sleeps, by thread.
     sleeps: [u64; PROXIES],
     /// Processor time of all of them.
     processor: Duration,

@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 /// what it prints shown.
 ///
 /// # Panics
-/// Where this binary does not have exactly that test: asked to run a test that is not there, it
-/// would run none and succeed.
+/// This binary does not have exactly that test. With the name of an absent test it would run none
+/// and succeed.
 #[track_caller]
 pub fn one_test(path: &str) -> Command {
     assert!(tests().contains(path), "this test binary has no test {path}");
@@ -41,7 +41,7 @@ const ALONE: &str = "EPOXIDE_TEST_ALONE";
 /// count descriptors, threads or memory of their process need one.
 ///
 /// # Panics
-/// Where that process fails, with what it printed.
+/// That process fails; the message has its output.
 #[track_caller]
 pub fn run(path: &str, test: impl FnOnce()) {
     if std::env::var_os(ALONE).is_some_and(|named| named == path) {
@@ -73,7 +73,7 @@ mod tests {
             run(path, || panic!("process {}, alone", std::process::id()));
         });
         if std::env::var_os(ALONE).is_some() {
-            // This process is the one that is alone, and fails.
+            // This process runs the test, and fails.
             std::panic::resume_unwind(failed.unwrap_err());
         }
         let message = *failed.unwrap_err().downcast::<String>().unwrap();

@@ -62,13 +62,13 @@ fn first_of_table<T: Display + Copy>(
     Some((text, row, column))
 }
 
-/// Lines about where a wrong value in device memory came from. Empty on a device without checks.
+/// Lines about the origin of a wrong value in device memory. Empty on a device without checks.
 pub fn origin(device: &Device, at: DevicePtr) -> String {
     let origin = driver(device).origin(at);
     origin.map_or_else(String::new, |origin| format!("\n  {origin}"))
 }
 
-/// Lines about where a wrong number of received rows came from, in the handle that has it.
+/// Lines about the origin of a wrong number of received rows, in the handle that has it.
 pub fn origin_of_rows(device: &Device, handle: &DispatchHandle) -> String {
     origin(device, handle.num_recv_tokens_on_device().ptr())
 }
@@ -113,7 +113,7 @@ pub fn layout(stream: &Stream, got: &DispatchLayout, expected: &oracle::Layout) 
     .or(tensor(stream, "is_token_in_rank", &got.is_token_in_rank(), num_ranks, &in_rank)?))
 }
 
-/// Compares what a layout says of nodes, where there are several.
+/// Compares a layout's quantities of nodes, if there are several.
 pub fn nodes(stream: &Stream, got: &DispatchLayout, expected: Option<&InternodePlan>) -> Result<Difference> {
     match (got.num_tokens_per_rdma_rank(), expected) {
         (None, None) => Ok(None),

@@ -1,6 +1,5 @@
 //! Readers of untrusted bytes, tested with malformed bytes: a bounded number of inputs, drawn from
-//! a seed. So the everyday tests stand for the fuzz targets in `fuzz/`, which call the same
-//! functions.
+//! a seed. So everyday tests cover the fuzz targets in `fuzz/`, which call the same functions.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
@@ -12,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::selections::Selections;
 use crate::tier;
 
-/// How many inputs each target gets. Without it the tier decides.
+/// The number of inputs of each target. Without it the tier decides.
 pub const INPUTS: &str = "EPOXIDE_FUZZ_INPUTS";
 /// The number of the first input, to go on elsewhere or to replay one; default 0.
 pub const FIRST: &str = "EPOXIDE_FUZZ_FIRST";
@@ -26,7 +25,7 @@ const MAX_RANDOM: usize = 512;
 /// default tier has `inputs` of them.
 ///
 /// # Panics
-/// Where the target does, having said how to replay that input; where a variable holds no number.
+/// The target panics, with the command to replay printed; or a variable holds no number.
 pub fn run(name: &str, inputs: u64, samples: &[Vec<u8>], target: impl Fn(&[u8])) {
     let number = |variable| {
         std::env::var(variable).ok().map(|text| match text.parse::<u64>() {
@@ -95,7 +94,7 @@ fn vary(bytes: &mut Vec<u8>, samples: &[Vec<u8>], rng: &mut ChaCha8Rng) {
         0 => bytes.truncate(at),
         1 => drop(bytes.drain(at..end)),
         2 => {
-            // Twice what is there; not for ever.
+            // Repeat a part once.
             let part = bytes[at..end].to_vec();
             bytes.splice(at..at, part);
         }

@@ -25,14 +25,14 @@ use crate::compare::{Difference, origin};
 use crate::payload::{bytes_of, rng_of, values_of};
 use crate::roundtrip::RoundTrip;
 
-/// Longest wait for a peer, and of a collective of the group, where a test does not want a timeout.
-/// A group waits in real time, on a machine that may be busy.
+/// Longest wait for a peer, and of a collective of the group, in tests without a timeout. A group
+/// waits in real time, on a machine that may be busy.
 pub const PATIENCE: Duration = Duration::from_secs(300);
 /// Contents of outputs before an operation writes them.
 pub const POISON: u8 = 0x5e;
 
-/// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that know
-/// of no devices but these.
+/// `cuda`: the ranks of a test use GPUs instead of virtual ones, rank r GPU r. For tests that use
+/// no other devices.
 const DEVICE: &str = "EPOXIDE_TEST_DEVICE";
 /// Ranks of those tests that run with any number from 2 on, such as the number of GPUs.
 const RANKS: &str = "EPOXIDE_TEST_RANKS";
@@ -66,7 +66,7 @@ pub fn num_ranks(default: u32) -> u32 {
 /// is for machines with fewer GPUs. The range never becomes empty.
 ///
 /// # Panics
-/// As [`num_ranks`].
+/// See [`num_ranks`].
 pub fn rank_counts(counts: RangeInclusive<usize>) -> RangeInclusive<usize> {
     let end = (*counts.end()).min(num_ranks(u32::MAX) as usize);
     (*counts.start()).min(end)..=end
@@ -104,12 +104,11 @@ impl Drop for Slot {
 }
 
 /// Runs `main(rank, group)` on threads as [`run_threads`] does, with [`PATIENCE`]. Few groups of a
-/// process run at a time: their virtual GPUs compute without a pause, and more of them would only
-/// share the processors. Of groups of 32 ranks and more one runs at a time. `main` must not call
-/// this.
+/// process run at a time: their virtual GPUs compute without a pause, and more would only share the
+/// processors. Of groups of 32 ranks and more one runs at a time. `main` must not call this.
 ///
 /// # Errors
-/// As [`run_threads`].
+/// See [`run_threads`].
 #[allow(clippy::result_large_err)] // As of `run_threads`.
 pub fn try_run_ranks<T: Send>(
     count: u32,
@@ -289,7 +288,7 @@ impl Setup {
 /// Runs `main` on the ranks that `join` makes of a group, each on a thread.
 ///
 /// # Panics
-/// Where a rank returns an error, panics, or has noted a failed check.
+/// A rank returns an error, panics, or has recorded a failed check.
 pub fn run_checked<B, T: Send>(
     ranks: u32,
     join: impl Fn(Arc<dyn ProcessGroup>) -> Result<Rank<B>> + Sync,
@@ -298,7 +297,7 @@ pub fn run_checked<B, T: Send>(
     let outcomes = run_ranks(ranks, |_, group| {
         let mut rank = join(group)?;
         let outcome = main(&mut rank).and_then(|value| rank.synchronize().map(|()| value));
-        // Peers may take long to notice; until then, this line shows the reason of their wait.
+        // Peers may detect the error late; until then, this line shows the reason of their wait.
         let outcome = outcome.inspect_err(|error| eprintln!("rank {} failed: {error}", rank.rank));
         let name = |failure| format!("rank {}: {failure}", rank.rank);
         Ok((outcome?, rank.failures.into_iter().map(name).collect()))
@@ -367,9 +366,9 @@ pub struct Rank<B = Buffer> {
     pub on_comm_stream: bool,
     /// Checks that failed.
     pub failures: Vec<String>,
-    /// How calls of high throughput are launched, where they are not launched whole.
+    /// The launches of high-throughput calls, if they are not launched whole.
     apart: Option<Apart>,
-    /// Where dispatches put things, once that is known.
+    /// The memory that dispatches write, once a dispatch has returned it.
     pub(crate) regions: Vec<Region>,
 }
 
@@ -390,8 +389,8 @@ impl<B: RoundTrip> Rank<B> {
         self.buffer.recorded()
     }
 
-    /// One round trip of a case, all that it gives compared with the oracle, bit for bit. Gives the
-    /// rows that a dispatch brought. Collective.
+    /// Runs one round trip of a case and compares all results with the oracle, bit for bit. Returns
+    /// the number of rows that a dispatch received. Collective.
     ///
     /// Differences are noted and the trip continues, so that the other ranks are not left waiting.
     ///
@@ -433,7 +432,7 @@ impl<B> Rank<B> {
         self.group.barrier(PATIENCE)
     }
 
-    /// Notes a failed check unless `got` and `want` are equal; of slices, the first element that
+    /// Records a failed check unless `got` and `want` are equal, with the first element that
     /// differs.
     pub fn equal<T: PartialEq + Debug>(&mut self, what: &str, got: &[T], want: &[T]) {
         self.equal_from(what, None, got, want);
@@ -513,7 +512,7 @@ impl<B> Rank<B> {
         }
         let mut padded = vec![0; ((rows - 1) * stride + bytes) as usize];
         // SAFETY: the tensor's memory is live, from its first row to the end of the last of these.
-        // Callers ask for no more rows than it has.
+        // Callers pass at most the number of rows that it has.
         unsafe { self.stream.read(&mut padded, tensor.ptr())? };
         match stride == bytes {
             true => Ok(padded),
@@ -528,7 +527,7 @@ impl<B> Rank<B> {
         self.rows_of(tensor, &[row]).map(|rows| rows.concat())
     }
 
-    /// The bytes of some rows. Those that lie next to each other are read at once, and no others.
+    /// The bytes of some rows. Adjacent rows are read at once, other rows are not read.
     pub fn rows_of(&self, tensor: &Tensor, rows: &[usize]) -> Result<Vec<Vec<u8>>> {
         let bytes = tensor.row_bytes();
         let all = self.elements_of(tensor.ptr(), (bytes, tensor.row_stride()), rows)?;
@@ -635,7 +634,7 @@ impl Rank {
     /// the seed draws, the same on every rank.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn launch_apart(&mut self, seed: u64) -> Result<()> {
         let ranks = self.buffer.num_ranks() as usize;
         let waits = TypedTensor::from_host(&self.stream, &[ranks as u64], &vec![0; ranks])?;
@@ -643,7 +642,7 @@ impl Rank {
         Ok(())
     }
 
-    /// How long the calls waited for each rank, in ns, since [`Rank::launch_apart`]; nothing before.
+    /// The calls' waits for each rank, in ns, since [`Rank::launch_apart`]; empty before.
     ///
     /// # Errors
     /// The error of the last call, and those of the driver.
@@ -658,7 +657,7 @@ impl Rank {
         request: DispatchRequest<'_>,
     ) -> Result<Received<'p>> {
         let order = order(&self.stream, self.on_comm_stream);
-        // Each rank decides for itself.
+        // Each rank draws for itself.
         let (in_halves, waits) = Apart::next(&mut self.apart, self.rank.into());
         let request = waits.into_iter().fold(request, DispatchRequest::cumulative_wait_ns);
         if in_halves {
@@ -685,7 +684,7 @@ impl Rank {
     /// [`Buffer::combine`].
     pub fn combine(&mut self, request: CombineRequest<'_>) -> Result<Combined> {
         let order = order(&self.stream, self.on_comm_stream);
-        // Those of a tensor are the same on every rank.
+        // Combines of a tensor draw the same on every rank.
         let (in_halves, waits) = Apart::next(&mut self.apart, u64::MAX);
         let request = waits.into_iter().fold(request, CombineRequest::cumulative_wait_ns);
         if in_halves {
@@ -716,16 +715,16 @@ impl Rank {
     }
 }
 
-/// A copy of a tensor's first rows as `stream` comes to them, their padding left out.
+/// A copy of a tensor's first rows in `stream`'s order, without their padding.
 ///
 /// # Errors
-/// Those of the driver.
+/// Errors of the driver.
 pub fn keep(stream: &Stream, tensor: &Tensor<'_>, rows: u64) -> Result<Tensor<'static>> {
     let copy = Tensor::alloc(stream.device(), tensor.dtype(), &[rows, tensor.columns()])?;
     let bytes = tensor.row_bytes();
     for row in 0..rows {
         let (to, from) = (copy.ptr().add(row * bytes), tensor.ptr().add(row * tensor.row_stride()));
-        // SAFETY: as the library promises, both stay until the stream has passed the copy.
+        // SAFETY: the library guarantees that both live until the stream has executed the copy.
         unsafe { stream.copy(to, from, bytes)? };
     }
     Ok(copy)

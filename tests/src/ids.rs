@@ -1,4 +1,4 @@
-//! How the experts of a routing are named to the library: by ids of either type, or by logical
+//! The ways to pass a routing's experts to the library: by ids of either type, or by logical
 //! experts that a map places.
 
 use std::sync::Arc;
@@ -65,8 +65,8 @@ impl Logical {
         self.ranks.iter().map(Vec::len).max().expect("there are ranks") as u32
     }
 
-    /// The physical expert that an entry of a token selects, where each rank has so many: replicas
-    /// take turns.
+    /// The physical expert that an entry of a token selects, with `local_experts` on each rank:
+    /// replicas take turns.
     fn physical(&self, rank: usize, token: usize, expert: i64, local_experts: u32) -> i64 {
         if expert < 0 {
             return -1;
@@ -100,7 +100,7 @@ impl Logical {
     /// The placement.
     ///
     /// # Panics
-    /// Where an expert is nowhere.
+    /// An expert has no place.
     pub fn placement(&self) -> Placement {
         Placement::new(self.num_experts, &self.ranks).expect("every expert has a place")
     }
@@ -108,7 +108,7 @@ impl Logical {
     /// A rank's ids, on the device.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn upload(&self, stream: &Stream, rank: u32) -> Result<TypedTensor<'static, i32>> {
         upload_narrow(stream, self.num_topk, &self.topk_idx[rank as usize])
     }
@@ -116,7 +116,7 @@ impl Logical {
     /// The map, on the device.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn upload_map(&self, stream: &Stream) -> Result<ExpertMap> {
         ExpertMap::new(stream, &self.placement())
     }
@@ -125,7 +125,7 @@ impl Logical {
 /// Ids of tokens as i32, on the device.
 ///
 /// # Errors
-/// Those of the driver.
+/// Errors of the driver.
 pub fn upload_narrow(stream: &Stream, num_topk: u32, ids: &[Vec<i64>]) -> Result<TypedTensor<'static, i32>> {
     let narrow: Vec<i32> = ids.iter().flatten().map(|&id| id as i32).collect();
     TypedTensor::from_host(stream, &[ids.len() as u64, num_topk.into()], &narrow)

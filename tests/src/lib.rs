@@ -3,10 +3,10 @@
 //! here is shared with the kernels.
 //!
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing
-//! alone. [`payload`] makes rows that tell their tokens apart, or that have exact sums.
-//! [`lockstep`] runs ranks one at a time. [`roundtrip`] is the round trip that compares every bit,
-//! on the ranks of [`harness`]. [`ranks`] runs a test on several ranks, as threads or as processes,
-//! and [`alone`] runs one in a process of its own. [`fake_nccl`] compiles a stand-in for NCCL.
+//! alone. [`payload`] makes rows that identify their tokens, or that have exact sums. [`lockstep`]
+//! runs ranks one at a time. [`roundtrip`] is the round trip that compares every bit, on the ranks
+//! of [`harness`]. [`ranks`] runs a test on several ranks, as threads or as processes, and
+//! [`alone`] runs one in a process of its own. [`fake_nccl`] compiles a stand-in for NCCL.
 //! [`neighbour`] is another library on the ranks' devices. [`litmus`] has the litmus tests of the
 //! PTX memory model, as text and as PTX. [`fuzz`] gives malformed bytes to readers of untrusted
 //! bytes. [`sizes`] lists the sizes that can be run, and [`tier`] decides how much a test tries.
@@ -40,7 +40,7 @@ struct Readme;
 
 #[cfg(test)]
 mod tests {
-    /// The first block of Rust, without what stands before its lines.
+    /// The first block of Rust, without the prefix of its lines.
     fn example(text: &str, before: &str) -> Vec<String> {
         let lines = text.lines().map(|line| line.strip_prefix(before).unwrap_or(line).trim_end());
         let mut behind = lines.skip_while(|line| !matches!(*line, "```" | "```rust"));

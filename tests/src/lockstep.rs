@@ -9,10 +9,10 @@ use epoxide::group::ProcessGroup;
 use epoxide::{Error, Result};
 
 /// Runs `rank_main(group)` on a thread per rank, of which only one runs at any time. A rank runs
-/// until it waits for the others in a call of its group; then it is the next rank's turn. So the
-/// ranks take the same steps in the same order in every run, collective calls included. On virtual
-/// GPUs of one [`ManualGpus`](epoxide::internal::driver::ManualGpus) the device work does too.
-/// Returns the results, indexed by rank.
+/// until it waits for the others in a call of its group; then the next rank runs. So the ranks take
+/// the same steps in the same order in every run, collective calls included. On virtual GPUs of one
+/// [`ManualGpus`](epoxide::internal::driver::ManualGpus) the device work does too. Returns the
+/// results, indexed by rank.
 ///
 /// # Errors
 /// The error of the lowest rank that failed.

@@ -13,7 +13,7 @@ use epoxide::driver::{Device, Kernel, LaunchConfig, Memory, MemoryKind, Module, 
 use epoxide::internal::driver::{self, CopyEnd};
 use epoxide::{Error, Result};
 
-/// Bytes that are copied, small enough and too large for a driver to take at once.
+/// Bytes of copies: small enough, and too large, for a driver to copy at once.
 const COPIES: [usize; 2] = [4 << 10, 2 << 20];
 
 /// The neighbour's threads. Ended on drop.
@@ -50,7 +50,7 @@ impl Neighbour {
             };
             std::thread::Builder::new().name(format!("neighbour {name}")).spawn(run)
         };
-        // One that cannot be started is missed in `stop`.
+        // `stop` detects a thread that could not be started.
         let threads = habits.into_iter().filter_map(|habit| spawn(habit).ok()).collect();
         Neighbour { shared, threads }
     }
@@ -116,8 +116,8 @@ pub struct Holder {
 
 impl Holder {
     /// Loads the kernel. Call it on all ranks before any of them holds: the driver may wait for the
-    /// kernels of all devices of the process here. The device must be a GPU: on a virtual one a
-    /// kernel takes no multiprocessor from another one.
+    /// kernels of all devices of the process here. The device must be a GPU: on a virtual one
+    /// kernels do not compete for multiprocessors.
     ///
     /// # Errors
     /// Errors of the driver.
@@ -127,8 +127,8 @@ impl Holder {
         Ok(Holder { stream: driver::unfenced_stream(device)?, kernel, words })
     }
 
-    /// Holds so many multiprocessors, each by a block that takes all of its shared memory. Waits
-    /// until all of these blocks run.
+    /// Occupies this many multiprocessors, each by a block that uses all of its shared memory.
+    /// Waits until all of these blocks run.
     ///
     /// # Errors
     /// Errors of the driver.

@@ -1,4 +1,4 @@
-//! Rows for tests: distinct bytes that tell tokens apart, and small integers whose sums are exact.
+//! Rows for tests: distinct bytes that identify tokens, and small integers whose sums are exact.
 
 use epoxide::{DType, Payload};
 use half::{bf16, f16};
@@ -10,7 +10,7 @@ use crate::oracle::MX_BLOCK;
 /// Elements of a row that share one scale, for 1-byte dtypes.
 pub const ELEMENTS_PER_SCALE: u64 = 128;
 
-/// How numbers are rows of bytes, and what travels with those.
+/// The encoding of numbers as rows of bytes, and the data sent with the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// bf16.

@@ -1,4 +1,4 @@
-//! Which experts each token selected, as a JSON file has it.
+//! The experts that each token selected, in a JSON file.
 
 use epoxide_gpu::layout::MAX_TOPK;
 

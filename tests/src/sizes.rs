@@ -1,5 +1,4 @@
-//! Which sizes can be run: one rule, and one text of what is wrong, for every command that takes
-//! them.
+//! The sizes that can be run: one rule, and one error text, for every command that takes them.
 
 use epoxide::throughput::Quantise;
 use epoxide_gpu::layout::{MAX_LOCAL_EXPERTS, MAX_RANKS, MAX_TOPK};
@@ -26,7 +25,7 @@ pub struct Sizes {
     pub hidden: u64,
     /// Elements of dispatched rows, and what travels with them.
     pub format: Format,
-    /// How rows of bf16 become those on their way, in high throughput.
+    /// The conversion of bf16 rows when they are sent, in high throughput.
     pub quantise: Quantise,
     /// Experts of all ranks.
     pub experts: u32,
@@ -71,7 +70,7 @@ impl Sizes {
             (true, Format::Mxfp8) => {
                 (ELEMENTS_PER_SCALE, format!("a word of scales is that of {ELEMENTS_PER_SCALE} elements"))
             }
-            // In low latency rows come as BF16 and may leave as FP8.
+            // In low latency rows are given as BF16 and may be sent as FP8.
             (true, _) => (8, "rows are multiples of 16 bytes".into()),
             (false, Format::Fp8) if self.quantise != Quantise::Not => {
                 (self.unit(), format!("a scale is that of {ELEMENTS_PER_SCALE} elements"))

@@ -1,5 +1,5 @@
-//! How much a test tries: the default tier is for every day, the long tier for CI and long local
-//! runs.
+//! The amount of work of a test: the default tier is for every day, the long tier for CI and long
+//! local runs.
 
 /// The variable that names the tier: `default` or `long`.
 pub const TIER: &str = "EPOXIDE_TIER";

@@ -36,7 +36,7 @@ fn topk(seed: u64, logits: &[f32], num_topk: u32, sigmoid: u32) -> (Vec<i64>, Ve
 #[test]
 fn the_router_selects_the_largest_logits() {
     for_each_seed(5, |seed| {
-        // The lowest expert comes first among equals; a lane has several of 70 experts.
+        // The lowest expert is first among equals; a lane has several of 70 experts.
         let logits = |at: usize| [5.0, -1.0, 5.0, 4.0][at % 70 % 4] + if at % 70 >= 68 { 1.0 } else { 0.0 };
         let logits: Vec<f32> = (0..140).map(logits).collect();
         let (ids, weights) = topk(seed, &logits, 4, 0);

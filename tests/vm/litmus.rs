@@ -26,18 +26,18 @@ const LIMIT: u64 = 100_000;
 enum RunOutcome {
     /// The condition holds.
     Met,
-    /// The guarded reads had their values, the rest is not what the condition asks for.
+    /// The guarded reads had their values, the rest of the condition failed.
     Reached,
     Other,
     Race,
 }
 
-/// How often a test runs.
+/// The number of runs of a test.
 #[derive(Clone, Copy)]
 struct Runs {
-    /// Where an outcome must not show.
+    /// Runs if an outcome must not occur.
     nothing: u64,
-    /// Where an outcome must show; the first run that shows it is the last. The rarest outcome
+    /// Most runs if an outcome must occur; the first run with it is the last. The rarest outcome
     /// takes 729 runs: a bulk store that lands between two steps of another block.
     something: u64,
 }
@@ -146,7 +146,7 @@ fn the_table_is_whole() {
     assert!(every_test().zip(1..).all(|(t, n)| t.number == n));
     for t in every_test() {
         assert!(!t.rule.is_empty(), "#{} has no rule", t.number);
-        // Where Dat3M says otherwise, so does the table, with the reason.
+        // The table differs from Dat3M only with a stated reason.
         assert!(
             t.dat3m.is_empty() || t.dat3m.starts_with(['=', '~']) || t.dat3m.contains("8."),
             "#{}",
@@ -256,8 +256,8 @@ const EXPLORED_RUNS: u64 = 10_000;
 /// on everything else, and so does the barrier of a cluster.
 const NOT_COVERED: [u32; 7] = [48, 49, 53, 54, 60, 108, 115];
 
-/// Where an exploration is complete, the outcomes are those that weak memory has here, and no
-/// others: a forbidden one is shown to be absent, and an allowed one is there.
+/// A complete exploration has exactly the outcomes that weak memory has here: a forbidden one is
+/// absent, and an allowed one occurs.
 #[test]
 fn explorations_show_every_outcome_and_no_forbidden_one() {
     let most = AtomicU64::new(0);
@@ -350,7 +350,7 @@ fn run_many(ready: &Ready, races: bool) -> Option<Counts> {
     counts.download().expect("the counts").try_into().ok()
 }
 
-/// GPUs get the same tests, and these have no races of their own.
+/// The tests for GPUs have no races of their own.
 #[test]
 fn many_instances_in_one_launch_are_tests_as_well() {
     let (mut shown, mut late) = (0, 0);
@@ -367,7 +367,7 @@ fn many_instances_in_one_launch_are_tests_as_well() {
         shown += u32::from(counts[1] > 0);
         late += counts[2];
     }
-    // So few instances do not show all that could be.
+    // Few instances do not show all possible outcomes.
     assert!(shown >= tier::pick(3, 10), "only {shown} tests have shown what they may");
     assert_eq!(late, 0, "threads that did not meet at the start");
 }

@@ -11,7 +11,7 @@ use epoxide_gpu::kernels::{NumberSelections, number_shared_bytes};
 use epoxide_gpu::layout::NumberArgs;
 use epoxide_testing::tier;
 
-/// Stands where no number is written.
+/// Value of numbers that are not written.
 const UNTOUCHED: i32 = -7;
 
 /// Ids of a rank's tokens, and the launch that numbers them.
@@ -80,7 +80,7 @@ fn num_experts() -> impl Strategy<Value = u32> {
     prop_oneof![4 => 1..=40u32, 1 => 1023..=1026u32, 1 => 2000..=2100u32, 1 => Just(5000u32)]
 }
 
-/// Ids of which many are alike, stand at the borders of windows, or select nothing. Some are out of
+/// Ids of which many are equal, are at the borders of windows, or select nothing. Some are out of
 /// range.
 fn id(num_experts: u32) -> impl Strategy<Value = i64> {
     let experts = num_experts as i64;

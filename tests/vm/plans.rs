@@ -15,14 +15,14 @@ use epoxide_testing::tier;
 
 /// The epoch of the dispatch.
 const EPOCH: u64 = 7;
-/// Where messages are in a pool.
+/// Offset of messages in a pool.
 const MESSAGES: u64 = 4096;
 /// Rows that a pool has room for.
 const ROWS: u64 = 1 << 16;
-/// Stands where nothing is written.
+/// Value of numbers that are not written.
 const UNTOUCHED: i32 = -7;
 
-/// The exchange of ranks, as rank 0 sees it.
+/// The exchange of ranks at rank 0.
 #[derive(Clone, Debug)]
 struct Plan {
     /// Rows of each rank for each expert of rank 0.
@@ -39,7 +39,7 @@ struct Plan {
     warps: u32,
     /// Seed of the schedule; check mode with odd ones.
     seed: u64,
-    /// A rank whose first rows do not come.
+    /// A rank whose first rows do not arrive.
     absent: Option<u32>,
 }
 
@@ -315,7 +315,7 @@ fn first_rows_that_do_not_come() {
         let got = Plan { absent: Some(1), seed, ..two_ranks() }.run();
         assert_eq!(got.header[0], PlanStatus::Timeout as i32);
         assert_eq!(got.failure, (Wait::Counts as u64, 1));
-        // No row goes to the rank.
+        // No row is sent to the rank.
         assert!(got.lists.iter().all(|&to| to == -1 || to >> 32 == 0), "{:?}", got.lists);
     }
 }

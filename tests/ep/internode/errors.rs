@@ -112,7 +112,7 @@ fn a_cached_dispatch_takes_more_than_one_channel() {
     });
 }
 
-/// A group whose rank 1 says that it runs another version.
+/// A group whose rank 1 reports another version.
 #[derive(Debug)]
 struct Tampered(Arc<dyn ProcessGroup>);
 

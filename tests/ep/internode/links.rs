@@ -1,5 +1,5 @@
-//! Traffic within a node of rows by expert from other nodes and from the own one: a row goes to each
-//! rank once, which copies it to its further places.
+//! Traffic within a node of rows by expert from other nodes and from the own one: a row is sent to
+//! each rank once, which copies it to its other places.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -58,7 +58,7 @@ fn rows_by_expert_go_to_each_rank_of_a_node_once() {
                 let same_node = by / PER_NODE == on / PER_NODE;
                 let mut want = if same_node { rows(&routing, by, on) } else { 0 };
                 if by == on {
-                    // It copies what the others of its node have written, too.
+                    // The rank also copies rows that the others of its node have written.
                     let others = (0..routing.num_ranks()).filter(|other| *other != by);
                     let others = others.filter(|other| other / PER_NODE == by / PER_NODE);
                     let written: u64 = others.map(|other| rows(&routing, other, by)).sum();

@@ -1,4 +1,4 @@
-//! The checks can fail: kernels that believe what an earlier operation left in an arrival word give
+//! The checks can fail: kernels that accept an earlier operation's value of an arrival word give
 //! wrong results.
 
 use std::path::Path;

@@ -1,7 +1,7 @@
-//! Many dispatches and combines one behind the other, while what one queue carries comes late.
+//! Many dispatches and combines one after the other, while the puts of one queue are late.
 //!
-//! Nothing lets the host wait between the first call and the last: neither between the two phases
-//! of a pair, nor between pairs.
+//! The host does not wait between the first call and the last: neither between the two phases of a
+//! pair, nor between pairs.
 
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ const TOPK: u32 = 3;
 const ROWS: [u32; 5] = [16, 48, 272, 144, 32];
 const CHANNELS: u32 = 5;
 const QUEUES: u32 = 3;
-/// How long each put of a late queue waits.
+/// The delay of each put of a late queue.
 const LAG: Duration = Duration::from_micros(500);
 
 /// `nodes` nodes; each rank's queues number `late` lag behind the others.
@@ -64,8 +64,8 @@ impl Network {
                 let layout = rank.layout(&inputs.topk_idx, pair.case.routing.num_experts)?;
                 let request = DispatchRequest::new(&inputs.x, &layout).counts(rank.on_device());
                 let output = rank.dispatch(&mut place, request)?;
-                // SAFETY: the copies are read below, behind the stream. Their sources are the
-                // buffer's or the arena's, which reuse them in stream order.
+                // SAFETY: the copies are read below, after the stream. The buffer or the arena owns
+                // the sources and reuses them in stream order.
                 unsafe { rank.stream.copy(at.recv_x, output.recv_x.ptr(), pair.recv_bytes(rank))? };
                 let back = rank.combine(CombineRequest::new(&inputs.back, &output.handle))?;
                 // SAFETY: as above.
@@ -75,7 +75,7 @@ impl Network {
             for (number, (pair, at)) in pairs.iter().zip(&memory.places).enumerate() {
                 let mut recv = vec![0; pair.recv_bytes(rank) as usize];
                 let mut sums = vec![0; pair.x_bytes(rank) as usize];
-                // SAFETY: the memory of all pairs is live, and has room there for as much.
+                // SAFETY: the memory of all pairs is live, and has room for the copy.
                 unsafe {
                     rank.stream.read(&mut recv, at.recv_x)?;
                     rank.stream.read(&mut sums, at.sums)?;

@@ -28,8 +28,8 @@ fn tokens(ranks: u32) -> Vec<u32> {
     [6, 4, 5, 3].into_iter().cycle().take(ranks as usize).collect()
 }
 
-/// How long the others wait for the rank that is killed, in real time: processes have no clock of
-/// their own. Those that do come keep it on a busy machine.
+/// The others' wait for the killed rank, in real time: processes have no virtual clock. Live ranks
+/// meet it on a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Exit code of a killed process, in `Child::wait`.
 const NO_CODE: Option<i32> = None;
@@ -65,7 +65,7 @@ fn as_a_rank() {
     assert_no_failures(std::mem::take(&mut rank.failures));
 }
 
-/// Goes through turn after turn; the last rank kills itself `after` the first one.
+/// Runs turn after turn; the last rank kills itself `after` the first one.
 fn turns_until_an_error(group: &Arc<MeshGroup>, transport: TransportKind, after: Duration) -> Result<()> {
     let turn = Turn::random(0, &tokens(ranks()), 2);
     assert!(ranks().is_multiple_of(2), "{} ranks are not two nodes", ranks());

@@ -69,7 +69,7 @@ fn eight_nodes_of_one() {
     world(8, 1);
 }
 
-/// A lane of a warp cannot stand for each rank any more.
+/// More ranks than a warp has lanes.
 #[test]
 fn more_ranks_than_lanes() {
     let tokens: Vec<u32> = (0..35).map(|rank| [3, 0, 5, 1][rank as usize % 4]).collect();

@@ -67,7 +67,7 @@ fn the_reason_of_a_failed_put_is_in_the_error() {
         let mut place = rank.place()?;
         let request = DispatchRequest::new(&x, &layout).counts(rank.on_device());
         let received = rank.dispatch(&mut place, request)?;
-        // A read of a result has it as well, though the read knows no buffer.
+        // A read of a result returns the error as well, without access to the buffer.
         let read = received.recv_x.to_host::<half::bf16>(&rank.stream).unwrap_err();
         for error in [read, rank.buffer.check().unwrap_err()] {
             assert!(matches!(error, Error::PeerTimeout { .. }), "{error}");

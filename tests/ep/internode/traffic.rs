@@ -97,8 +97,8 @@ fn one_node_has_no_wire() {
 }
 
 /// Over shm kernels store slots and words in the peers' host memory: nothing is put, and no slot is
-/// stored to be sent. Blocks of even numbers send and wait for other nodes to enter. Those of odd
-/// numbers receive, and they alone load arrival words.
+/// stored to be sent. Even blocks send and wait for other nodes to enter. Odd blocks receive, and
+/// only they load arrival words.
 #[test]
 fn kernels_write_shared_host_memory() {
     let routing = Routing::random(&mut rng_of(&[33]), &[9, 0, 14, 5], 6, 8, Style::WithHoles);
@@ -139,7 +139,7 @@ fn kernels_write_shared_host_memory() {
 }
 
 /// # Panics
-/// Where something was more before than after.
+/// A count decreased.
 fn difference(after: &[u64], before: &[u64]) -> Vec<u64> {
     let minus = |(after, before): (&u64, &u64)| after.checked_sub(*before).expect("no fewer bytes than rows");
     after.iter().zip(before).map(minus).collect()

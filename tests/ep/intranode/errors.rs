@@ -61,7 +61,7 @@ fn rows_must_start_at_multiples_of_16_bytes() {
 
 #[test]
 fn rows_to_dispatch_must_be_contiguous() {
-    // Those of another place, since a dispatch borrows its own.
+    // Use another place's rows, since a dispatch borrows its own.
     let mut setup = setup();
     setup.fields().places = 2;
     then_dispatch(setup, |rank, valid, place| {
@@ -149,7 +149,7 @@ fn dtypes_are_checked() {
 
 #[test]
 fn a_combine_without_known_counts_reads_no_more_rows_than_it_is_given() {
-    // 10 rows come. A virtual GPU faults on what lies behind these tensors' pages.
+    // 10 rows are received. A virtual GPU faults on accesses beyond these tensors' pages.
     for given in ["3 rows", "2 weights"] {
         setup().run(|rank| {
             let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
@@ -252,7 +252,7 @@ fn buffer_options_are_checked() {
 
 #[test]
 fn ranks_must_agree_on_the_number_of_experts() {
-    // A count that never comes would show after this.
+    // The wait for a missing count would expire after this.
     let timeout = std::time::Duration::from_secs(5);
     then_dispatch(setup().timeout(timeout), |rank, valid, place| {
         let layout = rank.layout(&valid.topk_idx, if rank.rank == 1 { 2 * EXPERTS } else { EXPERTS })?;
@@ -295,7 +295,7 @@ fn a_pool_that_is_too_small_is_an_error_on_every_rank_before_any_row_moves() {
         rank.equal("capacity", &[rank.buffer.capacity()], &[8]);
         let mut place = rank.place()?;
         let (recv_x, src_idx) = {
-            // A small dispatch gives the pool's places, and shows that rows get there at all.
+            // A small dispatch returns the pool's addresses, and checks that rows arrive there.
             let topk_idx = rank.upload_typed(2, &[vec![0i64, 3]])?;
             let layout = rank.layout(&topk_idx, 4)?;
             let x = rank.upload_rows(DType::Bf16, HIDDEN as u64, &[vec![7; ROW as usize]])?;

@@ -20,7 +20,7 @@ use epoxide_testing::roundtrip::Case;
 
 /// Set where this test binary runs as a rank.
 const ROLE: &str = "EPOXIDE_TEST_ROLE";
-/// How the rank that dies exits.
+/// Exit code of the dying rank.
 const DEAD: i32 = 3;
 /// How long the other ranks wait for the dead one, in real time.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -46,7 +46,7 @@ fn as_a_rank() {
             assert_no_failures(rank.failures);
         }
         "die" if rank.rank == 2 => {
-            // A group whose rank dies is given up: not before the others are through with it.
+            // A death aborts the group, so the rank dies only after the others have finished.
             for other in [0, 1, 3] {
                 store().get(&format!("joined.{other}"), PATIENCE).unwrap();
             }

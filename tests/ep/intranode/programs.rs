@@ -33,8 +33,8 @@ enum Step {
 }
 
 impl Program {
-    /// Mostly the same operation several times in a row: that is where one could run into the next.
-    /// With `exact`, some dispatches have the host wait for the counts.
+    /// Mostly the same operation several times in a row, where one could overlap the next. With
+    /// `exact`, the host waits for the counts of some dispatches.
     pub fn random(
         seed: u64,
         steps: u32,
@@ -141,7 +141,7 @@ impl Program {
                 Step::Combine(back) => ("combine", back.sums[mine].clone()),
             };
             let mut got = rank.row_bytes(kept)?;
-            // Where the host does not know the count, all of the pool was kept.
+            // All of the pool was copied if the host has no count.
             got.truncate(want.len());
             rank.equal(&format!("rows of step {number}, a {what},"), &got, &want);
             all.extend(got.concat());

@@ -31,8 +31,8 @@ fn setup(machine: &ManualGpus) -> Setup {
     setup
 }
 
-/// Runs a program with nothing but one last wait; gives the digest of the schedule, and all that
-/// came out, checked.
+/// Runs a program with only one final wait. Returns the digest of the schedule, and all checked
+/// results.
 fn run(seed: u64, program: &Program) -> Result<(u64, Vec<Vec<u8>>)> {
     let machine = ManualGpus::new(seed);
     let setup = setup(&machine);
@@ -84,7 +84,7 @@ fn many_schedules_give_the_same_results() {
     assert_eq!(digests.len() as u64, schedules, "seeds must take different schedules");
 }
 
-/// As many random programs, each under its own schedule, as `EPOXIDE_SOAK` says; a few without it.
+/// Runs `EPOXIDE_SOAK` random programs, each under its own schedule; a few without the variable.
 /// `EPOXIDE_SOAK=10000 cargo test --release --test ep schedules::soak`
 #[test]
 fn soak() {

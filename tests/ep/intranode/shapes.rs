@@ -16,7 +16,7 @@ fn a_single_rank() {
 
 #[test]
 fn a_pool_of_more_than_4_gib() {
-    // Rows for combine start behind 200 000 * 2 receive rows of 14 KiB; only what is touched takes
+    // Rows for combine start behind 200 000 * 2 receive rows of 14 KiB; only accessed pages take
     // memory.
     let setup = Setup::new(2, 1, 200_000, 2 * 7168);
     let turn = Turn::random(3, &[6, 5], 1);

@@ -34,7 +34,7 @@ fn two_buffers_at_once() {
         for (index, (turn, (_, back))) in turns.iter().zip(&outputs).enumerate() {
             check_sums(rank, &format!("combined_x of turn {index}"), back, turn)?;
         }
-        // Neither pool goes before all peers are through with both.
+        // No pool is freed before all peers have finished both.
         rank.synchronize()
     });
 }
@@ -104,7 +104,7 @@ fn a_call_on_the_callers_stream_can_be_asynchronous_and_wait_for_an_event() {
     let setup = Setup::new(2, 1, 8, ROW);
     let turn = Turn::random(5, &[8, 5], 1);
     setup.run(|rank| {
-        // Inputs come on another stream; the event orders them before the layout.
+        // Inputs are written on another stream; the event orders them before the layout.
         let side = Stream::new(rank.device())?;
         let inputs = Inputs::upload(&turn, rank)?;
         let topk_idx = Tensor::alloc(rank.device(), DType::I64, inputs.topk_idx.shape())?.typed::<i64>()?;
@@ -180,7 +180,7 @@ fn replays_need_no_host_wait_between_them() {
     });
 }
 
-/// As a framework records, which knows nothing of steps.
+/// A framework records without a step of the buffer.
 #[test]
 fn a_graph_that_was_captured_without_the_buffer_replays() {
     const REPLAYS: usize = 20;

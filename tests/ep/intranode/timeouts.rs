@@ -1,4 +1,4 @@
-//! Peers that do not come, or come late, in ways that are of one node alone.
+//! Absent or late peers, in ways that only one node has.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,8 +26,8 @@ fn a_rank_that_comes_too_late_is_not_given_rows_that_never_came() {
         }
         rank.synchronize()?;
         if rank.rank == 2 {
-            // The counts came in time, so the call may succeed; but then the rows did not come, and
-            // that must show.
+            // The counts arrived in time, so the call may succeed. But the rows did not, which must
+            // be an error.
             let outcome =
                 inputs.dispatch_exact(rank, &mut place).and_then(|output| rank.outcome().map(|()| output));
             match outcome {

@@ -11,7 +11,7 @@ use epoxide_testing::harness::Setup;
 fn a_trace_holds_every_block_of_every_launch_and_changes_nothing() {
     // Three channels.
     let mut setup = Setup::new(2, 3, 8, ROW);
-    // A trace says when things happen, as deadlines do not need to.
+    // A trace records real times, which deadlines do not need.
     setup.device.time = Time::Real;
     let turn = Turn::random(5, &[8, 5], 3);
     setup.run(|rank| {

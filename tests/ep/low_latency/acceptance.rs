@@ -17,7 +17,7 @@ const TOPK: u32 = 8;
 const EXPERTS: u32 = 256;
 /// Columns at a row's end that hold the token's index.
 const INDEX_COLUMNS: usize = 128;
-/// How far sums may be apart: two roundings to BF16, of one part in 2^8 each. The original test
+/// Most difference between sums: two roundings to BF16, of one part in 2^8 each. The original test
 /// allows 1e-2.
 const MOST_APART: f64 = (2.0 / 256.0) * (2.0 / 256.0) / 2.0;
 
@@ -28,7 +28,7 @@ fn row(rank: u32, token: u32) -> Vec<bf16> {
     row
 }
 
-/// How far two vectors are apart: 0 where they are the same.
+/// The difference between two vectors: 0 if they are equal.
 fn difference(a: &[f32], b: &[f32]) -> f64 {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
     1.0 - 2.0 * dot(a, b) / (dot(a, a) + dot(b, b))

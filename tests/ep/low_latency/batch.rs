@@ -11,7 +11,7 @@ use epoxide_testing::tier;
 
 use crate::shapes::routing;
 
-/// So many tokens on each rank, and three experts a rank.
+/// A case with `tokens[rank]` tokens on each rank, and three experts a rank.
 fn on(tokens: &[u32], topk: u32, hidden: u32) -> LowLatencyCase {
     let ranks = tokens.len() as u32;
     let most = *tokens.iter().max().unwrap();
@@ -23,7 +23,7 @@ fn on(tokens: &[u32], topk: u32, hidden: u32) -> LowLatencyCase {
 }
 
 /// More and fewer tokens than a block has places for at once, ranks that are no batch of their own,
-/// an odd number of experts, and more of them than the kernels of a batch look at.
+/// an odd number of experts, and more of them than the kernels of a batch handle.
 #[test]
 fn rows_are_listed_in_order() {
     on(&[300, 280], 8, 16).check();
@@ -65,7 +65,7 @@ fn a_batch_has_its_kernel() {
     for (case, kernel) in [
         (on(&[300, 280], 8, 16), Some("low_latency_dispatch_batch")),
         (on(&nine, 6, 16), Some("low_latency_dispatch_many_batch")),
-        // More entries than blocks of a batch look at.
+        // More entries than blocks of a batch handle.
         (on(&[300, 41], 9, 16), None),
     ] {
         let checker = Checker::new(CheckConfig::default());

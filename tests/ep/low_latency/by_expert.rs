@@ -65,8 +65,8 @@ fn blocks_share_rows_of_one_token_or_several() {
     LowLatencyCase { sm_count: 9, ..case(routing, 1024 * 3 + 8, 8) }.check();
 }
 
-/// Rows take their scales from packets of a rank with more than 64 tokens, and from their table of
-/// others.
+/// Rows of a rank with more than 64 tokens take their scales from packets, rows of other ranks from
+/// the table.
 #[test]
 fn scales_are_taken_from_packets() {
     for (counts, sm_count) in [([66, 64], 12), ([9, 128], 40)] {
@@ -123,7 +123,7 @@ fn traces_have_no_times_of_phases_that_were_left_out() {
     }
 }
 
-/// Experts that work in place give the rows back as they came.
+/// Experts that work in place return the rows unchanged.
 #[test]
 fn rows_that_experts_return_unchanged() {
     for segments in [in_memory_of_the_caller(16, false), Some(Segments::aligned(16))] {
@@ -311,7 +311,7 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
     } else {
         refuse(request().by_expert(8).recv_x_scales(&scales), &["recv_x_scales = given", "no scales"]);
     }
-    // Nothing was enqueued, and nothing is broken.
+    // No work was enqueued, and the buffer still works.
     let received = buffer.dispatch(&mut place, request().by_expert(8).recv_x(&x), order)?;
     let few = tensor(DType::Bf16, [rows - 1, 256])?;
     refused(

@@ -1,4 +1,4 @@
-//! Ranks that do not come, make another call, or give wrong arguments.
+//! Ranks that are absent, make another call, or give wrong arguments.
 
 use std::time::Duration;
 
@@ -102,7 +102,7 @@ fn a_rank_that_is_gone_between_dispatch_and_combine() {
     });
 }
 
-/// The host has enqueued the combine by the time that the dispatch gives up.
+/// The host has enqueued the combine before the dispatch times out.
 #[test]
 fn a_timeout_names_the_operation_that_waited() {
     run(|rank| {
@@ -304,7 +304,7 @@ fn the_event_of_a_failed_operation_gives_its_error() {
     });
 }
 
-/// Kernels that read sums see no error.
+/// Kernels that read sums get no error.
 #[test]
 fn a_failed_combine_leaves_nan() {
     let combine = |rank: &mut Ones, quantise: Quantise, is_nan: bool| -> Result<()> {
@@ -328,7 +328,7 @@ fn a_failed_combine_leaves_nan() {
     for quantise in [Quantise::Not, Quantise::Fp8] {
         let is_nan = |rank: &mut Ones| combine(rank, quantise, true);
         run_of(128, None, |options| options, &is_nan);
-        // Rows that come back with words, and not as packets.
+        // Rows that return with words, and not as packets.
         run_of(128, None, |options| options.packet_tokens(0), &is_nan);
         run_of(
             128,
@@ -401,7 +401,7 @@ fn ranks_that_make_different_calls() {
     run(|rank| make_different_calls(rank, false).map(drop));
 }
 
-/// A block of the others sees the call of rank 1 before the block that publishes their call begins.
+/// A block of the others reads rank 1's call before the block that publishes their call begins.
 #[test]
 fn a_rank_that_makes_another_call_before_the_others() {
     run(|rank| make_different_calls(rank, true).map(drop));
@@ -625,7 +625,7 @@ fn arguments_that_do_not_fit() {
             "quantise = Fp8PowerOfTwo of 16 x bf16: quantising takes bf16 rows with a multiple of 128 \
              elements: pad rows, or send rows that are quantised already",
         );
-        // Nothing of what was refused was enqueued.
+        // Rejected calls enqueued no work.
         let received = rank.dispatch(&mut place)?;
         rank.combine(received)?;
         rank.outcome()

@@ -151,13 +151,13 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
         buffer.gather_columns_by_expert(&received, &x, &columns([experts, rows])?, order).unwrap_err();
     assert!(error.to_string().contains("local_experts * words"), "{error}");
     received.columns.clear();
-    // The rows' places do not come from these fields, but a field with a wrong shape is rejected as
+    // The rows' places do not depend on these fields, but a field with a wrong shape is rejected as
     // well.
     let kept = std::mem::replace(&mut received.x, tensor(dtype, [rows, hidden / 2])?);
     let error = buffer.gather_by_expert(&received, &x, fitting, order).unwrap_err();
     assert!(error.to_string().contains("received.x"), "{error}");
     received.x = kept;
-    // Nothing was enqueued, and nothing is broken.
+    // No work was enqueued, and the buffer still works.
     buffer.gather_by_expert(&received, &x, fitting, order)?;
     stream.synchronize()?;
     buffer.check()

@@ -72,7 +72,7 @@ fn more_ranks_than_there_may_be() {
 #[test]
 fn only_the_first_block_polls_host_memory() {
     const TOKENS: u64 = 4;
-    /// Polls behind which a wait looks for other calls.
+    /// Polls after which a wait checks for other calls.
     const POLLS: u64 = 64;
     let dispatches = tier::pick(2, 4);
     let checker = Checker::new(CheckConfig { races: false, ..CheckConfig::default() });
@@ -134,8 +134,8 @@ fn only_the_first_block_polls_host_memory() {
     });
 }
 
-/// Each operation has one put to each rank of another node. It has as many rows as the rank gets,
-/// with their metadata, and nothing else.
+/// Each operation has one put to each rank of another node. The put has the rank's rows with their
+/// metadata, and nothing else.
 #[test]
 fn one_put_for_each_peer_and_operation() {
     let (hidden, topk, max_tokens) = (256, 4, 9);

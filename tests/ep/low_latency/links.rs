@@ -1,6 +1,6 @@
 //! Traffic of each link: one row for each token and rank, and the protocol's bytes of everything
 //! else. The sizes and limits below are those of `docs/protocol.md`, so that a change of the
-//! library's own shows.
+//! library's fails the test.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -64,7 +64,7 @@ fn predicted(case: &LowLatencyCase) -> Links {
                 all.insert((kernel, from, to, part), bytes);
             }
         };
-        // A token's row goes to a rank once, whichever of its experts it has there.
+        // A token's row is sent to a rank once, for any number of its experts.
         let tokens = u64::from(routing.num_tokens(from));
         let rows = rows_between(routing, from, to);
         let is_fp8 = case.quantise != Quantise::Not;
@@ -89,8 +89,8 @@ fn predicted(case: &LowLatencyCase) -> Links {
             entries.filter(|&&expert| routing.owner(expert) == Some(to)).count() as u64 * 8,
         );
 
-        // A combine returns one row for each that came, in the form that its owner's number of
-        // tokens asks for.
+        // A combine returns one row for each received row, in the form that its owner's number of
+        // tokens requires.
         let (rows, tokens) = (rows_between(routing, to, from), u64::from(routing.num_tokens(to)));
         let (combine, row_bytes, scales) = travels_back(case, from);
         if case.combine_rows == ReturnPath::InPool {
@@ -198,7 +198,7 @@ fn check(case: &LowLatencyCase) {
     }
 }
 
-/// Compares the rows that were read in other ranks' pools with those that did not come as packets.
+/// Compares the rows that were read in other ranks' pools with those that were not sent as packets.
 /// Rows are of whole pieces, so that every load is of another part of a row.
 fn gathers_the_others(case: &LowLatencyCase, loads: &[Loaded]) {
     let (routing, ranks) = (&case.routing, 0..case.routing.num_ranks());
@@ -280,7 +280,7 @@ fn rows_in_packets_go_to_each_rank_once() {
     each_kind(&LowLatencyCase { packet_tokens: 5, ..case });
 }
 
-/// Ranks that gather a part of their rows, all of them, or none: the first ones come as packets.
+/// Ranks that gather a part of their rows, all of them, or none: the first rows are packets.
 #[test]
 fn rows_in_the_pool_cross_a_link_once() {
     let case = LowLatencyCase {

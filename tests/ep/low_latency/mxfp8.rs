@@ -23,7 +23,7 @@ fn across_nodes(transport: TransportKind) -> Option<NodeLinks> {
     Some(NodeLinks { ranks_per_node: 1, transport, queues: 1 })
 }
 
-/// The row of a token in a turn: every kind of block comes everywhere.
+/// The row of a token in a turn: every kind of block occurs in every position.
 fn row(turn: u32, hidden: u32, (source, token): (u32, u32)) -> Vec<bf16> {
     let mut rng = rng_of(&[turn.into(), source.into(), token.into()]);
     let blocks = hidden / MX_BLOCK as u32;
@@ -176,7 +176,7 @@ fn steps_and_chains() {
         .check_chained();
 }
 
-/// Each run of a step converts what the rows hold then.
+/// Each run of a step converts the rows' contents at that time.
 #[test]
 fn runs_of_a_step_convert_new_rows() {
     for nodes in [None, across_nodes(TransportKind::Direct)] {
@@ -200,8 +200,8 @@ fn runs_of_a_step_convert_new_rows() {
     }
 }
 
-/// A graph of the caller's allocates nothing, and its replays convert what the rows hold then. Every
-/// byte of the memory that was given is compared: padding keeps what it held.
+/// A caller's graph allocates nothing, and its replays convert the rows' contents at that time.
+/// Every byte of the given memory is compared: padding keeps its contents.
 #[test]
 fn a_graph_with_memory_of_the_caller_converts_new_rows() {
     for nodes in [None, across_nodes(TransportKind::Direct)] {
@@ -369,7 +369,7 @@ fn wrong_use_is_refused() {
         refuse(plain.quantise(Quantise::Fp8), &["recv_columns = given", "scales of f32", "recv_x_scales"]);
         let wide = Tensor::alloc(stream.device(), DType::Bf16, &[room, 256])?;
         refuse(of(&x).by_expert(4).recv_x(&wide), &["recv_x has dtype bf16", "fp8"]);
-        // Nothing was enqueued. A combine does not convert so, and nothing is broken behind it.
+        // No work was enqueued. A combine does not convert so, and the buffer still works.
         let x = upload(rank, &even, 0)?;
         for quantise in [Quantise::Mxfp8, Quantise::Not] {
             let received = rank.buffer.dispatch(&mut place, of(&x), order)?;

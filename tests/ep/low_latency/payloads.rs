@@ -264,8 +264,8 @@ fn columns_by_expert() {
     }
 }
 
-/// A graph of the caller's allocates nothing where a column needs no copy first. Its replays bring
-/// what rows and column hold then, and padding keeps what it held.
+/// A caller's graph allocates nothing if a column needs no copy first. Its replays send the
+/// contents of rows and column at that time, and padding keeps its contents.
 #[test]
 fn a_graph_with_memory_of_the_caller_brings_new_columns() {
     for format in [Format::Mxfp8, Format::Fp8Ue8m0] {
@@ -303,7 +303,7 @@ enum Recorded {
     ByBuffer,
 }
 
-/// Replays of a dispatch by expert whose rows and columns come to memory of the caller.
+/// Checks replays of a dispatch by expert into the caller's memory for rows and columns.
 fn check_given(case: &LowLatencyCase, payload: &Payload, recorded: Recorded) {
     case.run(|rank| {
         let stream = rank.stream.clone();
@@ -494,7 +494,7 @@ fn wrong_payloads_are_refused() {
         refuse(request().column(&many), &["columns = 45 words", "max_scales >= 45"]);
         refuse(request().column(&words).by_expert(4), &["columns = 44 words", "4 of these"]);
         let all = Tensor::alloc(stream.device(), DType::U8, &[44, HIDDEN])?;
-        // SAFETY: no kernel sees it.
+        // SAFETY: no kernel accesses it.
         let first = unsafe { Tensor::from_raw(all.ptr(), DType::U8, &[4, HIDDEN]) };
         let within = DispatchRequest::new(&first, &ids).by_expert(4).recv_x(&all);
         refuse(within, &["recv_x", "shares memory with x"]);

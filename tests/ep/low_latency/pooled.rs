@@ -1,4 +1,4 @@
-//! Rows that peers gather in the pool, where a rank gives up while another one still reads them.
+//! Rows that peers gather in the pool: a rank times out while another one still reads them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,10 +52,10 @@ fn leave(rank: &Ones, rows: DevicePtr, value: f32) -> Result<()> {
     unsafe { rank.stream.write(rows, bytemuck::cast_slice(&values)) }
 }
 
-/// Whether the last rank, whose GPU stops after so many instructions of a combine, was told that
-/// others gave up; and how many it has executed, if it has not stopped. If it was not told, its sums are those of the
-/// combine. `go_on` is what the others do while it stands. `packet_tokens` decides how large the
-/// pieces are that a warp sums, and how many tokens' rows come as packets.
+/// Stops the last rank's GPU after `after` instructions of a combine. Returns whether the rank got
+/// the others' error, and its instructions if it did not stop. Without an error its sums are right.
+/// `go_on` runs on the others while the rank is stopped. `packet_tokens` decides the size of the
+/// pieces that a warp sums, and the number of tokens with rows in packets.
 fn stopped_combine(
     ranks: u32,
     after: u64,
@@ -64,7 +64,7 @@ fn stopped_combine(
 ) -> (bool, u64) {
     let late = ranks - 1;
     let stop = Stop::of(late);
-    let told = run_ranks(ranks, |number, group| {
+    let failed = run_ranks(ranks, |number, group| {
         let others = group.split((number == late).into())?;
         let mut rank = join(&group, Some(stop.clone()), |options| options.packet_tokens(packet_tokens))?;
         let mut place = rank.buffer.place(0)?;
@@ -88,7 +88,7 @@ fn stopped_combine(
             rank.stream.synchronize()?;
         }
         group.barrier(PATIENCE)?;
-        let mut told = false;
+        let mut failed = false;
         if number == late {
             if stop.left() == 0 {
                 stop.go_on();
@@ -96,7 +96,7 @@ fn stopped_combine(
             match rank.outcome() {
                 Err(Error::Broken { reason, .. }) => {
                     assert!(reason.contains("gave up"), "{reason}");
-                    told = true;
+                    failed = true;
                 }
                 Err(error) => panic!("{error}"),
                 Ok(()) => {
@@ -109,22 +109,22 @@ fn stopped_combine(
             }
         }
         group.barrier(PATIENCE)?;
-        Ok(told)
+        Ok(failed)
     });
-    (told.contains(&true), after.saturating_sub(stop.left()))
+    (failed.contains(&true), after.saturating_sub(stop.left()))
 }
 
 /// Stops the last rank at points that are spread over its combine.
 fn sweep(ranks: u32, go_on: impl Fn(&mut Ones, &dyn ProcessGroup) + Sync) {
-    // Ranks that regroup may be so early that it is told, though it does not stop.
+    // Ranks may regroup so early that the last rank gets an error though it does not stop.
     let (_, executed) = stopped_combine(ranks, u64::MAX / 2, 0, &go_on);
     let points = tier::pick(8, 60);
     let packet_tokens = |point| [0, TOKENS as u32, 5][point as usize % 3];
-    let told = (0..points)
+    let failed = (0..points)
         .filter(|point| stopped_combine(ranks, executed * point / points, packet_tokens(*point), &go_on).0);
-    // It is, at least, where it stops before the first instruction. The others are where the busy
-    // machine lets them be: a rank executes more or fewer while it waits.
-    assert!(told.count() > 0, "never told");
+    // At least a stop before the first instruction gives an error. At other points it depends on
+    // the machine: a rank executes more or fewer instructions while it waits.
+    assert!(failed.count() > 0, "never told");
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn ranks_that_regroup_tell_those_that_still_read_their_rows() {
 }
 
 /// A rank without tokens has no chunk whose word releases what it did before. Its call alone orders
-/// the rows that it has gathered ahead of those that another rank's experts leave next.
+/// its gathering of rows before the next stores of another rank's experts.
 #[test]
 fn a_rank_that_has_no_tokens_any_more_has_gathered_rows_before_its_call() {
     let checker = Some(Checker::new(CheckConfig::default()));
@@ -152,7 +152,7 @@ fn a_rank_that_has_no_tokens_any_more_has_gathered_rows_before_its_call() {
         let order = StreamOrder::on(&stream);
         let x = Tensor::alloc(stream.device(), DType::Bf16, &[0, HIDDEN])?;
         let ids = TypedTensor::<i64>::from_host(&stream, &[0, 2], &[])?;
-        // The host waits for no other rank from here on, since the checker would see that.
+        // The host waits for no other rank from here on, since the checker would record the order.
         for round in 0..2 {
             let received = if (round, number) == (1, 1) {
                 rank.buffer.dispatch(&mut place, DispatchRequest::new(&x, &ids), order)?

@@ -145,7 +145,7 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
     }
 }
 
-/// Operations in any state leave nothing behind when their waits expire. One rank is late in each
+/// Operations whose waits expire do not affect later ones, in any state. One rank is late in each
 /// round: to the dispatch, or to the combine alone.
 #[test]
 fn missed_deadlines_leave_nothing_behind() {
@@ -197,7 +197,7 @@ proptest! {
         when in prop::sample::select(ALL.to_vec()),
     ) {
         let ranks = case.routing.num_ranks();
-        // One of those that are there goes on at least, and one goes.
+        // At least one rank stays, and at least one leaves.
         let gone: Vec<u32> = (1..ranks).filter(|&rank| gone[rank as usize] || rank == 1).collect();
         prop_assume!(!gone.is_empty());
         leave_out_and_take_in(&case, &gone, when);
@@ -259,8 +259,8 @@ fn captured_steps_follow_the_members_and_rows_from_before_are_stale() {
     let case = LowLatencyCase::new(routing(&[TOKENS as u32; 3], 2, 6, Style::DistinctTopK), HIDDEN as u32);
     run_ranks(3, |number, group| {
         let part = group.split((number == 2).into())?;
-        // The first token of each rank goes to ranks 0 and 2, the second to rank 2 alone, the third
-        // to 1, the last nowhere.
+        // The first token of each rank is sent to ranks 0 and 2, the second to rank 2 alone, the
+        // third to 1, the last to none.
         let ids = [0, 4, 4, 5, 2, 3, -1, -1];
         let shape = Shape { max_tokens: TOKENS as u32, hidden: HIDDEN, num_topk: 2, num_experts: 6 };
         let options = |options: Options| options.chunk_tokens(4).packet_tokens(4).timeout(PATIENCE);

@@ -1,5 +1,5 @@
-//! Many round trips behind each other: the host waits for nothing, and no rank for another but
-//! where the protocol has it wait.
+//! Many round trips one after the other. The host does not wait, and ranks wait for each other only
+//! in the protocol.
 
 use epoxide::driver::virt::{CheckConfig, Checker};
 use epoxide::low_latency::Quantise;
@@ -80,7 +80,7 @@ fn dispatches_that_no_combine_answers() {
     }
 }
 
-/// Without a combine between them, a place holds packets and words of the epoch before.
+/// Without a combine between them, a place holds packets and words of the previous epoch.
 #[test]
 fn other_tokens_behind_a_dispatch_that_no_combine_answers() {
     let plain = LowLatencyCase {

@@ -55,8 +55,8 @@ fn rows_that_peers_gather_in_the_pool() {
     .check_replayed(tier::pick(4, 20));
 }
 
-/// Blocks with more than two tokens to sum return rows meanwhile: ranks with many tokens, with few and
-/// with none, with packets and without, and rows that take a warp several turns.
+/// Blocks with more than two tokens to sum return rows meanwhile: ranks with many tokens, with few
+/// and with none, with packets and without, and rows of several iterations of a warp.
 #[test]
 fn rows_return_while_others_are_summed() {
     let cases = [(24, 4, 4), (24, 0, 1), (8448, 0, 2)];

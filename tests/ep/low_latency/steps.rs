@@ -44,7 +44,7 @@ fn each_run_has_its_own_sums_and_a_peer_that_is_gone_is_no_result() {
     });
 }
 
-/// Kernels of two steps that ran at once would take each other's words.
+/// Kernels of two concurrent steps would read each other's words.
 #[test]
 fn steps_on_two_streams_and_eager_calls_follow_each_other() {
     run(|rank| {

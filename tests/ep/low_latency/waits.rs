@@ -10,7 +10,7 @@ use super::faults::{DEADLINE, RANKS, run};
 use super::ones::Ones;
 use crate::valid::refused;
 
-/// How late the slow rank is: rank 1.
+/// The delay of the slow rank, rank 1.
 const DELAY: Duration = Duration::from_millis(60);
 /// What the times held before.
 const BEFORE: i64 = 1 << 40;
@@ -67,7 +67,7 @@ fn check(
     Ok(now)
 }
 
-/// The slow rank itself waits for nobody; the others for it alone.
+/// The slow rank itself waits for no rank; the others wait for it alone.
 #[test]
 fn the_others_wait_for_a_slow_rank() {
     for halves in [false, true] {
@@ -155,7 +155,7 @@ fn a_rank_that_is_gone_is_named_as_without() {
     }
 }
 
-/// A rank in another call is named, and nobody waits for it until the deadline.
+/// The error names a rank in another call, and no rank waits for it until the deadline.
 #[test]
 fn another_call_is_named_as_without() {
     run(|rank| {

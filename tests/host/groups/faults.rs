@@ -1,4 +1,4 @@
-//! Ranks that do the wrong thing, or nothing: errors name the rank and the place, in time.
+//! Ranks that do the wrong thing, or nothing: errors name rank and place within the deadline.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use epoxide_testing::tier;
 
 use super::harness::{LATE, PATIENCE, options, threads};
 
-/// A deadline that is meant to expire, of a rank that waits for a rank that never comes.
+/// A deadline that expires on purpose, in a wait for an absent rank.
 const SHORT: Duration = Duration::from_millis(500);
 
 #[track_caller]
@@ -29,7 +29,7 @@ fn a_rank_that_does_not_come_is_named_by_all() {
         group.barrier(PATIENCE).unwrap();
         let error = (group.rank() != 4).then(|| {
             let error = group.all_reduce(&mut [1.0f32], ReduceOp::Sum).unwrap_err();
-            // Broken from now on: the reason is another than that the others do not come.
+            // The group is broken: the error has that reason, not absent ranks.
             assert!(group.barrier(PATIENCE).unwrap_err().to_string().contains("shrink"));
             error
         });
@@ -72,7 +72,7 @@ fn ranks_that_left_or_never_joined_are_missing() {
     while missing(&early) != [1] {
         assert!(start.elapsed() < PATIENCE, "rank 1 has left");
     }
-    // A call that failed knows of the rank that it blames.
+    // A failed call has seen the rank that it blames.
     let (first, second) = (join(0, "failed"), join(1, "failed"));
     assert_eq!(missing(&first), Vec::<u32>::new());
     drop(second);
@@ -117,7 +117,7 @@ fn mismatches_name_both_sides() {
     for (what, call) in cases {
         let errors = threads(4, options(PATIENCE), |group| {
             let first = call(&group, group.rank() == 1);
-            // A root that only sends may have finished before it gets any error.
+            // A root that only sends may finish before it gets any error.
             first.and_then(|()| group.barrier(PATIENCE)).unwrap_err()
         });
         let direct = |error: &Error| matches!(error, Error::Mismatch { what: w, .. } if *w == what);
@@ -162,7 +162,7 @@ fn ranks_that_leave_first() {
                 through.wait();
             }
             _ => {
-                // This ends the group, so only when the others are through.
+                // This ends the group, so wait for the others first.
                 through.wait();
                 let error = group.recv::<u8>(Some(0), 0).unwrap_err();
                 assert!(error.to_string().contains("rank 0 has left"), "{error}");
@@ -292,8 +292,8 @@ fn a_store_that_goes_away_after_an_eager_join() {
     });
 }
 
-/// A rank may go as soon as its last collective is over. Others may still be in it, have
-/// connections to it that it never took, or be asking it something.
+/// A rank may leave as soon as its last collective is over. Others may still be in it, have
+/// connections to it that it never accepted, or be sending it a query.
 #[test]
 fn leaving_right_after_a_barrier_is_not_dying() {
     let rounds = std::env::var("EPOXIDE_SOAK")
@@ -312,8 +312,8 @@ fn leaving_right_after_a_barrier_is_not_dying() {
     }
 }
 
-/// The others ask a rank that is late what keeps it, and may have left by the time it reads the
-/// question. Many groups at once, so that ranks wait for a core at every point.
+/// The others query a late rank for its state, and may have left before it reads the query. Many
+/// groups run at once, so that ranks wait for a core at every point.
 #[test]
 fn leaving_a_late_rank_with_a_question_is_not_dying() {
     let one = || {
@@ -321,7 +321,7 @@ fn leaving_a_late_rank_with_a_question_is_not_dying() {
             let outcomes = threads(3, MeshOptions { connect, ..options(PATIENCE) }, |group| {
                 group.barrier(PATIENCE)?;
                 if group.rank() == 0 {
-                    // Longer than the others wait before they ask.
+                    // Longer than the others wait before they send a query.
                     std::thread::sleep(Duration::from_millis(300));
                 }
                 group.barrier(PATIENCE)

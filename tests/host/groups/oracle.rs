@@ -105,7 +105,7 @@ fn reductions<T: Sample>(group: &dyn ProcessGroup, len: usize, ops: &[ReduceOp])
         let wanted = &expected[start..start + counts[rank as usize]];
         assert_eq!(piece, wanted, "reduce_scatter {op} of {len} {} on {size}", T::DTYPE);
         if size > 1 && size_of::<T>() > 1 {
-            // So many elements have 2^64 bytes, which pass for none in 64 bits.
+            // This many elements have 2^64 bytes, which overflow to 0 in 64 bits.
             counts = vec![0; size as usize];
             (counts[0], counts[1]) = (usize::MAX / size_of::<T>() + 1, len);
             let error = group.reduce_scatter(&input::<T>(rank, len), &counts, op).unwrap_err();

@@ -73,7 +73,7 @@ fn running_threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
 }
 
-/// Not a test: the main function of a rank, if the environment asks for one.
+/// Not a test: the main function of a rank, if the environment names one.
 #[test]
 fn rank_process() {
     let Ok(text) = std::env::var(RANK_PROCESS) else { return };

@@ -24,7 +24,7 @@ fn store() -> Arc<dyn Store> {
 fn hello(token: &str, rest: &[u8]) -> Vec<u8> {
     let mut bytes = [0u8; 48];
     bytes[..4].copy_from_slice(b"EPXG");
-    // A hello; then operation, dtype and reduction, as ranks say them.
+    // A hello; then operation, dtype and reduction, in the ranks' encoding.
     bytes[4..8].copy_from_slice(&[1, 1, 2, 1]);
     bytes[16..24].copy_from_slice(&1u64.to_le_bytes());
     bytes[24..28].fill(0xff);
@@ -165,14 +165,14 @@ fn a_client_of_the_store_alone_takes_no_ranks_place() {
         stranger.write_all(&bytes).unwrap();
         strangers.push(stranger);
     }
-    // One that gets a reply, and sends the proof in it back.
+    // A connection that gets a reply, and sends its proof back.
     let reflector = std::thread::spawn({
         let mut stranger = UnixStream::connect_addr(&name).unwrap();
         stranger.write_all(&hello(token, &[6; 32])).unwrap();
         move || {
             let mut reply = [0; 64];
             stranger.read_exact(&mut reply).unwrap();
-            // It may be closed in the middle.
+            // The group may close the connection during the write.
             let _ = stranger.write_all(&[&reply[32..], &abort].concat());
             let mut rest = Vec::new();
             let _ = stranger.read_to_end(&mut rest);
@@ -195,7 +195,7 @@ fn a_client_of_the_store_alone_takes_no_ranks_place() {
     reflector.join().unwrap();
 }
 
-/// One that puts itself at a rank's address gets nothing but the hello.
+/// An impostor at a rank's address gets only the hello.
 #[test]
 fn an_impostor_at_a_ranks_address_gets_no_data() {
     let store = store();
@@ -211,7 +211,7 @@ fn an_impostor_at_a_ranks_address_gets_no_data() {
         let (mut socket, _) = listener.accept().unwrap();
         let mut heard = vec![0; 48 + 32 + 32];
         socket.read_exact(&mut heard).unwrap();
-        // Its own opening sent back, with no proof.
+        // Send the group's own opening back, without a proof.
         let _ = socket.write_all(&[&heard[80..], &[0; 32]].concat());
         let mut rest = Vec::new();
         let _ = socket.read_to_end(&mut rest);
@@ -226,7 +226,7 @@ fn an_impostor_at_a_ranks_address_gets_no_data() {
     assert_eq!(heard.join().unwrap(), b"");
 }
 
-/// Groups that connect while they join first learn the place of each rank.
+/// Groups that connect while they join first get the host of each rank.
 #[test]
 fn ranks_of_one_host_have_no_network_socket() {
     let store = store();

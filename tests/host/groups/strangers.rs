@@ -22,7 +22,7 @@ fn join(directory: &str, rank: u32, limits: ConnectionLimits) -> (Arc<dyn Store>
     (store.clone(), MeshGroup::new(store, rank, 2, NAME, tcp).unwrap())
 }
 
-/// Where a rank takes connections.
+/// The address at which a rank accepts connections.
 fn address(store: &dyn Store, rank: u32) -> String {
     let address = store.get(&format!("{NAME}/mesh/{rank}"), PATIENCE).unwrap();
     let address: serde_json::Value = serde_json::from_slice(&address).unwrap();

@@ -1,4 +1,4 @@
-//! How communicators end: in order, given up, failed, dropped, in every state and from other
+//! Ends of communicators: in order, aborted, failed, dropped, in every state and from other
 //! threads.
 
 use std::sync::Arc;
@@ -110,7 +110,7 @@ fn abort_during_a_collective_from_another_thread() {
                 communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap_err()
             });
             fake.await_call("ncclAllReduce");
-            // The thread inside leaves at once, so that nothing is waited for until a deadline.
+            // The thread in the call returns at once, so that no wait lasts until a deadline.
             let start = Instant::now();
             communicator.abort("the job ends").unwrap();
             assert!(start.elapsed() < PATIENCE / 4, "{:?}", start.elapsed());
@@ -293,7 +293,7 @@ fn finalize_that_never_ends_becomes_an_abort() {
     let fake = Fake::new();
     let parent = fake.single(patient());
     let communicator = hurried(&parent, &Config { timeout: SOON, ..patient() });
-    // In progress, for as long as the peer that it waits for does not come.
+    // In progress forever, because the peer never finalizes.
     fake.set("ncclCommFinalize", 7);
     fake.set("ncclCommGetAsyncError", 7);
     let error = communicator.finalize().unwrap_err();
@@ -339,7 +339,7 @@ fn drop_in_every_state_ends() {
     let work = communicator.all_reduce(&data, ReduceOp::Sum, &stream).unwrap();
     drop(communicator);
     work.wait().unwrap();
-    // Given up, and finalized.
+    // Abort, then finalize.
     let communicator = fake.single(patient());
     communicator.abort("done").unwrap();
     drop(communicator);

@@ -13,7 +13,7 @@ use epoxide_testing::fake_nccl;
 
 /// Long enough for calls that do not hang, on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// A deadline that is meant to expire, where nothing else has to happen before.
+/// A deadline that expires on purpose, before any other event.
 pub const SOON: Duration = Duration::from_millis(200);
 /// The close timeout where a call of NCCL holds a thread. A quarter of it passes in waiting for
 /// that thread; the rest is for NCCL's abort.
@@ -26,8 +26,8 @@ pub const HANG_FOR_GOOD: c_int = -2;
 /// `ncclRemoteError`.
 pub const REMOTE: c_int = 6;
 
-/// Variant to build: all of it, the functions of NCCL 2.7, all without one function, or without the
-/// symbol that tells it from NCCL.
+/// Variant to build: all functions, those of NCCL 2.7, all but one, or all without the symbol that
+/// distinguishes the fake from NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Version {
     New,
@@ -75,7 +75,7 @@ impl Fake {
     }
 
     fn control<F: Copy>(&self, name: &str) -> F {
-        // SAFETY: callers ask with the type that fake/lib.rs gives the function.
+        // SAFETY: callers name the type that the function has in fake/lib.rs.
         *unsafe { self.controls.get::<F>(name.as_bytes()) }.unwrap()
     }
 
@@ -87,7 +87,7 @@ impl Fake {
         unsafe { set(function.as_ptr(), code) }
     }
 
-    /// NCCL's threads come across an error, in every communicator.
+    /// Makes NCCL's threads detect an error, in every communicator.
     pub fn fail_all(&self, code: c_int) {
         let fail: extern "C" fn(c_int) = self.control("fake_fail_all");
         fail(code);
@@ -130,7 +130,7 @@ impl Fake {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// Everything was given back, and nothing was misused.
+    /// Checks that everything was freed, and nothing was misused.
     #[track_caller]
     pub fn assert_clean(&self) {
         let misuse: Vec<String> = self.log().into_iter().filter(|line| line.starts_with("misuse")).collect();
@@ -141,7 +141,7 @@ impl Fake {
         UniqueId::new(&self.library).unwrap()
     }
 
-    /// The only rank of two that comes.
+    /// The only rank of two that joins.
     pub fn alone(&self, config: Config) -> epoxide::Result<Communicator> {
         Communicator::new(&self.library, &device(), &self.id(), 0, 2, config)
     }
@@ -189,7 +189,7 @@ pub fn patient() -> Config {
     Config { timeout: PATIENCE, close_timeout: PATIENCE, ..Config::named("test") }
 }
 
-/// Gives up soon, and waits for the end of that.
+/// A short timeout, and a long wait for the abort to end.
 pub fn impatient() -> Config {
     Config { timeout: SOON, close_timeout: PATIENCE, ..Config::named("test") }
 }

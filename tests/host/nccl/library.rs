@@ -52,7 +52,7 @@ fn creation_in_an_old_version_that_never_ends_is_left_behind() {
     let fake = Fake::of(Version::Old);
     let error = fake.alone(impatient()).unwrap_err().to_string();
     assert!(error.contains("within its timeout"), "{error}");
-    // Its thread ends once NCCL lets it, and gives back what came too late.
+    // The thread ends once NCCL's call returns, and frees the late communicator.
     fake.release();
     let start = std::time::Instant::now();
     while fake.live() > 0 {

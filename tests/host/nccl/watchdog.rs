@@ -39,7 +39,7 @@ fn dump(folder: &std::path::Path) -> serde_json::Value {
     let file = folder.join("info_0");
     let start = Instant::now();
     loop {
-        // It may not be there yet, or half.
+        // The file may not exist yet, or be incomplete.
         let text = std::fs::read(&file).unwrap_or_default();
         if let Ok(dump) = serde_json::from_slice(&text) {
             std::fs::remove_file(&file).unwrap();
@@ -54,8 +54,7 @@ fn dump(folder: &std::path::Path) -> serde_json::Value {
 fn aborts_operations_that_hang_on_the_device_and_dumps() {
     with_folder("nccl::watchdog::aborts_operations_that_hang_on_the_device_and_dumps", |folder| {
         let fake = Fake::new();
-        // A device that stands still unless it is driven, so that work in its streams stays under
-        // way.
+        // A device that runs only when driven, so that work in its streams stays in flight.
         let machine = ManualGpus::new(1);
         let config = VirtConfig {
             hooks: Hooks { executor: Executor::Manual(machine.clone()), ..Hooks::default() },

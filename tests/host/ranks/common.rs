@@ -17,7 +17,7 @@ pub fn threads(size: u32) -> Run {
 }
 
 /// Returns ranks that have joined their group within [`PATIENCE`]. Their tests have `timeout`,
-/// which is meant to expire.
+/// which expires on purpose.
 pub fn hurried(run: Run, timeout: Duration) -> Session {
     let mut session = run.session();
     let _ = session.test("join", sum_of_ranks);

@@ -242,7 +242,7 @@ fn no_process_is_left() {
         assert!(started.unwrap().success());
         assert_eq!(ctx.rank(), 0, "fail");
     });
-    // A killed process that is not this one's child may take a moment to go.
+    // A killed process that is not this one's child may take a moment to disappear.
     let start = Instant::now();
     while left() > 0 {
         assert!(start.elapsed() < PATIENCE, "{} processes are left", left());

@@ -21,7 +21,7 @@ fn limited(limits: ConnectionLimits) -> TcpStoreServer {
     TcpStoreServer::with_limits(TcpListener::bind(("127.0.0.1", 0)).unwrap(), &limits).unwrap()
 }
 
-/// A connection that has shown that it speaks the protocol.
+/// A connection that has completed the protocol's greeting.
 fn greeted(server: &TcpStoreServer) -> TcpStream {
     let mut socket = TcpStream::connect(server.address()).unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -76,7 +76,7 @@ fn held(server: &TcpStoreServer) -> (usize, usize) {
     (held.clients.load(Ordering::Relaxed), held.store.load(Ordering::Relaxed))
 }
 
-/// Waits until the server has looked at all that was sent to it.
+/// Waits until the server has processed all bytes sent to it.
 pub fn settle(store: &TcpStore) {
     for _ in 0..3 {
         store.check("settle").unwrap();
@@ -131,7 +131,7 @@ fn cancel_waits() {
         keys.len()
     );
     assert!(beside < alone * FACTOR, "{beside:?} beside many waits, {alone:?} alone");
-    // As many keys as a request may name: different ones, and one that often.
+    // As many keys as a request may name: all different, or the same key each time.
     let [mut many, mut one] = [keys, vec![b"/y".to_vec(); 128 << 10]].map(|keys| listing(6, &keys));
     many.push(12);
     one.push(12);
@@ -140,8 +140,8 @@ fn cancel_waits() {
     assert!(same < different * FACTOR, "{same:?} for one key that often, {different:?} for different keys");
 }
 
-/// The reader never stops asking. The calls of another client end before the reader has had `MOST`
-/// bytes.
+/// The reader never stops sending requests. The calls of another client end before the reader has
+/// received `MOST` bytes.
 #[test]
 fn a_client_that_reads_fast_does_not_hold_up_the_others() {
     const MOST: usize = 16 << 30;
@@ -168,7 +168,7 @@ fn a_client_that_reads_fast_does_not_hold_up_the_others() {
             }
             reader.shutdown(Shutdown::Both).unwrap();
         });
-        // It reads.
+        // Wait until the reader has begun to read.
         while read.load(Ordering::Relaxed) < 8 * MIB {
             std::thread::yield_now();
         }
@@ -193,13 +193,13 @@ fn answers_of_many_values_are_made_as_they_are_read() {
     let request = listing(10, &keys.iter().map(|key| format!("/{key}").into_bytes()).collect::<Vec<_>>());
     let mut sockets: Vec<TcpStream> = (0..8).map(|_| greeted(&server)).collect();
     for socket in &mut sockets {
-        // 3 KB that ask for 240 MiB each.
+        // Requests of 3 KB for 240 MiB each.
         socket.write_all(&request.repeat(8)).unwrap();
     }
     settle(&store);
     let (clients, values) = held(&server);
     assert!(clients < 4 * MIB && values < 241 * MIB, "{clients}, {values}");
-    // They get what was there when they asked, and a value that only they hold is counted.
+    // Clients get the values at their request, and values that only they hold are counted.
     for key in &keys {
         store.delete(key).unwrap();
     }
@@ -266,7 +266,7 @@ fn names_of_keys_are_listed_in_slices() {
         socket.write_all(&[17; 1000]).unwrap();
     }
     settle(&store);
-    // 400 MB are asked for at once, and 400 GB in all.
+    // Requests for 400 MB at once, and 400 GB in total.
     assert!(held(&server).0 < 30 * MIB, "{:?}", held(&server));
     let mut listed = store.list_keys().unwrap();
     listed.sort();
@@ -284,7 +284,7 @@ fn a_client_without_a_greeting_holds_no_memory() {
     let request = [&[11][..], &number(30), &string(b"k"), &number(8 * MIB), &vec![0; 2 * MIB]].concat();
     for start in [&HELLO[..4], &[]] {
         let mut socket = TcpStream::connect(server.address()).unwrap();
-        // It may be closed in the middle.
+        // The server may close the connection during a write.
         let _ = socket.write_all(start).and_then(|()| socket.write_all(&request));
         settle(&store);
         assert!(held(&server).0 <= before, "{:?}", held(&server));
@@ -375,7 +375,7 @@ fn silent_connections_do_not_use_up_the_descriptors() {
     let address = lines.find_map(|line| line.strip_prefix("server at ").map(str::to_owned)).unwrap();
     let address: SocketAddr = address.parse().unwrap();
     let silent: Vec<_> = (0..300).map(|_| TcpStream::connect(address).unwrap()).collect();
-    // Those that speak the protocol and are idle are bounded as well.
+    // Idle connections that have greeted are bounded as well.
     let mut speaking: Vec<_> = (0..300).map(|_| TcpStream::connect(address).unwrap()).collect();
     let first = TcpStore::connect("127.0.0.1", address.port(), PATIENCE).unwrap();
     speaking.iter_mut().for_each(|socket| drop(socket.write_all(&HELLO)));

@@ -1,4 +1,4 @@
-//! One set of promises, kept by every store.
+//! One set of guarantees, which every store must keep.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -175,7 +175,7 @@ fn queues() {
         assert_eq!(b.queue_pop("q", PATIENCE).unwrap().as_deref(), Some(&b"333"[..]), "{kind}");
         assert_eq!((b.queue_len("q").unwrap(), b.check("q").unwrap()), (0, false), "{kind}");
 
-        // Each entry goes to one of two waiters.
+        // Each entry is delivered to one of two waiters.
         let mut taken = std::thread::scope(|scope| {
             let takers = [b, c].map(|store| {
                 scope.spawn(|| {

@@ -1,4 +1,4 @@
-//! The store over TCP when things go wrong: an error or a clean end, and nothing left behind.
+//! Faults of the store over TCP: an error or a clean end, without leaks.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,7 +11,7 @@ use epoxide_testing::{HeldPort, alone};
 
 use super::attacks::settle;
 
-/// Longer than anything takes on a busy machine that is meant to end.
+/// Longer than any operation that should end takes on a busy machine.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 /// A deadline that is meant to expire.
 pub const SHORT: Duration = Duration::from_millis(200);
@@ -66,7 +66,7 @@ fn a_server_that_goes_away() {
 
 #[test]
 fn a_server_that_stops_answering() {
-    // Takes connections, and says nothing.
+    // Accepts connections, and sends nothing.
     let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     let error = TcpStore::connect("127.0.0.1", port, SHORT).unwrap_err().to_string();
@@ -228,11 +228,11 @@ fn ask_and_read_nothing() {
     store.set("alive", b"").unwrap();
     std::thread::sleep(SHORT);
     assert!(memory_kib() < before + 200 * 1024, "{} KiB, then {} KiB", before, memory_kib());
-    // Asked for at once, they are refused.
+    // A request for all of them at once is rejected.
     let keys = vec!["large"; 100];
     let error = store.multi_get(&keys, PATIENCE).unwrap_err().to_string();
     assert!(error.contains("closed the connection"), "{error}");
-    // They are all there for a client that does read.
+    // A client that does read gets all of them.
     let mut answers = vec![0; 1 << 20];
     let mut left: u64 = 1000 * (8 + (8 << 20));
     left /= 100;
@@ -312,7 +312,7 @@ fn an_entry_is_not_lost_with_the_client_that_was_woken_for_it() {
     let mut waiter = TcpStream::connect(server.address()).unwrap();
     let wait = [&HELLO[..], &[6], &1u64.to_le_bytes(), &2u64.to_le_bytes(), b"/q"].concat();
     waiter.write_all(&wait).unwrap();
-    // It waits before the other does.
+    // This client waits before the other does.
     settle(&store);
     std::thread::scope(|scope| {
         let other = scope.spawn(|| client(&server).queue_pop("q", PATIENCE).unwrap());
@@ -340,7 +340,7 @@ fn the_host_stays_for_the_others() {
     });
     assert!(TcpStore::connect("localhost", port.number(), SHORT).is_err());
 
-    // It does not wait for ever.
+    // The drop does not wait forever.
     let host = TcpStore::host(0, PATIENCE, SHORT).unwrap();
     let mut late = TcpStore::connect("localhost", host.port(), PATIENCE).unwrap();
     let start = Instant::now();

@@ -1,4 +1,4 @@
-//! The stores: the promises of all, and the faults of the one over TCP.
+//! The stores: the guarantees of all, and the faults of the one over TCP.
 
 mod attacks;
 mod conformance;

@@ -1,5 +1,5 @@
-//! A local process that listens where clients try first, and forwards their bytes to the store.
-//! With a secret it learns nothing and changes nothing.
+//! A local process that listens at the address that clients try first, and forwards their bytes to
+//! the store. With a secret it can read and change no data.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -14,7 +14,7 @@ use rustix::net::sockopt::{set_ipv6_v6only, set_socket_reuseaddr};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, listen, socket_with};
 
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Mark and opening, all that a client says before the server has proved that it knows the secret.
+/// Mark and opening, all that a client sends before the server has proved that it has the secret.
 const OPENING: usize = 4 + 32;
 /// Mark, length, nonce and proof.
 const REPLY: usize = 4 + 4 + 64;
@@ -27,7 +27,7 @@ fn limits() -> ConnectionLimits {
     ConnectionLimits::default()
 }
 
-/// A process at `address` that forwards every connection to `server`, and keeps what went by.
+/// A process at `address` that forwards every connection to `server`, and records the bytes.
 struct Relay {
     /// Bytes of each connection: those of the client, and those of the server.
     heard: Arc<Mutex<Vec<[Vec<u8>; 2]>>>,
@@ -65,7 +65,7 @@ impl Relay {
         Relay { heard }
     }
 
-    /// Nothing but openings and replies went by, and at least `least` of them.
+    /// Checks that only openings and replies were forwarded, on at least `least` connections.
     fn learnt_nothing(&self, least: usize) {
         let heard = self.heard.lock().unwrap();
         assert!(heard.len() >= least, "{} connections", heard.len());
@@ -107,17 +107,17 @@ fn relayed(ip: IpAddr) -> Option<(TcpStore, Relay)> {
     Some((store.unwrap(), Relay::start(listener, (Ipv4Addr::LOCALHOST, port).into())))
 }
 
-/// Clients are told `localhost`, try [::1] first, and the relay is there; the server is at
+/// Clients connect to `localhost` and try [::1] first, the relay's address; the server is at
 /// 127.0.0.1.
 #[test]
 fn a_relay_at_the_other_loopback_address_learns_and_changes_nothing() {
     let Some((store, relay)) = relayed(Ipv4Addr::LOCALHOST.into()) else { return };
     store.set("key", b"the value of the key").unwrap();
-    // Where the relay is, alone: it is found out before the client has proved anything.
+    // Only the relay's address: the client detects it before it has sent a proof.
     let by = TcpStore::connect_with("::1", store.port(), &options());
     let error = by.unwrap_err().to_string();
     assert!(error.contains("something forwards them") && error.contains("[::1]"), "{error}");
-    // Both addresses: the client goes on to the server itself.
+    // Both addresses: the client then connects to the server itself.
     let client = TcpStore::connect_with("localhost", store.port(), &options()).unwrap();
     assert_eq!(client.get("key", PATIENCE).unwrap(), b"the value of the key");
     client.set("other", b"set by the client").unwrap();
@@ -126,7 +126,7 @@ fn a_relay_at_the_other_loopback_address_learns_and_changes_nothing() {
     assert_eq!(store.num_keys().unwrap(), 2);
 }
 
-/// A process has the port of IPv6 before the server comes. The server must not go on with IPv4
+/// A process has the port of IPv6 before the server starts. The server must not continue with IPv4
 /// alone.
 #[test]
 fn a_store_for_a_host_name_does_not_fall_back_to_ipv4() {
@@ -171,12 +171,12 @@ fn ranks_at_localhost_leave_no_loopback_address_to_a_relay() {
         let address = format!("tcp://localhost:{port}?rank={rank}&world_size=2");
         Rendezvous::at_with(&address, PATIENCE, Some(secret()), limits())
     };
-    // The relay came first: rank 0 reports it, and no rank joins through it.
+    // The relay started first: rank 0 reports it, and no rank joins through it.
     let error = join(0, port).unwrap_err().to_string();
     assert!(error.contains(&format!("[::1]:{port}")) || error.contains("::1"), "{error}");
     assert!(error.contains("take another port"), "{error}");
     drop(listener);
-    // The ranks came first: the relay gets neither address, and ranks meet by either.
+    // The ranks started first: the relay gets neither address, and ranks connect at either.
     let held = epoxide::internal::group::HeldPort::any().unwrap();
     let port = held.number();
     let first = join(0, port).unwrap();

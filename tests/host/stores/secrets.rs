@@ -1,4 +1,4 @@
-//! With a job's secret, a store admits clients that know it, and no others.
+//! With a job's secret, a store admits only clients that have it.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -58,13 +58,13 @@ fn clients_with_the_secret_use_the_store() {
 fn a_stranger_changes_nothing_in_a_store_with_a_secret() {
     let secret = secret('a');
     let store = host(Some(&secret));
-    // As PyTorch's clients begin.
+    // PyTorch's clients begin with this request.
     let answer = said(store.port(), &SET);
     assert!(
         String::from_utf8_lossy(&answer).contains("lets in only who shows the job's secret"),
         "{answer:?}"
     );
-    // With an opening, then without a proof, with a wrong one, and with the server's own sent back.
+    // With an opening: then no proof, a wrong one, or the server's own sent back.
     let opening = [b"EPXS".as_slice(), &[1; 32]].concat();
     let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, store.port())).unwrap();
     socket.write_all(&opening).unwrap();
@@ -178,7 +178,7 @@ fn a_store_for_loopback_listens_there_alone() {
         let listening = sockets(held.number());
         let loopback = format!("0100007F:{:04X}", held.number());
         match host {
-            // A client that is given another name comes by another address.
+            // Clients with another name connect at another address.
             "elsewhere.invalid" => assert!(listening[0].starts_with("000000"), "{listening:?}"),
             "localhost" if listening.len() > 1 => {
                 let loopback6 = format!("00000000000000000000000001000000:{:04X}", held.number());

@@ -17,8 +17,8 @@ const BYTES: u64 = 1 << 20;
 const SLACK: Duration = Duration::from_secs(60);
 const PUT: Put = Put { from: 0, to: 4096, bytes: 65536, counter: 0, value: 1 };
 
-/// A group that changes what ranks say of their wire memory in their greetings: of (rank, greeting,
-/// the own greeting).
+/// A group that changes ranks' descriptions of their wire memory in their greetings, by (rank,
+/// greeting, own greeting).
 #[derive(Debug)]
 struct Liar<'a> {
     group: &'a MeshGroup,
@@ -102,7 +102,7 @@ fn remote_access(rank: &Rank, bytes: u64, group: &Liar<'_>, put: Put) -> Result<
         let posted = Instant::now();
         let error = queue.put_with_counter(&[put]).and_then(|()| queue.quiet(rank.timeout / 2)).err();
         expect(error.as_ref(), &["remote access error", "rank 1", "put #1"], posted)?;
-        // The queue is of no use from then on, and says the same.
+        // The queue is broken from then on, and returns the same error.
         let again = queue.put_with_counter(&[PUT]).err().map(|error| error.to_string());
         if again != error.map(|error| error.to_string()) {
             return Err(wrong(format!("the next put says {again:?}")));
@@ -165,7 +165,7 @@ pub fn die() -> Error {
     wrong("it lives after kill -9")
 }
 
-/// The network is gone, the queue is full, and this rank wants to leave.
+/// The network is down, the queue is full, and this rank leaves.
 pub fn interrupted(rank: &Rank) -> Result<()> {
     let wire = rank.wire_memory(BYTES)?;
     let mut links = rank.connect(&wire, &rank.group, 1)?;
@@ -198,7 +198,7 @@ pub fn interrupted(rank: &Rank) -> Result<()> {
     std::process::exit(0)
 }
 
-/// The network of rank 0 is gone for good.
+/// The network of rank 0 is down for good.
 pub fn link_lost(rank: &Rank, lose: fn() -> Result<()>) -> Result<()> {
     let wire = rank.wire_memory(BYTES)?;
     let mut links = rank.connect(&wire, &rank.group, 1)?;
@@ -246,7 +246,7 @@ fn put_until_error(rank: &Rank, queue: &mut dyn PutQueue) -> Result<(Error, Inst
     }
 }
 
-/// The error is of verbs and says these things.
+/// Checks that the error is of verbs and contains these parts.
 fn expect(error: Option<&Error>, parts: &[&str], posted: Instant) -> Result<()> {
     let text = error.map_or("no error".to_owned(), Error::to_string);
     let of_verbs = matches!(error, Some(Error::Verbs { peer: Some(_), .. }));

@@ -23,13 +23,13 @@ const HIDDEN: u64 = 64;
 const LOST: u32 = 1;
 /// Longest wait for a peer.
 const DEADLINE: Duration = Duration::from_secs(8);
-/// Beyond it, for what a slow machine does besides; and what leaving may take there.
+/// Extra time for a slow machine's other work, and for leaving.
 const SLACK: Duration = Duration::from_secs(60);
 
-/// How long each put of the rank to be killed is held back: it dies between two of them.
+/// The delay of each put of the rank to be killed, which dies between two puts.
 const LAG: Duration = Duration::from_millis(400);
 
-/// How it is lost.
+/// The way in which the rank is lost.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum How {
     /// Killed while its dispatch runs.

@@ -13,7 +13,7 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::rank::{Rank, Wire, wrong};
 
-/// Puts in flight on a queue before the receiver has looked at the first.
+/// Puts in flight on a queue before the receiver has read the first.
 const SLOTS: u64 = 8;
 /// Bytes of a slot.
 const SLOT: u64 = 64 << 10;
@@ -21,7 +21,7 @@ const SLOT: u64 = 64 << 10;
 const BATCH: u64 = 4;
 /// The counter and the acknowledgement of a lane, a cache line each.
 const WORDS: u64 = 128;
-/// Bytes of one lane: where its puts come in, and where they go out from.
+/// Bytes of one lane: destinations of incoming puts, and sources of outgoing ones.
 const LANE: u64 = WORDS + 2 * SLOTS * SLOT;
 /// Twice this is more than the 8 MiB that Soft-RoCE takes in one message.
 const LARGE: u64 = 5 << 20;
@@ -53,7 +53,7 @@ impl Plan {
 struct Lane<'a> {
     peer: u32,
     queue: u32,
-    /// Where it is, here and there: the layout is by (peer, queue), so that both ends can tell.
+    /// The lane's offsets on this rank and on the peer: both can compute them from (peer, queue).
     here: u64,
     there: u64,
     puts: &'a mut dyn PutQueue,
@@ -61,8 +61,7 @@ struct Lane<'a> {
     seen: u64,
     /// Expected contents of the slots.
     slots: Vec<Vec<u8>>,
-    /// Puts and acknowledgements on the queue, and at which of those the puts that have not left
-    /// stand.
+    /// Puts and acknowledgements posted on the queue, and the positions of puts that have not left.
     posted: u64,
     leaving: VecDeque<u64>,
 }
@@ -75,8 +74,8 @@ impl Lane<'_> {
             self.leaving.pop_front();
         }
         let taken = wire.counter(self.here + 64);
-        // A slot is filled anew when its put has both been looked at there and left here: until
-        // then it may be sent again.
+        // A slot is reused when the peer has read its put and the put has left: until then it may
+        // be sent again.
         let room = SLOTS - (self.sent - taken).max(self.leaving.len() as u64);
         let mut batch = Vec::new();
         for _ in 0..room.min(total - self.sent).min(BATCH) {
@@ -241,7 +240,7 @@ fn large(rank: &Rank, wire: &Wire, at: u64, queue: &mut dyn PutQueue) -> Result<
     Ok(())
 }
 
-/// Takes the cable out, for good or for some time, and goes on at once.
+/// Takes the cable out, for good or for some time, without waiting.
 pub fn pull_cable(time: Option<Duration>) -> Result<()> {
     wire("down")?;
     println!("the cable is out");

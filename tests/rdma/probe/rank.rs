@@ -74,7 +74,7 @@ pub fn wrong(what: impl std::fmt::Display) -> Error {
     Error::os("rdma_probe", what)
 }
 
-/// Wire memory that a virtual GPU and the host see alike. Peers write it at any time.
+/// Wire memory that a virtual GPU and the host both access. Peers write it at any time.
 pub struct Wire {
     pub memory: Arc<Memory>,
 }
@@ -88,11 +88,10 @@ impl Wire {
         unsafe { (*word).load(std::sync::atomic::Ordering::Acquire) }
     }
 
-    /// Copies out the bytes that a peer has written; the caller must have seen their counter.
+    /// Copies out the bytes that a peer has written; the caller must have read their counter.
     pub fn read(&self, at: u64, into: &mut [u8]) {
         assert!(at + into.len() as u64 <= self.memory.bytes());
-        // SAFETY: within the memory; the peer does not write there until it is told that this was
-        // read.
+        // SAFETY: within the memory; the peer does not write there until this read is acknowledged.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 (self.memory.ptr().0 + at) as *const u8,

@@ -1,7 +1,7 @@
 //! Many instances of a test in one launch, because a GPU shows rare outcomes only then: the places
 //! of their memory, and the PTX around the threads of the test.
 //!
-//! An entry `k` of such a module takes [`KERNEL_PARAMS`]; `clear` makes the memory that of a first
+//! An entry `k` of such a module takes [`KERNEL_PARAMS`]; `clear` resets the memory for a first
 //! run, and `check` counts.
 
 use std::fmt::Write;
@@ -30,8 +30,8 @@ pub const SCRATCH_AT: u64 = RESULTS_AT + INSTANCES * RESULT_BYTES;
 pub const BYTES: u64 = SCRATCH_AT + STRESSED * 4096 + 8192;
 /// Places that the stress blocks write.
 const STRESSED: u64 = 64;
-/// How often a thread looks whether the others have arrived: tens of milliseconds, of which a GPU
-/// needs microseconds.
+/// Polls of a thread for the arrival of the others: tens of milliseconds, of which a GPU needs
+/// microseconds.
 const POLLS: u32 = 20_000;
 
 /// Parameters of a test's kernels, in this order: three addresses and eight numbers, of which the
@@ -40,7 +40,7 @@ pub const KERNEL_PARAMS: &str = ".param .u64 buf, .param .u64 results, .param .u
                                  .param .u32 shift, .param .u32 seed, .param .u32 spread, .param .u32 warm, .param .u32 stress, \
                                  .param .u32 zero";
 
-/// Registers that the threads of a test do not know of.
+/// Registers that the threads of a test do not use.
 const REGISTERS: &str = ".reg .pred %q<3>;\n.reg .b32 %w<20>;\n.reg .b64 %wd<32>;\n";
 
 /// Facts about a test that `start` needs.
@@ -62,15 +62,15 @@ pub(super) fn operand(at: u64) -> String {
     }
 }
 
-/// The operand of the thread's access `number`, counted from 1. An assembler that sees that two
-/// addresses differ swaps the accesses, and where it sees one address twice it makes one load of
-/// two. So it does not see that what is added here is always 0.
+/// The operand of the thread's access `number`, counted from 1. An assembler swaps accesses whose
+/// addresses provably differ, and merges two loads of provably equal addresses. So the offset added
+/// here is always 0, which the assembler cannot prove.
 pub(super) fn access(ptx: &mut String, number: usize, offset: u64) -> String {
     let _ = writeln!(ptx, "mad.wide.u32 %wd{}, %w17, {number}, %rd1;", number + 1);
     format!("[%wd{}+{offset}]", number + 1)
 }
 
-/// Where an address below the results lies, from its instance's first location.
+/// The offset of an address below the results from its instance's first location.
 pub(super) fn offset(at: u64) -> u64 {
     at / 16 * LOCATION + at % 16
 }
@@ -108,7 +108,7 @@ pub(super) fn place(ptx: &mut String, packed: u32) {
 }
 
 /// Lets the threads of an instance begin together, up to a small delay that is drawn for each warp.
-/// A thread that has waited long enough goes on alone, which is an execution of the test as well.
+/// A thread whose wait expires continues alone, which is an execution of the test as well.
 pub(super) fn start(ptx: &mut String, test: &Start) {
     let scope = scope(test.devices);
     // Reads the memory beside the locations, so that a cache holds the locations' old contents.

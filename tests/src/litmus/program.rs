@@ -9,7 +9,7 @@ use super::many;
 /// first bits of `p`, with their number in the name. `p16.1` and `p8.1` are the 16 and the 8 bits
 /// behind those.
 pub const LOCATIONS: [&str; 9] = ["x", "y", "f", "h", "t", "e", "v4", "p", "G"];
-/// Where the results of the threads begin, and how far apart those of two threads are, in bytes.
+/// Offset of the threads' results, and the distance between two threads' results, in bytes.
 pub const RESULTS: u64 = 256;
 pub(super) const PER_THREAD: u64 = 64;
 /// Length of the memory that all threads share.
@@ -23,10 +23,10 @@ pub type Wanted = (u64, u32);
 /// How often a guarded read is tried.
 const TRIES: u32 = 16;
 
-/// As the kernels have it: first the warp comes together, then the warps.
+/// The kernels' barrier: first the lanes of a warp converge, then the warps.
 const BLOCK_BARRIER: &str = "bar.warp.sync 0xffffffff;\nbarrier.sync 0;\n";
 
-/// As cooperative groups have it.
+/// The barrier of cooperative groups.
 const CLUSTER_BARRIER: &str = "barrier.cluster.arrive;\nbarrier.cluster.wait;\n";
 
 /// Offsets in shared memory: the mbarrier, `S`, and `D`.
@@ -47,7 +47,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// Where an address of global memory lies in its instance's memory.
+    /// The offset of an address of global memory in its instance's memory.
     fn offset(self, at: u64) -> u64 {
         match self {
             Self::One | Self::Explored => at,
@@ -150,14 +150,13 @@ pub struct Program {
     pub initial: Vec<(u64, u32)>,
     /// The condition: words at the end.
     pub wanted: Vec<Wanted>,
-    /// The part of it that guarded reads ask for: without it, the rest of the condition is not put
-    /// to the test.
+    /// The part of the condition on guarded reads: if it fails, the run does not test the rest.
     pub guards: Vec<Wanted>,
     /// Instances that share the test's blocks, lane by lane.
     pub packed: u32,
 }
 
-/// Where a location lies, in bytes from the start of an instance's memory.
+/// The offset of a location, in bytes from the start of an instance's memory.
 fn location(name: &str) -> u64 {
     let (part, index) = name.split_once('.').unwrap_or((name, "0"));
     let within = u64::from(bits(name)) / 8 * index.parse::<u64>().expect(name);
@@ -181,7 +180,7 @@ fn values(text: &str) -> Vec<Value> {
     text.trim_matches(['(', ')']).split(',').map(value).collect()
 }
 
-/// A step; None for a condition on a final value, which goes to `last`.
+/// A step; `None` for a condition on a final value, which is added to `last`.
 fn step(text: &str, last: &mut Vec<(String, u32)>) -> Option<Step> {
     let (text, guard) = text.strip_suffix('?').map_or((text, false), |t| (t, true));
     let simple = match text {
@@ -292,13 +291,12 @@ impl Writer<'_> {
         self.registers
     }
 
-    /// Stores a result at once: it is the thread's own, so it orders nothing. On a GPU the store
-    /// would wait for the value, and all that comes behind with it, so there it comes at the end.
+    /// Stores a result at once: it is the thread's own, so it orders nothing. On a GPU the store,
+    /// and all later instructions, would wait for the value, so there it is at the end.
     fn result(&mut self, register: usize, expected: Option<u32>) {
         let at = RESULTS + self.thread as u64 * PER_THREAD + self.results * 4;
         self.results += 1;
-        // A store of it right here would hold up what comes behind the read until the value is
-        // there.
+        // A store right here would delay later instructions until the value arrives.
         self.unstored.push((register, at));
         if let Some(v) = expected {
             self.wanted.push((at, v));
@@ -581,7 +579,7 @@ impl Program {
                     }
                     Form::Many => {
                         many::begin(&mut ptx, blocks, packed);
-                        // A thread that a guard ends has read nothing from there on.
+                        // A thread that a guard ends makes no later reads.
                         for r in 6..64 {
                             let _ = writeln!(ptx, "mov.u32 %r{r}, {NO_RESULT};");
                         }
@@ -667,7 +665,7 @@ impl Program {
                             ptx.push_str("bar.warp.sync 0xffffffff;\n");
                         }
                     }
-                    // One lane's store would hold up all that is still to come of the others.
+                    // One lane's store would delay all later instructions of the others.
                     for (t, (_, _, unstored)) in states.iter().enumerate().filter(|(_, s)| !s.2.is_empty()) {
                         let _ = writeln!(ptx, "setp.ne.u32 %p1, %r5, {t};\n@%p1 bra STORED{t};");
                         store(&mut ptx, form, unstored);

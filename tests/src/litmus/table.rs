@@ -115,8 +115,8 @@ pub static TESTS: [Test; 80] = [
     t(55, "s:Ww.G=1;Wrs.f=1‖Ras.f=1?;E;L.S/m;V;Rw.S=0", R, "proxies", "~MP-gpu2"),
     t(56, "s:Ww.G=1;Wrs.f=1‖Ras.f=1?;P*;E;L.S/m;V;Rw.S=0", F, "fence", "~MP-gpu13"),
     t(57, "s:Ww.G=1;Wrs.f=1‖Ras.f=1?;Ps;E;L.S/m;V;Rw.S=0", R, "wrong space", ""),
-    // The next three are disputed: no sentence of the PTX page says at which end of a path the
-    // fence must stand. The checker takes either end (see `check/mod.rs`).
+    // The next three are disputed: no sentence of the PTX page specifies at which end of a path the
+    // fence must be. The checker accepts either end (see `check/mod.rs`).
     t(
         58,
         "s:Ww.G=1;P*;Wrs.f=1‖Ras.f=1?;E;L.S/m;V;Rw.S=0",
@@ -134,8 +134,8 @@ pub static TESTS: [Test; 80] = [
         "unfenced ~MP-gpu4 differs: it allows this, since it wants fences in the blocks of both copies. No sentence decides; that the \
          completion which was waited for (8.9.1.1) is enough is inferred",
     ),
-    // Beyond the reference: an observation may begin a causality path (8.9.5), though it takes
-    // nothing else of the writer along.
+    // Beyond the reference: an observation may begin a causality path (8.9.5), though it orders
+    // nothing else of the writer.
     t(61, "g:Wxg.x=1‖Rxg.x=1?;Wrg.f=1‖Rag.f=1?;Rw.x=0", F, "observation, then synchronization", ""),
     t(62, "g:Wxg.x=1‖Rxg.x=1?;Rw.x=0", F, "observation, then program order", ""),
     t(63, "g:Wxg.x=1‖Rxg.x=1?;Ww.x=2;x=1", F, "observation, then a weak write", ""),

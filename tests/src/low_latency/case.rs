@@ -26,7 +26,7 @@ pub enum ReturnPath {
 }
 
 impl ReturnPath {
-    /// As flags and results name it.
+    /// The name in flags and results.
     pub fn text(self) -> &'static str {
         match self {
             ReturnPath::ByExpert => "by-expert",
@@ -41,7 +41,7 @@ impl ReturnPath {
 pub struct Segments {
     /// Segments begin at multiples of it.
     pub alignment: u32,
-    /// The owner of the memory that they come to.
+    /// The owner of the memory that receives them.
     pub memory: RowMemory,
     /// Whether a combine of such rows leaves the weights out.
     pub unweighted: bool,
@@ -59,7 +59,7 @@ impl Segments {
     }
 }
 
-/// The owner of the memory that rows by expert come to.
+/// The owner of the memory that receives rows by expert.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowMemory {
     /// Memory of the dispatch.
@@ -75,7 +75,7 @@ pub struct LowLatencyCase {
     pub routing: Routing,
     /// How they are named.
     pub ids: Ids,
-    /// How ranks are spread over nodes; `None`: they are one.
+    /// The spread of ranks over nodes; `None`: one node.
     pub nodes: Option<NodeLinks>,
     /// Whether nodes whose ranks can map each other's memory are one.
     pub joins_nodes: bool,
@@ -117,7 +117,7 @@ pub struct LowLatencyCase {
     pub places: u32,
     /// Room for columns, in words of 4 bytes.
     pub max_scales: u32,
-    /// Where rows and weights come from.
+    /// The seed of rows and weights.
     pub seed: u64,
     /// Draws the order of warps.
     pub schedule_seed: Option<u64>,

@@ -14,7 +14,7 @@ impl LowLatencyCase {
     /// Compares a dispatch of the first round's rows with the oracle; differences are noted.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn check_dispatched(&self, rank: &mut LowLatencyRank, received: &Received<'_>) -> Result<()> {
         self.check_received(rank, received, &Data::new(self, 0))
     }
@@ -104,7 +104,7 @@ impl LowLatencyCase {
     }
 }
 
-/// The scales of some rows, as they have come.
+/// The received scales of some rows.
 pub(super) struct GotScales {
     /// Whether they are f32, and how many tensors of columns there are.
     kinds: (bool, usize),

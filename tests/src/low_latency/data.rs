@@ -1,4 +1,4 @@
-//! The rows of a round, as they are sent, as they travel and as they come back, by the oracle.
+//! The rows of a round by the oracle: as sent, in transit, and as returned.
 
 use half::bf16;
 use rand::Rng;

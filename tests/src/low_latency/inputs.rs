@@ -182,7 +182,7 @@ impl LowLatencyInputs {
     /// less than 18 minutes.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub(super) fn check_waits(&self, rank: &mut LowLatencyRank) -> Result<()> {
         let Some(waits) = &self.waits else { return Ok(()) };
         let own = rank.rank as usize;
@@ -197,14 +197,14 @@ impl LowLatencyInputs {
     /// Stands in for experts that leave their rows in the pool.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn leave_rows(&self, received: &Received<'_>, stream: &Stream) -> Result<()> {
         let rows = received.combine_rows()?;
         // SAFETY: both have as many rows, so far apart, and outlive the stream's work.
         unsafe { stream.copy(rows.ptr(), self.by_row.ptr(), rows.rows() * rows.row_stride()) }
     }
 
-    /// Where rows by expert come, if it is memory of the caller's.
+    /// The caller's memory for rows by expert, if any.
     pub(super) fn given(&self) -> Option<Given<'_>> {
         let segments = self.segments?;
         let given = Given {

@@ -117,8 +117,8 @@ impl LowLatencyCase {
         self.run(|rank| rank.round_trip(self));
     }
 
-    /// The same with the host waiting for nothing but, at random, for a moment; sums are compared
-    /// at the end.
+    /// The same without waits of the host, except for random short pauses; sums are compared at the
+    /// end.
     ///
     /// # Panics
     /// Where a sum differs from the oracle.
@@ -146,7 +146,7 @@ impl LowLatencyCase {
     /// A rank's inputs to the calls of the first round.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn inputs(&self, rank: &LowLatencyRank) -> Result<LowLatencyInputs> {
         LowLatencyInputs::upload(self, &Data::new(self, 0), rank.rank, &rank.stream)
     }
@@ -181,8 +181,8 @@ impl LowLatencyCase {
             })
         })?;
         for _ in 0..replays {
-            // The run before has left the same sums.
-            // SAFETY: the memory is live until the synchronise of the check below.
+            // The previous run has left the same sums. SAFETY: the memory is live until the
+            // synchronise of the check below.
             unsafe { stream.fill(sums.ptr(), POISON, sums.rows() * sums.row_stride())? };
             captured.launch(&stream)?;
             step();
@@ -224,8 +224,8 @@ impl LowLatencyCase {
             return self.combine_into(buffer, received, inputs, &out, stream);
         }
         let combined = self.combine(buffer, received, inputs, stream)?;
-        // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory goes back
-        // behind it.
+        // SAFETY: both tensors have so many bytes, and outlive the stream's work: memory is freed
+        // after it.
         unsafe { stream.copy(sums.ptr().add(index as u64 * bytes), combined.x.ptr(), bytes) }
     }
 

@@ -1,8 +1,8 @@
 //! A plan's additions for several nodes: node-unique counts, the relaying ranks, and sums in two
 //! steps.
 //!
-//! A token with a destination on a node goes there once, to the rank with its sender's index in the
-//! node. The receiving rank passes it on to the destination ranks. The *sender* owns tokens, the
+//! A token with a destination on a node is sent there once, to the rank with its sender's index in
+//! the node. The receiving rank forwards it to the destination ranks. The *sender* owns tokens, the
 //! *receiver* runs the experts, the *forwarder* relays.
 
 use half::bf16;
@@ -151,7 +151,7 @@ impl<'a> InternodeOracle<'a> {
         tokens.filter(|&token| self.hits(rank, token, node)).count() as i32
     }
 
-    /// Bit j: the token goes to rank j of `node`.
+    /// Bit j: rank j of `node` is a destination of the token.
     fn bits(&self, source: u32, token: u32, node: u32) -> i32 {
         let wanted = |dst| self.routing.hits(source, token, dst) as i32;
         self.ranks(node).zip(0..).map(|(dst, bit)| wanted(dst) << bit).sum()
@@ -191,10 +191,10 @@ impl<'a> InternodeOracle<'a> {
         head
     }
 
-    /// The rows that combine gives `rank`, where `returned[receiver]` are the rows of each receiver
-    /// in `recv_x` order and `columns` is their length. Each node, the own one too, is summed in
-    /// f32 from +0 over its ranks in ascending order, and rounded to BF16. These sums are summed in
-    /// f32 from +0 over nodes in ascending order, and rounded to BF16. Unweighted.
+    /// The rows that combine returns to `rank`. `returned[receiver]` are each receiver's rows in
+    /// `recv_x` order, and `columns` is their length. Each node, the own one too, is summed in f32
+    /// from +0 over its ranks in ascending order, and rounded to BF16. These sums are summed in f32
+    /// from +0 over nodes in ascending order, and rounded to BF16. Unweighted.
     pub fn combine(&self, rank: u32, returned: &[Vec<Vec<bf16>>], columns: usize) -> Vec<Vec<bf16>> {
         let widen = |rows: &Vec<Vec<bf16>>| {
             rows.iter().map(|row| row.iter().map(|value| value.to_f32()).collect()).collect()
@@ -216,9 +216,9 @@ impl<'a> InternodeOracle<'a> {
         sums.into_iter().map(|row| row.into_iter().map(&round).collect()).collect()
     }
 
-    /// The weights that combine gives `rank`, where `returned[receiver][row][k]` are the weights
-    /// that receivers return. They are f32 sums over the ranks of each node, then over nodes, both
-    /// in ascending order and never rounded to BF16.
+    /// The weights that combine returns to `rank`. `returned[receiver][row][k]` are the receivers'
+    /// weights. They are f32 sums over the ranks of each node, then over nodes, both in ascending
+    /// order and never rounded to BF16.
     pub fn combined_weights(&self, rank: u32, returned: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
         self.sum(rank, returned, self.routing.num_topk as usize, |sum| sum)
     }
@@ -283,7 +283,7 @@ mod tests {
             recv_src_meta: vec![[0, 1], [0, 1], [0, 1], [0, 1], [1, 1], [1, 3], [1, 3], [1, 1]],
             send_rdma_head: rows([[0, 0], [1, 1], [-1, 0], [0, -1]]),
             send_nvl_head: rows([[0, -1], [-1, 0], [0, -1], [0, -1], [1, 0], [-1, 0]]),
-            // Tokens 0 to 2 of rank 0 go to node 1; tokens 0, 1 and 3 of rank 2 come from there.
+            // Tokens 0 to 2 of rank 0 are for node 1; tokens 0, 1 and 3 of rank 2 are from there.
             wire_sent: vec![0, 3],
             wire_received: vec![0, 3],
         };
@@ -306,7 +306,7 @@ mod tests {
             recv_src_meta: vec![[0, 2], [0, 2], [0, 2], [0, 3], [1, 2], [1, 2], [1, 2]],
             send_rdma_head: rows([[0, -1], [-1, 0], [0, 0], [1, 1]]),
             send_nvl_head: rows([[0, -1], [-1, 0], [0, 0], [-1, 0], [0, -1], [1, -1]]),
-            // Tokens 0, 2 and 3 of rank 3 go to node 0; tokens 0, 1 and 3 of rank 1 come from
+            // Tokens 0, 2 and 3 of rank 3 are for node 0; tokens 0, 1 and 3 of rank 1 are from
             // there.
             wire_sent: vec![3, 0],
             wire_received: vec![3, 0],
@@ -384,7 +384,7 @@ mod tests {
             let (me, here) = (rank as usize, nodes.node(rank) as usize);
             let last = |row: &Vec<i32>| row[num_channels as usize - 1];
 
-            // The sender's totals, and what the layout and the flat plan say of the same.
+            // The sender's totals, against those of the layout and of the flat plan.
             let totals: Vec<i32> = plan.rdma_channel_prefix_matrix.iter().map(last).collect();
             assert_eq!(totals, plan.num_tokens_per_rdma_rank);
             assert_eq!(plan.gbl_channel_prefix_matrix, flat.channel_prefix_matrix);
@@ -448,7 +448,7 @@ mod tests {
         for rank in 0..routing.num_ranks() {
             let one_step = payload::round(&combine_f32(routing, rank, &widened, 5));
             assert_eq!(nodes.combine(rank, &rows, 5), one_step);
-            // Each weight comes back from one rank alone, so nothing is rounded.
+            // Only one rank returns each weight, so nothing is rounded.
             let one_step = combined_weights(routing, rank, &masked);
             assert_eq!(nodes.combined_weights(rank, &masked), one_step);
         }

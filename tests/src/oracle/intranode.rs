@@ -155,7 +155,7 @@ pub fn recv_topk_weights(plan: &Plan, all: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
     recv_rows(plan, all).into_iter().zip(&plan.recv_topk_idx).map(kept).collect()
 }
 
-/// The rows that combine gives `rank`, where `returned[receiver]` are the rows of each receiver in
+/// The rows that combine returns to `rank`. `returned[receiver]` are each receiver's rows in
 /// `recv_x` order, widened to f32, and `columns` is their length. They are sums from +0 over
 /// receivers in ascending order, in f32, unweighted, not yet rounded to the rows' type.
 pub fn combine_f32(

@@ -98,8 +98,8 @@ pub fn low_latency_sum(shares: impl IntoIterator<Item = Vec<f32>>, hidden: usize
 
 /// A row as e4m3 with a scale for each 128 elements: `q * scale` stands for the element. The scale
 /// is the largest magnitude, at least 1e-4, over 448, or the next power of two from there on if it
-/// is finite. Elements are divided by it and rounded to nearest even. Of a block with a NaN, scale
-/// and elements are NaN; of one with an infinity, the scale is infinite.
+/// is finite. Elements are divided by it and rounded to nearest even. In a block with a NaN, scale
+/// and elements are NaN; in one with an infinity, the scale is infinite.
 pub fn quantised(row: &[f32], power_of_two: bool) -> (Vec<u8>, Vec<f32>) {
     let block = |block: &[f32]| {
         let mut amax = block.iter().map(|value| value.abs()).fold(1e-4f32, f32::max);
@@ -179,7 +179,7 @@ mod tests {
         assert!(cases.iter().all(|&(value, byte)| e4m3(value) == byte));
         assert_eq!((e4m3(3.0 * 2f32.powi(-10)), e4m3(17.0), e4m3(19.0)), (2, e4m3(16.0), e4m3(20.0)));
         assert!((0..=0x7eu8).all(|byte| e4m3(from_e4m3(byte)) == byte));
-        // Every number is nearest to the byte that a look at all of them finds.
+        // Every number is nearest to the byte that a search over all bytes finds.
         let by_looking = |value: f32| {
             let distance = |byte: &u8| (from_e4m3(*byte) - value).abs();
             (0..=0x7eu8).min_by(|a, b| distance(a).total_cmp(&distance(b)).then((a & 1).cmp(&(b & 1))))

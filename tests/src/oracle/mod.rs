@@ -2,8 +2,8 @@
 //!
 //! Written from the definitions, not from the kernels: slow, serial, and with one line per rule.
 //! Quantities are nested `Vec`s in the shapes of the interface; rows are in the order of `recv_x`.
-//! [`plan`] knows one node, and what several nodes have in common with it; [`InternodeOracle`] the
-//! rest.
+//! [`plan`] covers one node, and the quantities that several nodes share with it;
+//! [`InternodeOracle`] the rest.
 
 mod by_expert;
 mod internode;

@@ -18,7 +18,7 @@ pub fn ue8m0(byte: u8) -> f64 {
 /// divided by the scale and rounded to nearest even; those that are too large become the largest
 /// number, 448. Scales reach from 2^-127 to 2^127.
 ///
-/// Beyond the specification, as the library has it: an infinite magnitude counts as 2^128, the
+/// Beyond the specification, by the library's rules: an infinite magnitude counts as 2^128, the
 /// scale of a block with a NaN is NaN, and the other elements of that block count as if the NaN was
 /// infinite.
 pub fn mxfp8(row: &[f32]) -> (Vec<u8>, Vec<u8>) {

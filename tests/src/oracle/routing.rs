@@ -1,9 +1,9 @@
-//! Which experts tokens select.
+//! Routings: the experts that tokens select.
 
 use rand::Rng;
 use rand::seq::SliceRandom;
 
-/// Which experts every token of every rank selects.
+/// The experts that every token of every rank selects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Routing {
     /// Experts of all ranks; a multiple of the number of ranks.
@@ -122,7 +122,7 @@ impl Routing {
         self.topk_idx[rank as usize][token as usize].iter().any(|&expert| self.owner(expert) == Some(dst))
     }
 
-    /// How many ranks a token goes to.
+    /// The number of a token's destination ranks.
     pub fn num_destinations(&self, rank: u32, token: u32) -> u32 {
         (0..self.num_ranks()).filter(|&dst| self.hits(rank, token, dst)).count() as u32
     }

@@ -20,14 +20,14 @@ use epoxide::{Error, Result};
 /// Variable with the [`Call`] that this process is a rank of.
 pub(super) const RANKS: &str = "EPOXIDE_TEST_RANKS";
 
-/// Which call of which test a process is a rank of.
+/// The test, and the call in it, that a process is a rank of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Call {
     /// The test's path.
     pub test: String,
     /// File, line and column of the call.
     pub site: String,
-    /// How many times the test came there before.
+    /// The number of earlier visits of the test to the call.
     pub visit: u32,
     /// Where the ranks' files are.
     pub directory: PathBuf,
@@ -37,7 +37,7 @@ pub(super) struct Call {
 
 /// Messages from the test to a rank.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Told {
+pub(super) enum ToRank {
     /// To run the test of this number.
     Go(u64),
     /// The outcome on all ranks.
@@ -46,10 +46,10 @@ pub(super) enum Told {
 
 /// Messages from a rank to the test.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Said {
-    /// It runs on this thread.
+pub(super) enum FromRank {
+    /// The rank runs on this thread.
     Here(u32),
-    /// It is through.
+    /// The rank has finished the test.
     Done { number: u64, verdict: Verdict, at: SystemTime },
 }
 
@@ -87,35 +87,35 @@ impl RankProcess {
         };
         let (rank, size) = (number(RANK)?, number(WORLD_SIZE)?);
         let [doing, traces, _] = files(call, rank);
-        trace::tell_to(&traces)?;
+        trace::enable(&traces)?;
         let stdin = std::io::stdin().as_fd().try_clone_to_owned().map_err(|error| Error::os("dup", error))?;
         let control = BufReader::new(UnixStream::from(stdin));
         let join = || rendezvous(call.timeout * 2).map(|group| Arc::new(group) as Arc<dyn ProcessGroup>);
         let ctx = Context::new(rank, size, Slot::file(&doing)?, Box::new(join));
         let mut this = RankProcess { control, ctx };
-        this.say(&Said::Here(Thread::current().tid));
+        this.send(&FromRank::Here(Thread::current().tid));
         Ok(this)
     }
 
     /// Runs the test of this number once the other side starts it.
     pub fn test(&mut self, number: u64, rank_main: impl FnOnce(&Context) -> Verdict) -> Outcome {
-        let Told::Go(asked) = self.listen() else { std::process::exit(1) };
+        let ToRank::Go(asked) = self.receive() else { std::process::exit(1) };
         let verdict = if asked == number { rank_main(&self.ctx) } else { astray(asked) };
-        self.say(&Said::Done { number: asked, verdict, at: SystemTime::now() });
-        let Told::Outcome(outcome) = self.listen() else { std::process::exit(1) };
+        self.send(&FromRank::Done { number: asked, verdict, at: SystemTime::now() });
+        let ToRank::Outcome(outcome) = self.receive() else { std::process::exit(1) };
         outcome
     }
 
-    fn say(&mut self, what: &Said) {
+    fn send(&mut self, what: &FromRank) {
         let Ok(mut line) = serde_json::to_vec(what) else { std::process::exit(1) };
         line.push(b'\n');
         if self.control.get_mut().write_all(&line).is_err() {
-            // The test is gone.
+            // The test's process has ended.
             std::process::exit(1);
         }
     }
 
-    fn listen(&mut self) -> Told {
+    fn receive(&mut self) -> ToRank {
         let mut line = String::new();
         match self.control.read_line(&mut line) {
             Ok(count) if count > 0 => {}
@@ -126,7 +126,7 @@ impl RankProcess {
     }
 }
 
-/// The verdict of a rank that came to another test than the parent.
+/// The verdict of a rank that reached another test than the parent.
 fn astray(number: u64) -> Verdict {
     let text = format!(
         "test {number} of the session is not reached here: which tests run must not depend on what differs between \
@@ -143,8 +143,8 @@ impl Drop for RankProcess {
         }
         // The rest of the test runs in the parent.
         loop {
-            let Told::Go(number) = self.listen() else { continue };
-            self.say(&Said::Done { number, verdict: astray(number), at: SystemTime::now() });
+            let ToRank::Go(number) = self.receive() else { continue };
+            self.send(&FromRank::Done { number, verdict: astray(number), at: SystemTime::now() });
         }
     }
 }

@@ -42,7 +42,7 @@ impl Context {
     }
 
     /// The group of all ranks, joined at the first call. Its collectives wait twice as long as the
-    /// test may take, so that it is the test's timeout that speaks. A test that makes its own group
+    /// test may take, so that the test's timeout expires first. A test that makes its own group
     /// need not call this.
     pub fn group(&self) -> Result<Arc<dyn ProcessGroup>> {
         let join = || {
@@ -60,8 +60,7 @@ impl Context {
         self.slot.write(what);
     }
 
-    /// Ends the test on this rank, as one that this machine cannot show. All ranks must come to the
-    /// same end.
+    /// Ends the test on this rank, as one that this machine cannot run. All ranks must skip it.
     pub fn skip(&self, code: SkipCode, reason: impl Into<String>) -> ! {
         // Not a panic: no hook, no message.
         resume_unwind(Box::new(Skip { code, reason: reason.into() }))

@@ -18,10 +18,10 @@
 //! ```
 //!
 //! Processes are this test binary again, with the one test. It runs up to the same call of
-//! [`Run::run`], where it turns into the rank and ends after it. So what stands before the call
-//! runs on every rank too, and should be cheap.
+//! [`Run::run`], where it turns into the rank and ends after it. So code before the call runs on
+//! every rank too, and should be cheap.
 //!
-//! A rank that panics or returns an error fails the test: the group is given up, so that the other
+//! A rank that panics or returns an error fails the test: the group is aborted, so that the other
 //! ranks do not wait. The panic of the test names the rank that failed first, with its message, its
 //! backtrace, and the ends of the others. After the timeout it lists for every rank the current
 //! operation ([`Context::doing`] and the calls of its group) and its backtrace. All processes are

@@ -86,7 +86,7 @@ impl ProcessGroup for Noted {
     }
 
     fn start(&self, call: Call, timeout: Duration) -> Work {
-        // It goes on in the background, so this is all that is known of it here.
+        // The operation continues in the background, so only its start is recorded here.
         let number = self.calls.fetch_add(1, Ordering::Relaxed);
         self.slot.write(&format!("{} started (call {number} of the group)", call.operation().name()));
         self.group.start(call, timeout)

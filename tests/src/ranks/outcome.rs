@@ -1,10 +1,10 @@
-//! How a test ended well: it passed, or was skipped.
+//! Outcomes other than a failure: a test passed, or was skipped.
 
 use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
 
-/// How a test that did not fail ended.
+/// The outcome of a test that did not fail.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[must_use = "a test that was skipped has shown nothing"]
 pub enum Outcome {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::child::{Call, RANKS, Said, Told, files};
+use super::child::{Call, FromRank, RANKS, ToRank, files};
 use super::outcome::Outcome;
 use super::report::End;
 use super::session::Ranks;
@@ -25,9 +25,9 @@ use epoxide::{Error, Result};
 use epoxide_launch::{Process, RankEnvironment, StoreDirectory, die_with_parent};
 use epoxide_launch::{RankExit, current_exe};
 
-/// How often processes are looked at whose end of the socket stays open when they end.
+/// The interval of polls of processes whose end of the socket may stay open after they end.
 const LOOK: Duration = Duration::from_millis(50);
-/// How much of a rank's output is shown.
+/// Bytes of a rank's output that are shown.
 const OUTPUT: usize = 4096;
 
 /// The ranks. Dropping ends and reaps them.
@@ -49,7 +49,7 @@ struct Peer {
     line: Vec<u8>,
     slot: Slot,
     thread: Option<Thread>,
-    /// It has yet to end the current test.
+    /// The rank has not yet ended the current test.
     busy: bool,
 }
 
@@ -112,11 +112,11 @@ impl Processes {
 }
 
 impl Processes {
-    fn tell(&mut self, what: &Told) {
+    fn send(&mut self, what: &ToRank) {
         let mut line = serde_json::to_vec(what).unwrap_or_default();
         line.push(b'\n');
         for peer in &mut self.peers {
-            // One that has ended is found by `wait`. The few bytes always fit.
+            // `wait` finds a process that has ended. The few bytes always fit.
             let _ = peer.control.write_all(&line);
         }
     }
@@ -132,18 +132,18 @@ impl Ranks for Processes {
         for peer in &mut self.peers {
             peer.busy = true;
         }
-        self.tell(&Told::Go(number));
+        self.send(&ToRank::Go(number));
     }
 
     fn conclude(&mut self, outcome: &Outcome) {
-        self.tell(&Told::Outcome(outcome.clone()));
+        self.send(&ToRank::Outcome(outcome.clone()));
     }
 
     fn wait(&mut self, timeout: Duration) -> Vec<(u32, End, SystemTime)> {
         let timeout = timeout.min(LOOK) + Duration::from_millis(1);
         let busy = self.peers.iter().filter(|peer| peer.busy && peer.process.exit().is_none());
         let mut fds: Vec<PollFd<'_>> = busy.map(|peer| PollFd::new(&peer.control, PollFlags::IN)).collect();
-        // Where it fails, the ranks are looked at all the same.
+        // The ranks are checked even if the poll fails.
         let _ = poll(&mut fds, Timespec::try_from(timeout).ok().as_ref());
         let number = self.number;
         let mut through = Vec::new();
@@ -168,11 +168,11 @@ impl Ranks for Processes {
 
     fn trace(&mut self, rank: u32, end: Instant) -> String {
         let Some(peer) = self.peers.get_mut(rank as usize) else { return String::new() };
-        // It may have become known only now.
+        // The verdict may have arrived only now.
         peer.read(self.number);
         let [_, traces, _] = files(&self.call, rank);
         match peer.thread {
-            Some(thread) => trace::ask(thread, &traces, end),
+            Some(thread) => trace::request(thread, &traces, end),
             None => "it did not come to the call that it is a rank of".to_owned(),
         }
     }
@@ -198,15 +198,15 @@ impl Ranks for Processes {
 }
 
 impl Peer {
-    /// How it has ended, if it has.
+    /// The exit of the process, if it has ended.
     fn has_ended(&mut self) -> Option<RankExit> {
         self.process.look().inspect_err(|error| tracing::warn!("{error}")).ok().flatten()
     }
 
-    /// Reads what it has said; returns how the test of this number ended.
+    /// Reads the rank's messages; returns the end of the test of this number.
     fn read(&mut self, number: u64) -> Option<(End, SystemTime)> {
         let mut chunk = [0; 4096];
-        // Until there is nothing more for now: the socket does not block.
+        // Read all that has arrived: the socket does not block.
         while let Ok(count) = self.control.read(&mut chunk) {
             if count == 0 {
                 break;
@@ -217,11 +217,11 @@ impl Peer {
         while let Some(end) = self.line.iter().position(|byte| *byte == b'\n') {
             let line: Vec<u8> = self.line.drain(..=end).collect();
             match serde_json::from_slice(&line) {
-                Ok(Said::Here(tid)) => self.thread = Some(Thread { pid: self.process.id(), tid }),
-                Ok(Said::Done { number: of, verdict, at }) if of == number => {
+                Ok(FromRank::Here(tid)) => self.thread = Some(Thread { pid: self.process.id(), tid }),
+                Ok(FromRank::Done { number: of, verdict, at }) if of == number => {
                     ended = Some((End::from(verdict), at));
                 }
-                Ok(Said::Done { .. }) => {}
+                Ok(FromRank::Done { .. }) => {}
                 Err(error) => {
                     let text = format!("its message to the test cannot be read: {error}");
                     ended =

@@ -1,4 +1,4 @@
-//! How a test failed, rank by rank.
+//! The report of a failed test, rank by rank.
 
 use std::fmt::Display;
 use std::time::{Duration, SystemTime};
@@ -8,7 +8,7 @@ use super::outcome::SkipCode;
 use super::verdict::{Cause, Verdict};
 use epoxide_launch::RankExit;
 
-/// How a test ended on one rank.
+/// The end of a test on one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum End {
@@ -32,7 +32,7 @@ pub enum End {
     },
     /// The rank's process ended before the test did.
     Died(RankExit),
-    /// It was not through when the others were waited for no longer.
+    /// The rank had not finished when the wait for it ended.
     Unfinished {
         /// The kernel's state of the rank's threads, and the backtrace of the one that ran the
         /// test.
@@ -74,7 +74,7 @@ impl Display for End {
 pub struct RankReport {
     /// The rank.
     pub rank: u32,
-    /// How the test ended there.
+    /// The end of the test on the rank.
     pub end: End,
     /// Its last operation; empty if it reported none.
     pub operation: String,
@@ -167,7 +167,7 @@ pub(super) fn evaluate(
     {
         return Ok(Outcome::Skipped { code, reason });
     }
-    // A consequence of another rank's end comes after it, for any reading of the clocks.
+    // A consequence of another rank's end is sorted after it, regardless of the clocks.
     ranks.sort_by_key(|(report, at)| {
         let order = match &report.end {
             End::Failed { cause: Cause::Group, .. } => 2,

@@ -1,4 +1,4 @@
-//! How a test is run.
+//! The settings of a test's run.
 
 use std::panic::Location;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use super::report::Failed;
 use super::session::Session;
 use super::verdict::IntoVerdict;
 
-/// How a test is run on several ranks.
+/// The settings of a test's run on several ranks.
 #[derive(Debug, Clone)]
 pub struct Run {
     pub(super) size: u32,
@@ -37,14 +37,14 @@ impl Run {
         Run { processes: false, ..self }
     }
 
-    /// How long the ranks may take: to start, and for each test of a [`Session`].
+    /// The time limit of the ranks: to start, and for each test of a [`Session`].
     pub fn timeout(self, timeout: Duration) -> Run {
         Run { timeout, ..self }
     }
 
     /// The path of the test as `cargo test -- --list` prints it, which processes are started with.
-    /// Needed only where it cannot be told from the thread's name and the function: in a helper
-    /// that is called under `--test-threads=1`.
+    /// Needed only if the thread's name and the function do not determine it: in a helper that is
+    /// called under `--test-threads=1`.
     pub fn test(self, path: impl Into<String>) -> Run {
         Run { test: Some(path.into()), ..self }
     }

@@ -17,21 +17,21 @@ use super::threads::Threads;
 use super::trace;
 use super::verdict::{IntoVerdict, RankMain, judge};
 
-/// How long the other ranks get to end after a rank has failed. They end as soon as they see it, so
+/// Time for the other ranks to end after a rank has failed. They end as soon as they detect it, so
 /// only ranks that hang take this long.
 const SETTLE: Duration = Duration::from_secs(30);
-/// How long the others get to skip a test that a rank has skipped, before the group is given up.
+/// Time for the others to skip a test that a rank has skipped, before the group is aborted.
 const SKIP_SETTLE: Duration = Duration::from_secs(1);
 
 /// Started ranks of any kind, as the test sees them.
 pub(super) trait Ranks: std::fmt::Debug {
-    /// How many there are.
+    /// The number of ranks.
     fn size(&self) -> u32;
     /// Has all ranks run the test of this number.
     fn begin(&mut self, number: u64, rank_main: Arc<RankMain>);
     /// The ranks that are through with it since the last call; waits up to `timeout` for one.
     fn wait(&mut self, timeout: Duration) -> Vec<(u32, End, SystemTime)>;
-    /// Tells the ranks what came of it on all of them.
+    /// Sends the outcome of all ranks to each.
     fn conclude(&mut self, outcome: &Outcome);
     /// Gives the group up.
     fn give_up(&self, reason: &str);
@@ -119,7 +119,7 @@ impl Session {
         started.map(|ranks| session(Inner::Parent(ranks))).map_err(|error| Failed::to_start(&name, error))
     }
 
-    /// From now on a test may take as long as `timeout`.
+    /// Sets the time limit of later tests.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
@@ -143,7 +143,7 @@ impl Session {
     /// Runs a test on every rank.
     ///
     /// # Errors
-    /// As [`Run::try_run`](super::Run::try_run); and where an earlier test has failed.
+    /// See [`Run::try_run`](super::Run::try_run); also if an earlier test has failed.
     pub fn try_test<R: IntoVerdict>(
         &mut self,
         name: &str,
@@ -180,8 +180,8 @@ impl Session {
 fn conduct(ranks: &mut dyn Ranks, test: &str, timeout: Duration) -> Result<Outcome, Failed> {
     let mut ends: Vec<Option<(End, SystemTime)>> = (0..ranks.size()).map(|_| None).collect();
     let deadline = Instant::now() + timeout;
-    // When the group is given up because a rank skipped, and when the others are waited for no
-    // longer.
+    // The times at which the group is aborted because a rank skipped, and at which the wait for the
+    // others ends.
     let (mut skip_end, mut settle_end): (Option<Instant>, Option<Instant>) = (None, None);
     let mut timed_out = None;
     while ends.iter().any(Option::is_none) {
@@ -231,7 +231,7 @@ fn conduct(ranks: &mut dyn Ranks, test: &str, timeout: Duration) -> Result<Outco
     evaluate(test, timed_out, reports)
 }
 
-/// The path of the test that this thread runs, as the test harness knows it.
+/// The path of the test that this thread runs, in the test harness's form.
 fn test_path(function: Option<&str>) -> Option<String> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let named: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();
@@ -249,7 +249,7 @@ fn test_path(function: Option<&str>) -> Option<String> {
     function.split_once("::").map(|(_, path)| path.to_owned())
 }
 
-/// How often this thread has come to this place in this test before.
+/// The number of this thread's earlier visits to this place in this test.
 fn count_visit(test: &str, site: &str) -> u32 {
     thread_local! {
         static VISITS: RefCell<HashMap<(String, String), u32>> = RefCell::default();

@@ -41,7 +41,7 @@ impl Slot {
                 let mut record = [0; BYTES];
                 let length = text.len().min(BYTES);
                 record[..length].copy_from_slice(&text.as_bytes()[..length]);
-                // It only helps readers of a failure; its own failure is ignored.
+                // The record only helps to diagnose failures, so a failed write is ignored.
                 let _ = file.write_all_at(&record, 0);
             }
         }

@@ -33,7 +33,7 @@ struct Event {
 
 #[derive(Debug)]
 struct Peer {
-    /// Takes the tests; closed at the end.
+    /// Sends the tests to the thread; closed at the end.
     tests: Option<Sender<Arc<RankMain>>>,
     handle: Option<JoinHandle<()>>,
     slot: Slot,
@@ -107,7 +107,7 @@ impl Ranks for Threads {
     fn trace(&mut self, rank: u32, end: Instant) -> String {
         let thread = self.peers.get(rank as usize).and_then(|peer| peer.thread.get());
         let Some(thread) = thread else { return "it has not begun".to_owned() };
-        trace::ask_here(*thread, end)
+        trace::request_here(*thread, end)
     }
 
     fn operation(&self, rank: u32) -> String {
@@ -115,7 +115,7 @@ impl Ranks for Threads {
     }
 
     fn output(&self, _: u32) -> String {
-        // It is among the test's own.
+        // The rank's output is part of the test's own.
         String::new()
     }
 }

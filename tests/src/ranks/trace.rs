@@ -4,8 +4,7 @@
 //! effort**: capturing allocates and takes locks, which no signal handler may do in general. So a
 //! thread that gets the signal inside the allocator hangs in the handler. Only ranks that have
 //! timed out get the signal, and the caller does not wait long. The kernel's state of the threads
-//! is read in any case. Only ranks that have timed out get the signal, and the caller does not wait
-//! long. The kernel's state of the threads is read in any case.
+//! is read in any case.
 
 use std::backtrace::Backtrace;
 use std::fmt::Write as _;
@@ -22,13 +21,13 @@ use epoxide::{Error, Result};
 
 /// Signal that requests a backtrace.
 const ASK: i32 = libc::SIGUSR2;
-/// How long all ranks together are waited for. Reading the debug information of a large binary
+/// The limit of the wait for all ranks together. Reading the debug information of a large binary
 /// takes a while.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Ends a backtrace in the file.
 const END: &str = "\n--- end of backtrace\n";
 
-/// Where the handler writes; -1 for nowhere.
+/// The handler's output file; -1 for none.
 static FILE: AtomicI32 = AtomicI32::new(-1);
 
 /// A thread of some process.
@@ -45,7 +44,7 @@ impl Thread {
 }
 
 extern "C" fn answer(_: i32) {
-    // Only [`tell_to`] writes it, with a file that is never closed.
+    // Only [`enable`] stores it, with a file that is never closed.
     let fd = FILE.load(Ordering::Relaxed);
     if fd < 0 {
         return;
@@ -63,8 +62,8 @@ extern "C" fn answer(_: i32) {
     }
 }
 
-/// From now on this process's threads write their backtraces to the end of `path` when asked.
-pub(super) fn tell_to(path: &Path) -> Result<()> {
+/// Makes this process's threads append their backtraces to `path` on the signal.
+pub(super) fn enable(path: &Path) -> Result<()> {
     let file = File::options().create(true).append(true).open(path);
     let file = file.map_err(|error| Error::os("open", format!("{}: {error}", path.display())))?;
     // A handler may still write to the one before, so that stays open.
@@ -81,9 +80,9 @@ pub(super) fn tell_to(path: &Path) -> Result<()> {
     }
 }
 
-/// Asks a thread, whose process has called [`tell_to`] for `path`, for its backtrace; waits for it
-/// until `end`.
-pub(super) fn ask(thread: Thread, path: &Path, end: Instant) -> String {
+/// Requests a backtrace from a thread whose process has called [`enable`] for `path`, and waits for
+/// it until `end`.
+pub(super) fn request(thread: Thread, path: &Path, end: Instant) -> String {
     let mut text = kernel_view(thread);
     if is_stopped(thread) {
         text.push_str("no backtrace: the process is stopped (SIGSTOP or a debugger)\n");
@@ -110,9 +109,9 @@ pub(super) fn ask(thread: Thread, path: &Path, end: Instant) -> String {
     text
 }
 
-/// [`ask`] for a thread of this process.
-pub(super) fn ask_here(thread: Thread, end: Instant) -> String {
-    // Where the backtraces of this process go; one at a time.
+/// [`request`] for a thread of this process.
+pub(super) fn request_here(thread: Thread, end: Instant) -> String {
+    // The file of this process's backtraces; one request at a time.
     static HERE: Mutex<Option<PathBuf>> = Mutex::new(None);
     let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
     let open = || {
@@ -120,11 +119,11 @@ pub(super) fn ask_here(thread: Thread, end: Instant) -> String {
         let memory = memory.map_err(|error| Error::os("memfd_create", error))?;
         // Stays open, as the handler's file does.
         let path = PathBuf::from(format!("/proc/self/fd/{}", memory.into_raw_fd()));
-        tell_to(&path)?;
+        enable(&path)?;
         Ok(path)
     };
     match here.take().map_or_else(open, Ok) {
-        Ok(path) => ask(thread, here.insert(path), end),
+        Ok(path) => request(thread, here.insert(path), end),
         Err(error) => format!("no backtrace: {}", Error::to_string(&error)),
     }
 }

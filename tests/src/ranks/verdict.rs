@@ -1,4 +1,4 @@
-//! How a rank says that it is through with a test.
+//! The result of a test on a rank.
 
 use std::any::Any;
 use std::fmt::Display;
@@ -48,7 +48,7 @@ impl<E: Display + 'static> IntoVerdict for Result<(), E> {
     }
 }
 
-/// How a test ended on a rank.
+/// The end of a test on a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Verdict {
     Passed,

@@ -33,10 +33,10 @@ impl Case {
         nodes.filter(|&per_node| per_node < self.routing.num_ranks())
     }
 
-    /// Runs it by expert on threads, with all that can be asked of it.
+    /// Runs the case by expert on threads, with all options.
     ///
     /// # Panics
-    /// Where anything is not as the oracle has it.
+    /// A result differs from the oracle.
     pub fn check_by_expert(&self, alignment: u32) {
         self.setup_by_expert(alignment).run(|rank| rank.check_by_expert(self, alignment));
     }
@@ -100,7 +100,7 @@ impl Rank {
         let request = CachedDispatchRequest::new(&x, &handle).quantise(case.quantise);
         let request = scales.iter().fold(request, CachedDispatchRequest::scales);
         let request = columns.iter().fold(request, CachedDispatchRequest::column);
-        // Across nodes a cached dispatch takes more than one channel.
+        // Across nodes a cached dispatch requires more than one channel.
         if case.ranks_per_node().is_none() || case.num_channels > 1 {
             let output = self.dispatch_cached(&mut place, request)?;
             self.check_rows_by_expert(case, 2, &plan, "cached dispatch by expert", &output)?;
@@ -132,7 +132,7 @@ impl Rank {
     /// Compares rows, scales and the tables of segments.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn check_rows_by_expert(
         &mut self,
         case: &Case,
@@ -168,7 +168,7 @@ impl Rank {
     /// Compares rows that lie in segments, and their scales.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn check_segments(
         &mut self,
         case: &Case,
@@ -198,7 +198,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Compares where rows come from, and their weights.
+    /// Compares the sources of rows, and their weights.
     fn check_selections(&mut self, case: &Case, plan: &ExpertPlan, output: &Received) -> Result<()> {
         let read = |tensor: &Option<TypedTensor<'_, i32>>| {
             tensor.as_ref().expect("a dispatch that was not cached").values(&self.stream)
@@ -249,10 +249,10 @@ impl Rank {
         self.check_sums_by_expert(case, turn, weights, &output.combined_x)
     }
 
-    /// Writes what the experts of each row of `plan` made of it in a turn, and no padding.
+    /// Writes the experts' outputs for each row of `plan` in a turn, and no padding.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn write_made(&self, case: &Case, turn: u64, plan: &ExpertPlan, rows: &Tensor) -> Result<()> {
         let (dtype, columns) = (rows.dtype(), rows.columns() as usize);
         for (row, &selection) in selected(plan) {
@@ -263,11 +263,11 @@ impl Rank {
         Ok(())
     }
 
-    /// Compares the sums of what [`Rank::write_made`] wrote on all ranks in a turn, times the
-    /// weights of the case or unweighted.
+    /// Compares the sums of the rows that [`Rank::write_made`] wrote on all ranks in a turn, times
+    /// the weights of the case or unweighted.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     pub fn check_sums_by_expert(
         &mut self,
         case: &Case,

@@ -19,11 +19,11 @@ use crate::sizes::Sizes;
 /// Inputs of a round trip: the same on every rank, so that each can compute the others' data.
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// Which experts every token of every rank selects.
+    /// The experts that every token of every rank selects.
     pub routing: Routing,
     /// How they are named.
     pub ids: Ids,
-    /// Where the ranks are, for [`Case::setup`]. `None`: all on one node.
+    /// The ranks' nodes, for [`Case::setup`]. `None`: all on one node.
     pub nodes: Option<NodeLinks>,
     /// Channels, for [`Case::setup`].
     pub num_channels: u32,
@@ -35,7 +35,7 @@ pub struct Case {
     pub row_bytes: u32,
     /// Scales of a row.
     pub scales: Scales,
-    /// How rows of bf16 become those, where they are quantised on their way.
+    /// The conversion of bf16 rows to these, if a dispatch quantises them.
     pub quantise: Quantise,
     /// The weight of every entry, in place of random ones.
     pub weight: Option<f32>,
@@ -202,10 +202,10 @@ impl Case {
             .schedule_seed(self.schedule_seed)
     }
 
-    /// Runs it on threads, with all that can be asked of it.
+    /// Runs the case on threads, with all options.
     ///
     /// # Panics
-    /// Where anything is not as the oracle has it.
+    /// A result differs from the oracle.
     pub fn check(&self) {
         self.setup().run(|rank| rank.check_everything(self));
     }
@@ -231,7 +231,7 @@ impl Case {
         self.routing.num_topk as usize
     }
 
-    /// The bytes of a row as it travels. Another `turn` is another content.
+    /// The bytes of a row in transit. Another `turn` has other contents.
     pub fn row(&self, turn: u64, rank: u32, token: u32) -> Vec<u8> {
         match self.quantise {
             Quantise::Not => self.bytes(turn, rank, token),
@@ -329,15 +329,15 @@ impl Case {
         columns.map(|column| rough(mix(&[base, column as u64]))).collect()
     }
 
-    /// Weights that are not those received, to be given back with a row: they may come from nowhere
-    /// else.
+    /// Weights to return with a row, which differ from the received ones, so that no other source
+    /// has them.
     pub(super) fn given_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
         let mut rng = rng_of(&[!self.seed, u64::from(receiver), u64::from(rank), u64::from(token)]);
         payload::rough_f32(&mut rng, self.topk())
     }
 
-    /// The routing with the tokens of one rank alone, which are all that matter to its sums, and
-    /// which of them each receiver gets.
+    /// The routing with the tokens of one rank alone, which determine its sums, and the tokens that
+    /// each receiver gets.
     pub(super) fn tokens_of(&self, rank: u32) -> (Routing, Vec<Vec<(u32, u32)>>) {
         let mut own = Routing { topk_idx: vec![Vec::new(); self.routing.topk_idx.len()], ..self.routing };
         own.topk_idx[rank as usize].clone_from(&self.routing.topk_idx[rank as usize]);
@@ -398,7 +398,7 @@ impl Case {
         sums.concat()
     }
 
-    /// The weights of a token that a receiver gets: 0 if the expert is another rank's.
+    /// The weights of a token at a receiver: 0 if the expert is another rank's.
     pub(super) fn received_weights(&self, receiver: u32, (rank, token): (u32, u32)) -> Vec<f32> {
         let ids = &self.routing.topk_idx[rank as usize][token as usize];
         let here = |expert| self.routing.owner(expert) == Some(receiver);
@@ -416,7 +416,7 @@ pub(super) fn rough(bits: u64) -> f32 {
     f32::from_bits(sign << 31 | exponent << 23 | bits as u32 & 0x7f_ffff)
 }
 
-/// All that the ranks give to one combine, and get from it.
+/// The inputs of one combine on all ranks, and its results.
 pub struct Return {
     /// Type of the rows.
     pub dtype: DType,

@@ -37,7 +37,7 @@ struct Combine<'a> {
     turn: u64,
     dtype: DType,
     columns: u64,
-    /// Where the rows lie, if not in a tensor.
+    /// The place that has the rows, if they are not in a tensor.
     place: Option<&'a Place>,
     /// The returned weights, and their expected sums.
     weights: Option<(&'a TypedTensor<'a, f32>, &'a [f32])>,
@@ -59,14 +59,14 @@ impl RoundTrip for Buffer {
         self.check()
     }
 
-    /// One as routers give them, and one with holes.
+    /// One case with distinct experts, as from routers, and one with holes.
     fn first_cases(cases: &Cases) -> Vec<Case> {
         let styles = [(1, Style::DistinctTopK), (2, Style::WithHoles)];
         styles.map(|(number, style)| Case::full_size(cases, number, style)).into()
     }
 
     fn case(cases: &Cases, number: u64, draw: Draw) -> Case {
-        // The first numbers are taken.
+        // [`first_cases`](Self::first_cases) has the first numbers.
         match draw {
             Draw::Random => Case::random(cases, 3 + number),
             Draw::Full => Case::full_size(cases, 3 + number, Style::DistinctTopK),
@@ -179,7 +179,7 @@ impl Rank {
         case.scales.list().into_iter().enumerate().map(upload).collect()
     }
 
-    /// Remembers where a dispatch puts things, for [`Rank::poison_received`].
+    /// Records the memory that a dispatch writes, for [`Rank::poison_received`].
     pub fn learn_regions(&mut self, output: &Received) {
         let region = |name, tensor: &Tensor, is_metadata| Region {
             name,
@@ -203,9 +203,9 @@ impl Rank {
         self.regions = [x, scales, columns, ids, weights, src_idx, src_meta].into_iter().flatten().collect();
     }
 
-    /// Spoils the first `rows` rows of all that a dispatch writes in the own pool, once it is known
-    /// where. Every peer's rows have arrived, and no peer sends the next ones before this rank
-    /// enters the next dispatch.
+    /// Overwrites the first `rows` rows of all recorded memory of dispatches in the own pool. Every
+    /// peer's rows have arrived, and no peer sends the next ones before this rank enters the next
+    /// dispatch.
     pub fn poison_received(&self, rows: u64) -> Result<()> {
         for region in &self.regions {
             if rows > 0 {
@@ -266,8 +266,7 @@ impl Rank {
         let again = cached_request(case, &x, scales.as_ref(), &columns, &exact);
         let again = sms[2].into_iter().fold(again, CachedDispatchRequest::num_sms);
         let cached = self.dispatch_cached(&mut place, again);
-        // The rules of the interface ask for more than one channel in a cached dispatch across
-        // nodes.
+        // The interface requires more than one channel in a cached dispatch across nodes.
         let may_be_cached = self.buffer.config().num_channels() > 1 || self.buffer.num_nodes() == 1;
         let last_handle = if may_be_cached {
             let cached = cached?;
@@ -285,7 +284,7 @@ impl Rank {
             exact.clone()
         };
 
-        // Weights go back as they came: each survives where its id is valid.
+        // Weights are returned unchanged: each with a valid id is kept.
         let shape = [u64::from(plan.num_recv_tokens), u64::from(case.routing.num_topk)];
         let upload = |rank: &Rank, values: &[f32]| TypedTensor::from_host(&rank.stream, &shape, values);
         let given = weights_before.map(|weights| upload(self, &weights)).transpose()?;
@@ -528,7 +527,7 @@ impl Rank {
             .or(compare::handle(&self.stream, &output.handle, plan, expected.internode.as_ref())?))
     }
 
-    /// Compares where rows came from, which only a dispatch across nodes says.
+    /// Compares the sources of rows, which only a dispatch across nodes returns.
     fn compare_sources(&self, expected: &Expected, output: &Received) -> Result<Difference> {
         match (&expected.internode, &output.recv_src_meta) {
             (None, None) => Ok(None),
@@ -583,8 +582,8 @@ impl Rank {
         }
     }
 
-    /// Combines, compares all that comes of it, and spoils what it got, which the next combine is
-    /// likely to get again.
+    /// Combines, compares all results, and overwrites their memory, which the next combine is
+    /// likely to reuse.
     fn check_combine(
         &mut self,
         case: &Case,
@@ -650,7 +649,7 @@ impl Rank {
         Ok(())
     }
 
-    /// Compares the sums of what all ranks gave back in a turn.
+    /// Compares the sums of the rows that all ranks returned in a turn.
     pub fn compare_sums(
         &self,
         case: &Case,
@@ -705,7 +704,7 @@ impl Rank {
         [Some(&output.combined_x), weights].into_iter().flatten().try_for_each(|tensor| self.poison(tensor))
     }
 
-    /// Memory of a trip that the next one is likely to get again.
+    /// Memory of a trip that the next one is likely to reuse.
     fn spoilable(&self, layout: &DispatchLayout, handle: &DispatchHandle) -> Result<Vec<Tensor<'static>>> {
         let mut tensors: Vec<Tensor<'static>> = vec![
             layout.is_token_in_rank(),
@@ -721,7 +720,7 @@ impl Rank {
     }
 }
 
-/// Compares combined weights with those that must come; `None` where none were given.
+/// Compares combined weights with the expected ones; `None` if none were given.
 pub fn compare_weights(
     rank: &Rank,
     case: &Case,

@@ -95,8 +95,8 @@ impl Rank {
         Ok(Inputs { topk_idx, topk_weights, x, x_scales, columns })
     }
 
-    /// Writes what the experts will make of the rows to come, where peers gather it, and spoils
-    /// what dispatch must write.
+    /// Writes the experts' outputs for expected rows to the memory that peers gather, and
+    /// overwrites the memory that dispatch must write.
     fn prepare(&self, case: &Case, turn: u64, expected: &Expected, place: &Place) -> Result<()> {
         let sources = &expected.plan.recv_src;
         self.poison_received(sources.len() as u64)?;

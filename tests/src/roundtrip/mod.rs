@@ -2,9 +2,8 @@
 //! oracle, bit for bit. Those of high throughput are here, those of low latency in
 //! [`low_latency`](crate::low_latency).
 //!
-//! Every rank computes its expected results by itself, out of the case alone, a piece at a time. So
-//! the same code serves threads and processes, thousands of small cases, and rows as large as a
-//! model's.
+//! Every rank computes its expected results from the case alone, a piece at a time. So the same
+//! code serves threads and processes, thousands of small cases, and rows as large as a model's.
 
 mod by_expert;
 mod case;
@@ -38,7 +37,7 @@ pub trait RoundTrip: Sized {
     /// Makes the buffer of a rank. Collective.
     ///
     /// # Errors
-    /// Those of the buffer.
+    /// Errors of the buffer.
     fn create(device: Device, group: &dyn ProcessGroup, options: Self::Options) -> Result<Self>;
 
     /// Ok unless an operation has recorded an error.
@@ -70,7 +69,7 @@ pub trait RoundTrip: Sized {
 /// Replays of a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replays {
-    /// How many were compared with the oracle.
+    /// The number compared with the oracle.
     pub verified: u64,
     /// Rows that those received.
     pub rows: u64,
@@ -87,7 +86,7 @@ pub struct Cases {
     pub seed: u64,
 }
 
-/// How large a case is.
+/// The size of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Draw {
     /// The largest sizes.

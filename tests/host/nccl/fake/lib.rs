@@ -1,14 +1,14 @@
 //! A libnccl for tests, with NCCL's symbols and without a GPU. Ranks are threads of one process,
-//! device memory is memory of it, and operations are done on the host once every rank has come.
+//! device memory is memory of it, and the host executes operations once every rank has joined.
 //! Until then they are in progress, or block, as NCCL's do. A test replaces a function's result
 //! with `fake_set`.
 //!
-//! It also watches its caller: two threads in one communicator at a time, or any use of one that
-//! was given back, count as misuse.
+//! It also watches its caller: two threads in one communicator at a time, or any use of a destroyed
+//! one, count as misuse.
 //!
-//! Compiled by the tests with rustc alone. `--cfg old` leaves out functions that came after 2.7,
-//! `--cfg broken` one required function, `--cfg foreign` the symbol that tells it from NCCL. With
-//! `--cfg wrong="NAME"`, the function of that name spoils the first byte of what it gives.
+//! Compiled by the tests with rustc alone. `--cfg old` omits functions added after 2.7,
+//! `--cfg broken` one required function, `--cfg foreign` the symbol that marks the fake. With
+//! `--cfg wrong="NAME"`, that function corrupts the first byte of its result.
 
 #![cfg_attr(old, allow(dead_code))]
 #![allow(non_snake_case, clippy::missing_safety_doc, clippy::undocumented_unsafe_blocks)]
@@ -47,7 +47,7 @@ pub struct Config {
 #[derive(Default)]
 struct World {
     next: u64,
-    /// Members that have come, by what they have come to.
+    /// Members that have joined, by meeting.
     meetings: HashMap<Vec<u8>, Meeting>,
     members: HashMap<usize, Member>,
     set: HashMap<String, c_int>,
@@ -58,7 +58,7 @@ struct World {
 }
 
 impl World {
-    /// A new communicator's handle, of a rank that has come to a meeting.
+    /// A new communicator's handle, of a rank that has joined a meeting.
     fn add(&mut self, meeting: Vec<u8>, rank: usize, size: usize, blocking: bool) -> usize {
         self.next += 1;
         let comm = 0x1000 + 16 * self.next as usize;
@@ -138,7 +138,7 @@ enum Wait {
     Meeting,
     Operation(usize),
     Messages(Vec<u64>),
-    /// Number, and where the handle goes.
+    /// Number, and destination of the handle.
     Split(usize, usize),
 }
 
@@ -172,7 +172,7 @@ fn wait(guard: &mut Guard) {
     guard.0 = Some(CHANGED.wait(taken).unwrap_or_else(PoisonError::into_inner));
 }
 
-/// Counts a call, and does what was set for it. `None`: the call goes on.
+/// Counts a call, and returns the result set for it. `None`: the call continues.
 fn begin(guard: &mut Guard, name: &str, comm: usize) -> Option<c_int> {
     *world(guard).calls.entry(name.to_owned()).or_default() += 1;
     match world(guard).set.get(name).copied() {
@@ -248,7 +248,7 @@ fn status(world: &mut World, comm: usize) -> c_int {
     SUCCESS
 }
 
-/// The end of a call that has posted something: waits for it, or says that it is in progress.
+/// The end of a call that has posted an operation: waits for it, or returns that it is in progress.
 fn settle(guard: &mut Guard, comm: usize) -> c_int {
     loop {
         let code = status(world(guard), comm);
@@ -754,7 +754,7 @@ pub extern "C" fn ncclReduceScatter(
 
 // ---- The tests' functions ----
 
-/// Says that this works on host memory: without it, no virtual GPU is given to it.
+/// Marks a library that works on host memory: without it, epoxide rejects virtual GPUs.
 #[cfg(not(foreign))]
 #[unsafe(no_mangle)]
 pub extern "C" fn epoxide_nccl_on_host() {}
@@ -771,7 +771,7 @@ pub unsafe extern "C" fn fake_set(name: *const c_char, code: c_int) {
     };
 }
 
-/// NCCL's threads come across an error, in every communicator.
+/// Makes NCCL's threads detect an error, in every communicator.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_fail_all(code: c_int) {
     world(&mut lock()).members.values_mut().for_each(|member| member.error = code);
