@@ -212,7 +212,7 @@ pub struct ExpertPlanArgs {
     /// Out: u32 `[local_experts + 1]`, the row behind each expert's last; behind them, rows of all
     /// segments.
     pub psum_expert: DevicePtr,
-    /// Of notify: u32 `[local_experts]`. Out, zeros, where the plan fails.
+    /// The counts of `notify`: u32 `[local_experts]`. Out, zeros, where the plan fails.
     pub num_recv_tokens_per_expert: DevicePtr,
     /// Out, mapped host memory or null: [`super::PlanHeader`].
     pub host: DevicePtr,

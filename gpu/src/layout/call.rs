@@ -51,10 +51,11 @@ pub struct Call {
     /// The place's index, below 64.
     pub place: u32,
     /// Bytes per row, a multiple of 16. Lengths that differ by less than 128 KiB have different
-    /// ready words.
+    /// ready words. In a cached dispatch the host has added 16 for each unit of a hash of its
+    /// columns.
     pub row_bytes: u32,
-    /// Top-k weights of a combine per row, or scales of a cached dispatch, with [`CACHED_DTYPE`]
-    /// for each type in front of its own. Values that differ by less than 256 have different ready
+    /// Top-k weights of a combine per row. In a cached dispatch, scales, with [`CACHED_DTYPE`] for
+    /// each type in front of its own. Values that differ by less than 256 have different ready
     /// words.
     pub columns: u32,
 }
