@@ -133,24 +133,44 @@ fn inputs_may_be_dropped_before_their_dispatch_has_begun() {
     });
 }
 
-#[test]
-fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
-    let [turn] = turns();
-    setup().run(|rank| {
+/// Sums that another stream than the operations' still reads.
+struct SumsInUse {
+    /// Holds `side` in front of its read.
+    gate: Gate,
+    side: Stream,
+    /// The copy that `side` makes of the sums.
+    kept: Tensor<'static>,
+    back: Combined,
+    /// The dispatch's. Its rows are not in use any more.
+    handle: DispatchHandle,
+    /// Rows for later combines, whose sums are zeros.
+    zeros: Tensor<'static>,
+}
+
+impl SumsInUse {
+    fn new(rank: &mut Rank, turn: &Turn) -> Result<SumsInUse> {
         let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
-        let inputs = Inputs::upload(&turn, rank)?;
+        let inputs = Inputs::upload(turn, rank)?;
         let zeros = vec![vec![0; ROW as usize]; rank.buffer.capacity() as usize];
         let zeros = rank.upload_rows(DType::Bf16, HIDDEN as u64, &zeros)?;
         let mut place = rank.place()?;
         let (output, back) = echo(rank, &mut place, &inputs)?;
-        // No rows are in use any more: it is the sums alone for which a combine can have to wait.
         let handle = output.handle.clone();
         drop(output);
 
         side.wait(&event(&rank.stream)?)?;
         gate.hold(&side)?;
-        let at = back.combined_x.ptr();
         let kept = keep(&side, &back.combined_x, back.combined_x.rows())?;
+        Ok(SumsInUse { gate, side, kept, back, handle, zeros })
+    }
+}
+
+#[test]
+fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let SumsInUse { gate, side, kept, back, handle, zeros } = SumsInUse::new(rank, &turn)?;
+        let at = back.combined_x.ptr();
         drop(back);
         let mut later = Vec::new();
         for _ in 0..3 {
@@ -176,18 +196,7 @@ fn sums_that_another_stream_still_reads_are_not_handed_out_again() {
 fn a_recording_waits_for_readers_of_memory_that_it_is_given() {
     let [turn] = turns();
     setup().run(|rank| {
-        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
-        let inputs = Inputs::upload(&turn, rank)?;
-        let zeros = vec![vec![0; ROW as usize]; rank.buffer.capacity() as usize];
-        let zeros = rank.upload_rows(DType::Bf16, HIDDEN as u64, &zeros)?;
-        let mut place = rank.place()?;
-        let (output, back) = echo(rank, &mut place, &inputs)?;
-        let handle = output.handle.clone();
-        drop(output);
-
-        side.wait(&event(&rank.stream)?)?;
-        gate.hold(&side)?;
-        let kept = keep(&side, &back.combined_x, back.combined_x.rows())?;
+        let SumsInUse { gate, side, kept, back, handle, zeros } = SumsInUse::new(rank, &turn)?;
         let (stream, mut back, mut runs) = (rank.stream.clone(), Some(back), 0);
         let recorded = rank.buffer.capture(&stream, |buffer, order| {
             runs += 1;

@@ -412,6 +412,32 @@ impl Record {
     }
 }
 
+/// Checks that `call` differs between the usual formats: plain rows of `rows`, and rows with scales.
+/// `elements`: of a row of a type.
+///
+/// # Panics
+/// Where two formats have one call.
+#[cfg(test)]
+pub fn assert_calls_differ(
+    rows: &[DType],
+    elements: impl Fn(DType) -> u64,
+    call: impl Fn(&Payload, &Record) -> u64,
+) {
+    let plain = rows.iter().map(|&dtype| Payload::rows(dtype, elements(dtype)));
+    let fp8 = [DType::Fp8E4m3, DType::Fp8E5m2].into_iter().flat_map(|dtype| {
+        let elements = elements(dtype);
+        [Payload::fp8(dtype, elements), Payload::fp8_ue8m0(dtype, elements), Payload::mxfp8(dtype, elements)]
+    });
+    let nvfp4 = Payload::nvfp4(2 * elements(DType::Fp4E2m1x2));
+    let mut calls = std::collections::HashMap::new();
+    for format in plain.chain(fp8).chain([nvfp4]) {
+        let format = format.unwrap();
+        if let Some(other) = calls.insert(call(&format, &Record::of(&format)), format.clone()) {
+            panic!("{format:?} and {other:?} have one call");
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

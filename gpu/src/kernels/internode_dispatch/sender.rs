@@ -283,23 +283,23 @@ pub unsafe fn send<const BY_EXPERT: bool>(
                 // others alone do not fill them.
                 fence_proxy_async();
             }
-            say_packed(progress, packed / pieces, first - begin, workers);
+            publish_packed(progress, packed / pieces, first - begin, workers);
         }
     }
     bulk_wait::<0>();
-    say_packed(progress, sent.piece / pieces, end - begin + warp, workers);
+    publish_packed(progress, sent.piece / pieces, end - begin + warp, workers);
     if BY_EXPERT && copies.warps() != 0 {
         late.end(copies, rows, epoch);
     }
 }
 
-/// Publishes to the posting warp how many tokens this warp has packed: the first token that lacks,
-/// counted from the channel's first.
+/// Publishes to the posting warp that this warp has packed `count` tokens. The word is the first
+/// token that this warp lacks, counted from the channel's first.
 ///
 /// # Safety
 /// Lane 0 publishes what all lanes wrote before they met; their bulk stores have completed.
 #[device]
-unsafe fn say_packed(progress: &Progress, count: u32, first: u32, workers: u32) {
+unsafe fn publish_packed(progress: &Progress, count: u32, first: u32, workers: u32) {
     syncwarp();
     if laneid() == 0 {
         progress.publish(first + count * workers);

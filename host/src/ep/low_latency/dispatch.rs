@@ -654,36 +654,21 @@ fn received_by_expert<'p>(
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
-
     use super::*;
-    use crate::ep::Payload;
+    use crate::ep::payload::assert_calls_differ;
 
     /// Scales have a bit of their own in the call.
     #[test]
     fn rows_of_the_usual_formats_have_different_calls() {
         for hidden in [512, 1024, 2048, 2560, 2880, 3584, 4096, 5120, 6144, 7168, 8192] {
-            let plain = ROWS.map(|dtype| Payload::rows(dtype, elements_of(dtype, hidden).unwrap_or(hidden)));
-            let fp8 = [DType::Fp8E4m3, DType::Fp8E5m2].map(|dtype| {
-                [
-                    Payload::fp8(dtype, hidden),
-                    Payload::fp8_ue8m0(dtype, hidden),
-                    Payload::mxfp8(dtype, hidden),
-                ]
-            });
-            let formats = plain.into_iter().chain(fp8.into_iter().flatten());
-            let mut calls = HashMap::new();
-            for format in formats.chain([Payload::nvfp4(hidden)]) {
-                let format = format.unwrap();
-                let record = Record::of(&format);
-                let row_bytes = bytes_of_call(format.row_bytes() as u32, format.row().0, &record);
+            let elements = |dtype| elements_of(dtype, hidden).unwrap_or(hidden);
+            assert_calls_differ(&ROWS, elements, |format, record| {
+                let row_bytes = bytes_of_call(format.row_bytes() as u32, format.row().0, record);
                 let has_scales = !format.columns().is_empty();
                 let call =
                     LowLatencyCall { is_combine: false, has_scales, place: 0, row_bytes, num_tokens: 1 };
-                if let Some(other) = calls.insert(call.bits(), format.clone()) {
-                    panic!("{format:?} and {other:?} have one call");
-                }
-            }
+                call.bits().into()
+            });
         }
     }
 }

@@ -603,27 +603,27 @@ impl Buffer {
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
         let mut end = self.end_of("cached dispatch", args.comm, waited, halves);
         end.uses.clone_from(&uses);
-        let event =
-            self.run(order, capturing, Some(("cached dispatch", halves)), uses, |buffer, stream| {
-                lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
-                // SAFETY: as in `dispatch`.
-                unsafe {
-                    source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
-                    source.quantise(stream, &buffer.kernels.quantise_rows, num_sms)?;
-                    if let Some(waits) = &end.waits {
-                        buffer.enter(stream, waits, tables.header, true)?;
-                    }
-                    let launched = buffer.launch_dispatch(stream, args, (ring, num_sms), tables, &mut end);
-                    if let (Err(error), false, true) = (&launched, capturing, end.waits.is_some()) {
-                        buffer.core.give_up("cached dispatch", error);
-                    }
-                    launched?;
-                    if halves == Halves::Both {
-                        buffer.end_or_give_up(stream, &end, capturing)?;
-                    }
-                    Ok(())
+        let named = Some((end.name, halves));
+        let event = self.run(order, capturing, named, uses, |buffer, stream| {
+            lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
+            // SAFETY: as in `dispatch`.
+            unsafe {
+                source.records.launch(stream, &buffer.kernels.pack_columns, 4 * num_sms)?;
+                source.quantise(stream, &buffer.kernels.quantise_rows, num_sms)?;
+                if let Some(waits) = &end.waits {
+                    buffer.enter(stream, waits, tables.header, true)?;
                 }
-            })?;
+                let launched = buffer.launch_dispatch(stream, args, (ring, num_sms), tables, &mut end);
+                if let (Err(error), false, true) = (&launched, capturing, end.waits.is_some()) {
+                    buffer.core.give_up("cached dispatch", error);
+                }
+                launched?;
+                if halves == Halves::Both {
+                    buffer.end_or_give_up(stream, &end, capturing)?;
+                }
+                Ok(())
+            }
+        })?;
         let lease = self.captured_lease(lease, None)?;
         Ok((output_of_rows(&payload, &lease, handle, event), end))
     }
@@ -1151,30 +1151,17 @@ fn output_of_rows<'p>(
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
-
     use super::*;
+    use crate::ep::payload::assert_calls_differ;
 
     #[test]
     fn equally_long_rows_of_the_usual_formats_have_different_cached_calls() {
         for row_bytes in (32u64..1 << 14).step_by(32) {
-            let plain = ROWS.map(|dtype| Payload::rows(dtype, row_bytes / dtype.size()));
-            let fp8 = [DType::Fp8E4m3, DType::Fp8E5m2].map(|dtype| {
-                [
-                    Payload::fp8(dtype, row_bytes),
-                    Payload::fp8_ue8m0(dtype, row_bytes),
-                    Payload::mxfp8(dtype, row_bytes),
-                ]
-            });
-            let formats = plain.into_iter().chain(fp8.into_iter().flatten());
-            let mut calls = HashMap::new();
-            for format in formats.chain([Payload::nvfp4(2 * row_bytes)]) {
-                let format = format.unwrap();
-                let call = cached_call(3, row_bytes as u32, format.row().0, &Record::of(&format));
-                if let Some(other) = calls.insert(call.bits(), format.clone()) {
-                    panic!("{format:?} and {other:?} have one call");
-                }
-            }
+            assert_calls_differ(
+                &ROWS,
+                |dtype| row_bytes / dtype.size(),
+                |format, record| cached_call(3, row_bytes as u32, format.row().0, record).bits(),
+            );
         }
     }
 }

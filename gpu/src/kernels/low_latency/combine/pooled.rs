@@ -263,8 +263,8 @@ fn publishes_from_first(args: &LowLatencyArgs) -> bool {
 }
 
 /// Whether a member has ended a later dispatch without this rank, or will not enter this combine: its
-/// rows may be others by now, or half of each. A rank that gives up publishes so [`GIVING_UP_NS`] before
-/// it writes any. So rows that are read within [`GATHER_NS`] from here on are right. Recorded.
+/// rows may be others by now, or half of each. A rank publishes that it gives up [`GIVING_UP_NS`] before
+/// it writes any, so rows read within [`GATHER_NS`] from here on are right. A failure is recorded.
 ///
 /// # Safety
 /// Words are in this rank's own pool.
