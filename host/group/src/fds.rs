@@ -206,7 +206,8 @@ fn claims(from: u32, to: u32, count: u32, address: &[u8]) -> Vec<u8> {
     [&numbers, address].concat()
 }
 
-/// Sends duplicates of `fds` to the mailbox at `address`, which belongs to rank `peer`.
+/// Sends duplicates of `fds` to the mailbox at `address`, which belongs to rank `peer`. The error of
+/// `alive` ends the wait for a full mailbox.
 pub(super) fn send(
     address: &[u8],
     secret: Option<&JobSecret>,
@@ -214,6 +215,7 @@ pub(super) fn send(
     peer: u32,
     fds: &[BorrowedFd<'_>],
     timeout: Duration,
+    mut alive: impl FnMut() -> Result<()>,
 ) -> Result<()> {
     let (token, name) = address
         .split_at_checked(TOKEN_BYTES)
@@ -226,6 +228,7 @@ pub(super) fn send(
     while let Err(error) = connect(&socket, &name) {
         match error {
             Errno::AGAIN | Errno::INTR if start.elapsed() < timeout => {
+                alive()?;
                 std::thread::sleep(Duration::from_millis(1));
             }
             error => {
@@ -301,6 +304,17 @@ mod tests {
         Mailbox::open(2, &ConnectionLimits::default(), secret.cloned()).unwrap()
     }
 
+    /// Sends without a wait for a full mailbox.
+    fn send(
+        address: &[u8],
+        secret: Option<&JobSecret>,
+        rank: u32,
+        peer: u32,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<()> {
+        super::send(address, secret, rank, peer, fds, Duration::ZERO, || Ok(()))
+    }
+
     #[test]
     fn strangers_are_ignored() {
         let (ours, other) = (secret("a"), secret("b"));
@@ -310,16 +324,16 @@ mod tests {
             let mut forged = address.clone();
             forged[0] ^= 1;
             let stdin = std::io::stdin();
-            send(&forged, secret, 1, 0, &[stdin.as_fd()], Duration::ZERO).unwrap();
+            send(&forged, secret, 1, 0, &[stdin.as_fd()]).unwrap();
             // Without the secret where there is one, and the other way round.
             let wrong = if secret.is_some() { None } else { Some(&ours) };
-            send(&address, wrong, 1, 0, &[stdin.as_fd()], Duration::ZERO).unwrap();
-            send(&address, Some(&other), 1, 0, &[stdin.as_fd()], Duration::ZERO).unwrap();
+            send(&address, wrong, 1, 0, &[stdin.as_fd()]).unwrap();
+            send(&address, Some(&other), 1, 0, &[stdin.as_fd()]).unwrap();
             // A packet for another rank.
             if secret.is_some() {
-                send(&address, secret, 1, 1, &[stdin.as_fd()], Duration::ZERO).unwrap();
+                send(&address, secret, 1, 1, &[stdin.as_fd()]).unwrap();
             }
-            send(&address, secret, 1, 0, &[stdin.as_fd(), stdin.as_fd()], Duration::ZERO).unwrap();
+            send(&address, secret, 1, 0, &[stdin.as_fd(), stdin.as_fd()]).unwrap();
             let received = mailbox.receive(0, 2, PATIENCE, || Ok(())).unwrap();
             let Received::All(all) = received else { panic!("{received:?}") };
             assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 2]);
@@ -335,7 +349,7 @@ mod tests {
         let as_nobody = |address: &[u8]| {
             let stdin = std::io::stdin();
             crate::same_user::tests::as_user(65534, || {
-                send(address, None, 1, 0, &[stdin.as_fd()], Duration::ZERO).map_err(|error| error.to_string())
+                send(address, None, 1, 0, &[stdin.as_fd()]).map_err(|error| error.to_string())
             })
         };
         let mailbox = open(None);
@@ -368,7 +382,7 @@ mod tests {
                 socket
             })
             .collect();
-        send(&address, None, 1, 0, &[std::io::stdin().as_fd()], Duration::ZERO).unwrap();
+        send(&address, None, 1, 0, &[std::io::stdin().as_fd()]).unwrap();
         let patient = |mailbox: Mailbox| mailbox.receive(0, 2, PATIENCE, || Ok(())).unwrap();
         let Received::All(all) = patient(mailbox) else { panic!("nothing came") };
         assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [0, 1]);
@@ -384,9 +398,25 @@ mod tests {
     }
 
     #[test]
+    fn the_group_being_given_up_ends_the_wait_for_a_full_mailbox() {
+        let mut address = vec![0; TOKEN_BYTES];
+        address.extend_from_slice(format!("epoxide-full-{}", std::process::id()).as_bytes());
+        let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).unwrap();
+        let full = open_socket().unwrap();
+        bind(&full, &name).unwrap();
+        listen(&full, 0).unwrap();
+        let waiting = open_socket().unwrap();
+        connect(&waiting, &name).unwrap();
+        let start = Instant::now();
+        let given_up = || Err(Error::os("test", "given up"));
+        let error = super::send(&address, None, 1, 0, &[], PATIENCE, given_up).unwrap_err();
+        assert!(error.to_string().contains("given up") && start.elapsed() < PATIENCE, "{error}");
+    }
+
+    #[test]
     fn packets_that_are_here_are_taken_though_the_group_was_given_up() {
         let mailbox = open(None);
-        send(mailbox.address(), None, 1, 0, &[std::io::stdin().as_fd()], Duration::ZERO).unwrap();
+        send(mailbox.address(), None, 1, 0, &[std::io::stdin().as_fd()]).unwrap();
         let received = mailbox.receive(0, 2, PATIENCE, || Err(Error::os("test", "given up"))).unwrap();
         assert!(matches!(&received, Received::All(all) if all[1].len() == 1), "{received:?}");
     }
@@ -423,7 +453,7 @@ mod tests {
     #[test]
     fn a_closed_mailbox_is_an_error_with_the_rank() {
         let address = open(None).address().to_vec();
-        let error = send(&address, None, 0, 1, &[], Duration::ZERO).unwrap_err();
+        let error = send(&address, None, 0, 1, &[]).unwrap_err();
         assert!(error.to_string().contains("rank 1"), "{error}");
     }
 }

@@ -266,8 +266,12 @@ impl ProcessGroup for MeshGroup {
                 let secret = self.options.secret.as_ref();
                 let mailbox = fds::Mailbox::open(size, &self.options.limits, secret.cloned())?;
                 let addresses = run.all_gather(mailbox.address().to_owned())?;
+                let alive = |engine: &mut Engine| {
+                    engine.progress(Duration::ZERO)?;
+                    engine.check_given_up()
+                };
                 let send = |(peer, address): (u32, &Vec<u8>)| {
-                    fds::send(address, secret, rank, peer, fds, left())
+                    fds::send(address, secret, rank, peer, fds, left(), || alive(run.engine))
                         .map_err(|error| (peer, format!("descriptors to rank {peer}: {error}")))
                 };
                 let mut others = (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank);
@@ -276,11 +280,7 @@ impl ProcessGroup for MeshGroup {
                 // error names it.
                 run.barrier()?;
                 sent.map_err(|(peer, reason)| run.engine.error(vec![peer], reason))?;
-                let alive = || {
-                    run.engine.progress(Duration::ZERO)?;
-                    run.engine.check_given_up()
-                };
-                match mailbox.receive(rank, size, left(), alive)? {
+                match mailbox.receive(rank, size, left(), || alive(run.engine))? {
                     fds::Received::All(all) => Ok(all),
                     fds::Received::Missing(ranks) => {
                         let reason =

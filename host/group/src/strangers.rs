@@ -4,7 +4,7 @@
 //! thousand. The resources of such a stranger are bounded here, before its bytes are trusted.
 //! [`ConnectionLimits`] bounds its number and its age. The length of a hello bounds its bytes:
 //! later bytes stay in the socket until the hello has been checked. No failure of `accept` ends a
-//! listener. No failure of `accept` ends a listener.
+//! listener.
 
 use std::collections::VecDeque;
 use std::mem;
