@@ -101,8 +101,9 @@ impl fmt::Display for DType {
 
 /// A host type whose values can be copied to and from tensors: [`bf16`](half::bf16),
 /// [`f16`](half::f16), `f32`, `i64` and `i32` of the dtypes of their names, the bits of a bf16 as
-/// `u16`, and all types of one byte as `u8`.
-pub trait Element: Pod {
+/// `u16`, and all types of one byte as `u8`. No other type can implement it: copies rely on the size
+/// of its dtype.
+pub trait Element: Pod + sealed::Sealed {
     /// The dtype of a [`TypedTensor`] of this type.
     const DTYPE: DType;
 }
@@ -112,11 +113,19 @@ fn fits<T: Element>(dtype: DType) -> bool {
     dtype == T::DTYPE || T::DTYPE.size() == 1 && dtype.size() == 1
 }
 
+mod sealed {
+    pub trait Sealed {}
+}
+
 macro_rules! elements {
     ($($ty:ty: $dtype:ident;)*) => {
-        $(impl Element for $ty {
-            const DTYPE: DType = DType::$dtype;
-        })*
+        $(
+            impl sealed::Sealed for $ty {}
+            impl Element for $ty {
+                const DTYPE: DType = DType::$dtype;
+            }
+            const _: () = assert!(size_of::<$ty>() as u64 == DType::$dtype.size());
+        )*
     };
 }
 elements! {
@@ -438,6 +447,10 @@ impl<'a> Tensor<'a> {
     }
 
     /// Copies elements from the host, row after row, and waits for it.
+    ///
+    /// # Errors
+    /// [`Error::DType`] where `T` does not fit, [`Error::Shape`] where `data` has another number of
+    /// elements, and errors of the driver.
     pub fn write<T: Element>(&self, stream: &Stream, data: &[T]) -> Result<()> {
         self.check_element::<T>()?;
         if data.len() as u64 != self.rows() * self.columns() {
