@@ -221,6 +221,10 @@ fn arguments_are_checked() {
             let request = DispatchRequest::new(&x, &valid.layout).by_expert(alignment);
             refused(rank.dispatch(place, request), &[&format!("alignment = {alignment}"), "power of two"]);
         }
+        let plain = || DispatchRequest::new(&x, &valid.layout);
+        for both in [plain().by_expert(8).expert_alignment(1), plain().expert_alignment(1).by_expert(8)] {
+            refused(rank.dispatch(place, both), &["expert_alignment = 1", "give one of the two"]);
+        }
         let by_rank = rank.dispatch(place, valid.request())?.handle;
         let rows = Tensor::alloc(rank.device(), DType::Bf16, &[10, 8])?;
         let weights: TypedTensor<'_, f32> =

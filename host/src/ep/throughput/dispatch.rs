@@ -70,8 +70,8 @@ pub struct DispatchRequest<'a> {
     quantise: Quantise,
     topk_weights: Option<&'a TypedTensor<'a, f32>>,
     layout: &'a DispatchLayout<'a>,
-    expert_alignment: u32,
-    by_expert: bool,
+    expert_alignment: Option<u32>,
+    by_expert: Option<u32>,
     counts: Counts,
     cumulative_counts: Option<&'a TypedTensor<'a, i32>>,
     cumulative_wait_ns: Option<&'a TypedTensor<'a, i64>>,
@@ -89,11 +89,11 @@ impl<'a> DispatchRequest<'a> {
             scales: None,
             columns: Columns::default(),
             payload: None,
-            quantise: Quantise::Not,
+            quantise: Quantise::None,
             topk_weights: None,
             layout,
-            expert_alignment: 1,
-            by_expert: false,
+            expert_alignment: None,
+            by_expert: None,
             counts: Counts::Exact,
             cumulative_counts: None,
             cumulative_wait_ns: None,
@@ -120,7 +120,8 @@ impl<'a> DispatchRequest<'a> {
         /// Sends these weights `[num_tokens, num_topk]` with the rows, and the top-k ids that the
         /// layout was made of.
         topk_weights: &'a TypedTensor<'a, f32>;
-        /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1.
+        /// Rounds per-expert counts up to multiples of this; nothing else changes. At least 1. Rows
+        /// by expert have an alignment of their own.
         expert_alignment: u32;
     }
 
@@ -144,8 +145,7 @@ impl<'a> DispatchRequest<'a> {
     /// The buffer needs [`Options::rows_by_expert`](super::Options::rows_by_expert).
     /// The same on every rank, but for the alignment.
     pub fn by_expert(mut self, alignment: u32) -> Self {
-        self.by_expert = true;
-        self.expert_alignment = alignment;
+        self.by_expert = Some(alignment);
         self
     }
 
@@ -204,7 +204,7 @@ impl<'a> CachedDispatchRequest<'a> {
             scales: None,
             columns,
             payload: None,
-            quantise: Quantise::Not,
+            quantise: Quantise::None,
             handle,
             cumulative_wait_ns: None,
             num_sms: None,
@@ -355,13 +355,21 @@ impl Buffer {
         let given = (x, scales, columns, quantise);
         let payload = self.check_payload(given, payload, layout.num_tokens, timeout)?;
         let num_topk = self.check_topk(&request)?;
-        if request.by_expert {
-            self.check_by_expert(request.expert_alignment)?;
+        let by_expert = request.by_expert.is_some();
+        let expert_alignment = match (request.by_expert, request.expert_alignment) {
+            (Some(_), Some(given)) => {
+                let rule = "by_expert has the alignment of its segments and counts: give one of the two";
+                return Err(Error::argument("expert_alignment", given, rule));
+            }
+            (by_expert, given) => by_expert.or(given).unwrap_or(1),
+        };
+        if by_expert {
+            self.check_by_expert(expert_alignment)?;
             // Slots and records have room for each entry, with a weight or without.
             let most = self.options.shape.max_topk.into();
             check_fits(("num_topk", "entries"), layout.num_topk.into(), most, "max_topk")?;
         }
-        if request.expert_alignment == 0 {
+        if expert_alignment == 0 {
             return Err(Error::argument("expert_alignment", 0, "must be at least 1"));
         }
         let exact = request.counts == Counts::Exact;
@@ -378,10 +386,9 @@ impl Buffer {
 
         let local_experts = layout.num_experts / self.core.topology().ranks();
         check_cumulative(request.cumulative_counts, local_experts)?;
-        if request.cumulative_counts.is_some() && !request.by_expert && request.expert_alignment > 1 {
+        if request.cumulative_counts.is_some() && !by_expert && expert_alignment > 1 {
             let rule = format!(
-                "counts are rounded up to multiples of {}: dispatch with expert_alignment 1, or by expert",
-                request.expert_alignment
+                "counts are rounded up to multiples of {expert_alignment}: dispatch with expert_alignment 1, or by expert"
             );
             return Err(Error::argument(CUMULATIVE_COUNTS, "given", rule));
         }
@@ -392,7 +399,7 @@ impl Buffer {
             channels: num_channels,
             tokens: layout.num_tokens,
             local_experts,
-            by_expert: request.by_expert.then_some(layout.num_topk),
+            by_expert: by_expert.then_some(layout.num_topk),
             is_weighted: request.topk_weights.is_some(),
         };
         let mode = &self.kernels.mode;
@@ -402,12 +409,12 @@ impl Buffer {
             layout,
             capacity,
             // By expert all entries are sent.
-            num_topk: if request.by_expert { layout.num_topk } else { num_topk },
+            num_topk: if by_expert { layout.num_topk } else { num_topk },
             is_weighted: request.topk_weights.is_some(),
             num_channels,
             num_sms,
-            by_expert: request.by_expert,
-            expert_alignment: request.expert_alignment,
+            by_expert,
+            expert_alignment,
             host: if exact { self.host_counts.ptr() } else { DevicePtr::NULL },
             tag: self.tag,
             timeout_ns: self.core.timeout_ns(request.timeout),
@@ -419,7 +426,7 @@ impl Buffer {
             // relays the weights of others, and reads none here.
             metadata.topk_weights = if weights.ptr().is_null() { tables.header } else { weights.ptr() };
         }
-        if request.by_expert {
+        if by_expert {
             // A row by expert is that of an entry, whether or not there are weights.
             metadata.num_topk = layout.num_topk;
             (metadata.topk_idx, metadata.narrow_ids) = layout.ids();
@@ -522,7 +529,6 @@ impl Buffer {
         let at = &place.room().layout;
         let columns = [rows, num_topk as u64];
         let with_topk = request.topk_weights.is_some();
-        let by_expert = request.by_expert;
         let of_weights = if by_expert { &columns[..1] } else { &columns[..] };
         let received = Received {
             recv_topk_idx: (with_topk && !by_expert)
@@ -689,7 +695,7 @@ impl Buffer {
         x.expect("x", &ROWS, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
         x.expect_rows_of_16("x")?;
         quantise.check(x.columns(), x.dtype(), quantise.block())?;
-        let dtype = if quantise == Quantise::Not { x.dtype() } else { DType::Fp8E4m3 };
+        let dtype = if quantise == Quantise::None { x.dtype() } else { DType::Fp8E4m3 };
         let row_bytes = x.columns() * dtype.size();
         self.check_row_capacity(row_bytes)?;
         let mut given = columns;
@@ -719,14 +725,14 @@ impl Buffer {
             given.push(scales);
         }
         let record = match quantise {
-            Quantise::Not => given.lay_out(num_tokens)?,
+            Quantise::None => given.lay_out(num_tokens)?,
             _ if !columns.is_empty() => {
                 let rule = "the scales that are made travel in their place: leave them out, or send rows that are quantised already";
                 return Err(Error::argument("columns", "given", rule));
             }
             _ => quantise.record(row_bytes as u32),
         };
-        let name = if quantise == Quantise::Not { "columns" } else { "quantise" };
+        let name = if quantise == Quantise::None { "columns" } else { "quantise" };
         let (words, have) = (record.bytes as u64 / 4, self.options.shape.max_scales as u64);
         check_fits((name, "words of 4 bytes"), words, have, "max_scales")?;
         if let Some(payload) = payload {
