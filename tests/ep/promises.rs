@@ -9,7 +9,7 @@ use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchRequest, Place, Step,
 };
 use epoxide::transport::TransportKind;
-use epoxide::{DType, StreamOrder, Tensor};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names, keep, run_ranks};
 use epoxide_testing::payload::values_of;
@@ -777,10 +777,11 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
                 rank.combine(CombineRequest::new(&output.recv_x, &output.handle))?;
             }
             let error = rank.outcome().expect_err("two ranks have gone");
-            let Error::PeerTimeout { peer, place, late, .. } = &error else { panic!("{error}") };
+            let Error::PeerTimeout { peer, place, late_ranks, .. } = &error else { panic!("{error}") };
             // The wait that expired first may be for one that has entered, and waits as long
             // itself.
-            let late: Vec<u32> = late.iter().copied().filter(|r| GONE.contains(r) || r != peer).collect();
+            let late: Vec<u32> =
+                late_ranks.iter().copied().filter(|r| GONE.contains(r) || r != peer).collect();
             assert_eq!(late, GONE, "{error}");
             assert_eq!(*place, is_combine.then_some(0), "{error}");
             assert!(!GONE.contains(peer) || error.to_string().contains("ranks 1 and 3 may"), "{error}");
@@ -969,6 +970,31 @@ fn received_rows_outlive_their_buffer_and_its_work_in_flight() {
         assert_eq!(kept.to_host::<u16>(&side)?, flat(&want));
         stream.synchronize()?;
         group.barrier(PATIENCE)
+    });
+}
+
+#[test]
+fn host_reads_of_local_operations_wait_for_them() {
+    setup().run(|rank| {
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
+        let stream = rank.stream.clone();
+        let ids = TypedTensor::from_host(&stream, &[3, 1], &[0i32, 1, 1])?;
+        let two = TypedTensor::from_host(&stream, &[1], &[2i32])?;
+        stream.synchronize()?;
+        gate.hold(&side)?;
+        let held = event(&side)?;
+        let order = StreamOrder::comm(&stream).after(&held).asynchronous();
+        let layout = rank.buffer.get_dispatch_layout(&ids, 2, order)?;
+        let first = rank.buffer.first_tokens(&ids, &two, order)?;
+        let (mut counts, mut entries) = (Ok(Vec::new()), Ok(Vec::new()));
+        while_held(&gate, || {
+            counts = layout.num_tokens_per_rank().values(&stream);
+            entries = first.values(&stream);
+        });
+        let (counts, entries) = (counts?, entries?);
+        rank.check(counts == [1, 2], format!("num_tokens_per_rank is {counts:?}"));
+        rank.check(entries == [0, 1, -1], format!("first tokens are {entries:?}"));
+        Ok(())
     });
 }
 

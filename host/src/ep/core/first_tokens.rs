@@ -54,5 +54,6 @@ pub fn first_tokens<B: HasCore, T: ExpertId>(
         // streams, and a recording keeps them.
         unsafe { stream.call(buffer.first_tokens(), grid, THREADS, 0, FirstTokens::call(args)) }
     })?;
-    Ok(TypedTensor::in_memory(out, &[max_tokens, num_topk], block).named("topk_idx"))
+    let out = TypedTensor::in_memory(out, &[max_tokens, num_topk], block);
+    Ok(out.result("topk_idx", buffer.core().sequence()))
 }

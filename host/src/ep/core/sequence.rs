@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::Duration;
 
-use crate::driver::{Device, Event, Stream};
+use crate::driver::{Device, Event, Outcome, Stream};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
@@ -166,6 +166,17 @@ impl Sequence {
     /// Rejects all further operations.
     pub fn close(&self) {
         lock(&self.last).closed = true;
+    }
+}
+
+/// Of operations that are local to the rank, which cannot fail.
+impl Outcome for Sequence {
+    fn report(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn order_before(&self, stream: &Stream) -> Result<()> {
+        Sequence::order_before(self, stream)
     }
 }
 

@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{DevicePtr, ExpertTable, LayoutArgs, MAX_TOPK, Section}
 
 use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
-use crate::ep::core::Block;
+use crate::ep::core::{Block, Sequence};
 use crate::ep::experts::{ExpertId, ExpertMap, is_narrow};
 use crate::ep::tensor::{Owner, owners};
 use crate::error::{Error, Result};
@@ -30,6 +30,7 @@ pub struct DispatchLayout<'a> {
     pub(super) num_ranks: u32,
     num_nodes: u32,
     event: Option<Arc<Event>>,
+    sequence: Arc<Sequence>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -88,7 +89,7 @@ impl<'a> DispatchLayout<'a> {
     pub fn is_token_in_rank(&self) -> Tensor<'static> {
         let shape = [self.num_tokens as u64, self.num_ranks as u64];
         Tensor::in_memory(self.tables.is_token_in_rank, DType::Bool, &shape, self.block.clone())
-            .named("is_token_in_rank")
+            .result("is_token_in_rank", &self.sequence)
     }
 
     /// Where an asynchronous call ends.
@@ -141,7 +142,7 @@ impl<'a> DispatchLayout<'a> {
     }
 
     fn tensor(&self, name: &'static str, ptr: DevicePtr, shape: &[u64]) -> TypedTensor<'static, i32> {
-        TypedTensor::in_memory(ptr, shape, self.block.clone()).named(name)
+        TypedTensor::in_memory(ptr, shape, self.block.clone()).result(name, &self.sequence)
     }
 }
 
@@ -256,6 +257,7 @@ impl Buffer {
             num_ranks: self.core.topology().ranks(),
             num_nodes: self.core.topology().nodes,
             event: event.map(Arc::new),
+            sequence: self.core.sequence().clone(),
         })
     }
 
