@@ -200,6 +200,12 @@ fn maps_are_for_as_many_ranks() {
         let other = Placement::new(4, &[vec![0, 1, 2, 3], vec![]])?;
         let parts = ["placement = 4 experts on a rank", "room for 3", "with_local_experts(4)"];
         refused(map.set(&rank.stream, &other), &parts);
+        let even = Placement::even(4, 2)?.with_local_experts(3)?;
+        let replicas = Placement::new(4, &[vec![0, 1, 2], vec![3, 0]])?;
+        let parts = ["placement = 2 replicas of expert 0", "1 choices", "with_choices(2)"];
+        refused(ExpertMap::new(&rank.stream, &even)?.set(&rank.stream, &replicas), &parts);
+        refused(ExpertMap::new(&rank.stream, &replicas.clone().with_choices(1)?), &parts);
+        ExpertMap::new(&rank.stream, &even.with_choices(2)?)?.set(&rank.stream, &replicas)?;
         Ok(())
     });
     faults::run(|rank| {

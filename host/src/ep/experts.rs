@@ -271,7 +271,8 @@ impl Placement {
     }
 
     /// The length of the turn through the replicas of an expert: token t of rank r takes choice `(t
-    /// + r) % choices`. Without, as many as an even turn takes, at most 64; 64 with weights.
+    /// + r) % choices`. Without, as many as an even turn takes, at most 64; 64 where an expert's
+    /// weights differ; more where an expert has more replicas.
     ///
     /// # Errors
     /// [`Error::Argument`] where it is 0 or more than 1024.
@@ -302,19 +303,46 @@ impl Placement {
     /// Choices for each expert.
     pub fn choices(&self) -> u32 {
         self.choices.unwrap_or_else(|| {
-            let mut all = 1;
-            for replicas in &self.replicas {
-                if replicas.iter().any(|replica| replica.weight != replicas[0].weight) {
-                    return DEFAULT_CHOICES;
-                }
-                let count = replicas.len() as u64;
-                all = all / gcd(all, count) * count;
-                if all > u64::from(DEFAULT_CHOICES) {
-                    return DEFAULT_CHOICES;
-                }
-            }
-            all as u32
+            let most = self.most_replicas().1.min(MAX_CHOICES as usize) as u32;
+            self.even_turn().unwrap_or(DEFAULT_CHOICES).max(most)
         })
+    }
+
+    /// The shortest turn that takes all replicas of each expert equally often; `None` where it is
+    /// longer than the default, or an expert's weights differ.
+    fn even_turn(&self) -> Option<u32> {
+        let mut all = 1;
+        for replicas in &self.replicas {
+            if replicas.iter().any(|replica| replica.weight != replicas[0].weight) {
+                return None;
+            }
+            let count = replicas.len() as u64;
+            all = all / gcd(all, count) * count;
+            if all > u64::from(DEFAULT_CHOICES) {
+                return None;
+            }
+        }
+        Some(all as u32)
+    }
+
+    /// The expert with most replicas that take tokens, and their number.
+    fn most_replicas(&self) -> (usize, usize) {
+        let count = |replicas: &Vec<Replica>| replicas.iter().filter(|replica| replica.weight > 0.0).count();
+        let counts = self.replicas.iter().map(count).enumerate();
+        counts.max_by_key(|&(_, count)| count).unwrap_or_default()
+    }
+
+    /// An error where so many choices leave out replicas of an expert.
+    fn check_choices(&self, choices: u32) -> Result<()> {
+        let (expert, most) = self.most_replicas();
+        if most <= choices as usize {
+            return Ok(());
+        }
+        let value = format!("{most} replicas of expert {expert}");
+        let rule = format!(
+            "the map has {choices} choices for each expert, and a replica needs one: make the map of a placement with_choices({most})"
+        );
+        Err(Error::argument("placement", value, rule))
     }
 
     /// The entries of a table of so many choices for each expert, with so many local experts on
@@ -416,9 +444,10 @@ impl ExpertMap {
     /// A map of this placement.
     ///
     /// # Errors
-    /// Errors of the driver.
+    /// [`Error::Argument`] where an expert has more replicas than choices, and errors of the driver.
     pub fn new(stream: &Stream, placement: &Placement) -> Result<ExpertMap> {
         let (choices, local_experts) = (placement.choices(), placement.local_experts());
+        placement.check_choices(choices)?;
         let shape = [placement.num_experts().into(), choices.into()];
         let entries = TypedTensor::from_host(stream, &shape, &placement.entries(choices, local_experts))?;
         Ok(ExpertMap {
@@ -432,8 +461,8 @@ impl ExpertMap {
     /// streams that use the map must have ended, or wait for `stream`. The number of choices stays.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the placement has another number of experts or ranks, or more
-    /// local experts than there is room for.
+    /// [`Error::Argument`] where the placement has another number of experts or ranks, more local
+    /// experts than there is room for, or more replicas of an expert than choices.
     pub fn set(&self, stream: &Stream, placement: &Placement) -> Result<()> {
         let (experts, ranks) = (self.num_experts(), self.num_ranks);
         if placement.num_experts() != experts || placement.num_ranks != ranks {
@@ -449,6 +478,7 @@ impl ExpertMap {
             );
             return Err(Error::argument("placement", value, rule));
         }
+        placement.check_choices(self.choices())?;
         self.entries.write(stream, &placement.entries(self.choices(), self.local_experts))
     }
 
@@ -528,6 +558,8 @@ mod tests {
         assert_eq!(placement.clone().weighted(&weights).unwrap().choices(), 64);
         let equal = placement.weighted(&[vec![2.0, 7.0], vec![2.0], vec![2.0, 7.0]]).unwrap();
         assert_eq!(equal.choices(), 6);
+        // One choice for each replica at least.
+        assert_eq!(Placement::new(1, &[[0; 65], [0; 65]]).unwrap().choices(), 130);
     }
 
     #[test]
