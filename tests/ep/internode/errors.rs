@@ -75,6 +75,12 @@ fn chunks_must_fit_their_rings() {
             Config { num_max_rdma_chunked_recv_tokens: 120, ..seed },
             ["num_max_rdma_chunked_recv_tokens = 120", "120 % 16 != 0"],
         ),
+        (
+            2,
+            Config { num_max_rdma_chunked_send_tokens: 0, num_max_rdma_chunked_recv_tokens: 0, ..seed },
+            ["num_max_rdma_chunked_send_tokens = 0", "must be positive"],
+        ),
+        (2, Config { num_sms: 5, ..seed }, ["num_sms = 5", "must be even"]),
     ] {
         let errors = refusals(nodes, |_, setup| setup.fields().config = config);
         assert_eq!(errors.len() as u32, nodes, "every rank must refuse: {errors:?}");
@@ -97,6 +103,19 @@ fn a_buffer_does_not_take_a_configuration_that_its_nodes_rule_out() {
     then_dispatch(setup(), |rank, _, _| {
         let odd = Config { num_max_nvl_chunked_recv_tokens: 255, ..*rank.buffer.config() };
         refused(rank.buffer.set_config(odd), &["num_max_nvl_chunked_recv_tokens = 255", "255 % 2 != 0"]);
+        let odd = Config { num_sms: 21, ..*rank.buffer.config() };
+        refused(rank.buffer.set_config(odd), &["num_sms = 21", "must be even"]);
+        Ok(())
+    });
+}
+
+#[test]
+fn the_default_configuration_suits_three_nodes() {
+    let mut setup = Setup::new(3, 1, TOKENS as u32, 64).nodes(Some(NODES_OF_ONE));
+    setup.fields().config = Config::default();
+    setup.run(|rank| {
+        rank.buffer.set_config(Config::default())?;
+        assert_eq!(rank.buffer.config().num_max_nvl_chunked_recv_tokens, 258);
         Ok(())
     });
 }

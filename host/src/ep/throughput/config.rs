@@ -16,6 +16,8 @@ const HINT_COLUMNS: u64 = 128;
 /// meaning and the rules they have in MSCCL++'s DeepEP port. The kernels write rows to their final
 /// place and have no rings. Here these fields only enter the size hints.
 ///
+/// The default's NVLink ring grows with the nodes of a buffer, as [`Config::for_nodes`] computes it.
+///
 /// A call may have other multiprocessors than these, by
 /// [`DispatchRequest::num_sms`](super::DispatchRequest::num_sms) and
 /// [`CombineRequest::num_sms`](super::CombineRequest::num_sms).
@@ -62,14 +64,14 @@ impl Config {
             num_sms,
             "must be even and at least 2: a channel is two".into(),
         )?;
-        for (name, value) in [
-            ("num_max_nvl_chunked_send_tokens", nvl_send),
-            ("num_max_nvl_chunked_recv_tokens", nvl_recv),
-            ("num_max_rdma_chunked_send_tokens", rdma_send),
-            ("num_max_rdma_chunked_recv_tokens", rdma_recv),
-        ] {
-            rule(value > 0, name, value, "must be positive".into())?;
-        }
+        let given = Config {
+            num_sms,
+            num_max_nvl_chunked_send_tokens: nvl_send,
+            num_max_nvl_chunked_recv_tokens: nvl_recv,
+            num_max_rdma_chunked_send_tokens: rdma_send,
+            num_max_rdma_chunked_recv_tokens: rdma_recv,
+        };
+        given.check_positive()?;
         rule(
             nvl_send < nvl_recv,
             "num_max_nvl_chunked_send_tokens",
@@ -90,22 +92,31 @@ impl Config {
             rdma_send,
             format!("must be at most half of num_max_rdma_chunked_recv_tokens = {rdma_recv}"),
         )?;
-        Ok(Config {
-            num_sms,
-            num_max_nvl_chunked_send_tokens: nvl_send,
-            num_max_nvl_chunked_recv_tokens: nvl_recv,
-            num_max_rdma_chunked_send_tokens: rdma_send,
-            num_max_rdma_chunked_recv_tokens: rdma_recv,
-        })
+        Ok(Config { num_max_rdma_chunked_recv_tokens: rdma_recv, ..given })
+    }
+
+    fn check_positive(&self) -> Result<()> {
+        for (name, value) in [
+            ("num_max_nvl_chunked_send_tokens", self.num_max_nvl_chunked_send_tokens),
+            ("num_max_nvl_chunked_recv_tokens", self.num_max_nvl_chunked_recv_tokens),
+            ("num_max_rdma_chunked_send_tokens", self.num_max_rdma_chunked_send_tokens),
+            ("num_max_rdma_chunked_recv_tokens", self.num_max_rdma_chunked_recv_tokens),
+        ] {
+            if value == 0 {
+                return Err(Error::argument(name, value, "must be positive"));
+            }
+        }
+        Ok(())
     }
 
     /// Checks the rules between the fields and a number of nodes, those that the original interface
     /// checks at launch.
     ///
     /// # Errors
-    /// [`Error::Argument`] with the rule and its numbers: the NVLink ring is cut into one part per
-    /// node, each larger than both chunks.
+    /// [`Error::Argument`] with the rule and its numbers: all chunks and rings are positive, and the
+    /// NVLink ring is cut into one part per node, each larger than both chunks.
     pub(crate) fn check_nodes(&self, nodes: u32) -> Result<()> {
+        self.check_positive()?;
         let ring = self.num_max_nvl_chunked_recv_tokens;
         if nodes == 0 || !ring.is_multiple_of(nodes) {
             let rule = format!(
@@ -136,6 +147,11 @@ impl Config {
         Ok(())
     }
 
+    /// The configuration of a buffer on `nodes` nodes: the default's ring is made for them.
+    pub(super) fn of_buffer(self, nodes: u32) -> Self {
+        if self == Config::default() { self.for_nodes(nodes) } else { self }
+    }
+
     /// The same with the smallest NVLink ring, not below the present one, that suits `nodes` nodes.
     ///
     /// Where such a ring does not fit 32 bits, the ring is the largest multiple of `nodes` that
@@ -149,6 +165,9 @@ impl Config {
     }
 
     /// The default chunks with `num_sms` multiprocessors.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where `num_sms` is odd or 0.
     pub fn with_sms(num_sms: u32) -> Result<Self> {
         let d = Config::default();
         Config::new(

@@ -172,7 +172,7 @@ impl Buffer {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.tuning.validate()?;
-        let config = options.config;
+        let config = options.config.of_buffer(nodes.nodes);
         check_channels(&config)?;
         let joined = nodes.joined(options.transport.kind, options.keep_nodes);
         if nodes.nodes > 1 && joined.is_none() {
@@ -297,11 +297,14 @@ impl Buffer {
     /// on every rank.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the number of channels is out of range.
+    /// [`Error::Argument`] where a field breaks a rule of [`Config::new`], or the NVLink ring does
+    /// not suit the nodes.
     pub fn set_config(&mut self, config: Config) -> Result<()> {
+        let nodes = self.core.topology().nodes;
+        let config = config.of_buffer(nodes);
         check_channels(&config)?;
-        if self.core.topology().nodes > 1 {
-            config.check_nodes(self.core.topology().nodes)?;
+        if nodes > 1 {
+            config.check_nodes(nodes)?;
         }
         self.config = config;
         Ok(())
@@ -469,6 +472,9 @@ fn check_sms(asked: Option<u32>) -> Result<()> {
 }
 
 fn check_channels(config: &Config) -> Result<()> {
+    if !config.num_sms.is_multiple_of(2) {
+        return Err(Error::argument("num_sms", config.num_sms, "must be even: a channel is two"));
+    }
     let channels = config.num_channels();
     if channels == 0 || channels > MAX_CHANNELS {
         let rule = format!("gives {channels} channels; 1 to {MAX_CHANNELS} are possible");
