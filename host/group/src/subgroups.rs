@@ -18,16 +18,25 @@ struct Proposal {
     color: Option<u64>,
     key: i64,
     address: Option<Address>,
+    /// Why the rank cannot listen.
+    error: Option<String>,
 }
 
 impl MeshGroup {
     /// A group of the given ranks of this one, in that order. Every rank of this group makes the
     /// call, with the same list; those outside get `None`.
+    ///
+    /// # Errors
+    /// As of [`MeshGroup::new_subgroups_by_enumeration`].
     pub fn new_group(&self, ranks: &[u32]) -> Result<Option<MeshGroup>> {
         self.new_subgroups_by_enumeration(&[ranks.to_vec()])
     }
 
     /// Groups of `group_size` consecutive ranks; returns this rank's. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where `group_size` does not divide the group; also as of
+    /// [`MeshGroup::new_subgroups_by_enumeration`].
     pub fn new_subgroups(&self, group_size: u32) -> Result<MeshGroup> {
         if group_size == 0 || !self.size().is_multiple_of(group_size) {
             let rule = format!("must divide the group's size, {}", self.size());
@@ -42,6 +51,10 @@ impl MeshGroup {
 
     /// The listed groups, of which none share a rank; returns this rank's, if it is in one.
     /// Collective, with the same lists everywhere.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where a list is empty or two name the same rank, [`Error::Mismatch`]
+    /// where ranks give different lists. Also as of [`MeshGroup::split_group`].
     pub fn new_subgroups_by_enumeration(&self, groups: &[Vec<u32>]) -> Result<Option<MeshGroup>> {
         let mut seen = vec![false; self.size() as usize];
         for rank in groups.iter().flatten() {
@@ -63,6 +76,10 @@ impl MeshGroup {
 
     /// A group of all ranks that give the same `color`, ordered by `key` and then by rank; `None`
     /// for those without a color. Collective.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where a rank cannot listen, on every rank; [`Error::Group`] where a rank does
+    /// not come in time.
     pub fn split_group(&self, color: Option<u64>, key: i64) -> Result<Option<MeshGroup>> {
         self.regroup(None, color, key)
     }
@@ -76,17 +93,25 @@ impl MeshGroup {
         let options = &self.options;
         let listener = match color {
             // A group on one host needs no network, and neither does a part of it.
-            Some(_) => Some(options.listen(self.size(), !self.shares_host())?),
-            None => None,
+            Some(_) => options.listen(self.size(), !self.shares_host()).map(Some),
+            None => Ok(None),
         };
-        let address = listener.as_ref().map(|listener| listener.address.clone());
-        let ours = Proposal { plan, color, key, address };
+        let address = listener.as_ref().ok().and_then(Option::as_ref).map(|it| it.address.clone());
+        let error = listener.as_ref().err().map(Error::to_string);
+        let ours = Proposal { plan, color, key, address, error };
         let bytes = serde_json::to_vec(&ours).map_err(|error| Error::internal("serialise", error))?;
         let name = format!("{}/sub{}", self.core.name, self.children.fetch_add(1, Ordering::Relaxed));
         let mut groups: BTreeMap<u64, Vec<(i64, u32, Address)>> = BTreeMap::new();
-        for (peer, theirs) in (0u32..).zip(self.all_gather(&bytes)?) {
+        let proposals = self.all_gather(&bytes)?;
+        // This rank's own error has more detail than the text in its proposal.
+        let listener = listener?;
+        for (peer, theirs) in (0u32..).zip(proposals) {
             let theirs: Proposal = serde_json::from_slice(&theirs)
                 .map_err(|error| Error::os("new_group", format!("rank {peer} sent no proposal: {error}")))?;
+            if let Some(reason) = theirs.error {
+                let reason = format!("rank {peer} cannot listen: {}", escaped(reason.as_bytes()));
+                return Err(Error::os("new_group", reason));
+            }
             if theirs.plan != ours.plan {
                 return Err(Error::Mismatch {
                     rank: self.rank(),

@@ -59,6 +59,8 @@ pub(super) fn check_arguments(setup: &Setup<'_>) -> Result<()> {
 /// On every rank, if one of them has no address or two of them differ.
 pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Greeting>> {
     let secret = setup.group.job_secret();
+    let has_secret = secret.as_ref().is_ok_and(Option::is_some);
+    let address = secret.and(address);
     let ours = Greeting {
         magic: MAGIC,
         version: VERSION,
@@ -67,14 +69,13 @@ pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Gre
         queues: setup.options.queues_per_peer,
         memory: setup.memory.bytes(),
         peers: setup.peers.to_vec(),
-        secret: secret.as_ref().is_ok_and(Option::is_some),
+        secret: has_secret,
         address: address.as_ref().map_err(Error::to_string).cloned(),
     };
     let bytes = serde_json::to_vec(&ours).map_err(|error| Error::internal("serialise", error))?;
     let all = setup.group.all_gather(&bytes)?;
     // This rank's own error has more detail than the text in its greeting.
     address?;
-    secret?;
     let all: Vec<Greeting> =
         (0..).zip(&all).map(|(peer, bytes)| read(setup, peer, bytes)).collect::<Result<_>>()?;
     for (peer, theirs) in (0..).zip(&all) {

@@ -56,7 +56,9 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
         })
         .collect::<Result<_>>()?;
 
-    let received = exchange(setup, &offers, memory, reader.into())?;
+    // A group of one host's ranks may have failed alone.
+    let received = exchange(setup, &offers, memory, reader.into());
+    let received = greeting::agree(setup.group, setup.options.kind, received)?;
     let attempts = import_all(setup, &offers, received);
     let verdicts = agree(setup, &attempts)?;
     let mut mapped = Vec::new();

@@ -118,6 +118,19 @@ pub const MAX_QUEUES: u32 = 64;
 pub const MAX_CONNECTIONS: u32 = 16;
 
 impl TransportOptions {
+    /// The same with one queue to each peer, which is on the first of the named devices.
+    pub(crate) fn with_one_queue(&self) -> TransportOptions {
+        let mut one = TransportOptions { queues_per_peer: 1, ..self.clone() };
+        // Ranks agree later on an error of the environment.
+        if one.kind == TransportKind::Verbs
+            && let Ok(mut verbs) = one.verbs.take().map_or_else(VerbsOptions::from_env, Ok)
+        {
+            verbs.devices.truncate(1);
+            one.verbs = Some(verbs);
+        }
+        one
+    }
+
     /// No shaping, 30 s, the default limits, and enough queues for a fast network: eight if a
     /// processor moves the bytes, one if a card does.
     pub fn new(kind: TransportKind) -> TransportOptions {

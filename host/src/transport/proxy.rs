@@ -130,7 +130,7 @@ impl Proxies {
     pub fn start_trace(&self, capacity: usize) {
         for proxy in &self.proxies {
             let mut trace = lock(&proxy.shared.trace);
-            *trace = Vec::new();
+            *trace = Trace { since: Some(Instant::now()), puts: Vec::new() };
             proxy.shared.trace_capacity.store(capacity as u64, Ordering::Release);
         }
     }
@@ -139,7 +139,7 @@ impl Proxies {
     pub fn take_trace(&self) -> Vec<PutTrace> {
         let take = |proxy: &Proxy| {
             proxy.shared.trace_capacity.store(0, Ordering::Release);
-            std::mem::take(&mut *lock(&proxy.shared.trace))
+            std::mem::take(&mut *lock(&proxy.shared.trace)).puts
         };
         self.proxies.iter().flat_map(take).collect()
     }
@@ -214,6 +214,13 @@ pub struct Proxy {
     thread: Option<JoinHandle<()>>,
 }
 
+/// The puts that a trace has recorded since its start.
+#[derive(Debug, Default)]
+struct Trace {
+    since: Option<Instant>,
+    puts: Vec<PutTrace>,
+}
+
 #[derive(Debug, Default)]
 struct ProxyState {
     stop: AtomicBool,
@@ -223,7 +230,7 @@ struct ProxyState {
     counter_puts: AtomicU64,
     /// 0: nothing is recorded.
     trace_capacity: AtomicU64,
-    trace: Mutex<Vec<PutTrace>>,
+    trace: Mutex<Trace>,
 }
 
 impl ProxyState {
@@ -443,8 +450,9 @@ impl Worker {
             let completed = self.queue.completed()?;
             if completed > self.completed {
                 self.completed = completed;
-                self.word(offset_of!(QueueWords, completed) as u64).store(completed, Ordering::Release);
+                // The record of a put is there once its completion is seen.
                 self.trace_completed();
+                self.word(offset_of!(QueueWords, completed) as u64).store(completed, Ordering::Release);
             }
         }
         // Behind the completion of puts that have left before the queue ended.
@@ -466,8 +474,9 @@ impl Worker {
                 break;
             }
             self.traced.pop_front();
-            if trace.len() < capacity {
-                trace.push(PutTrace { peer: self.peer, queue: self.index, bytes, begin, end });
+            // Puts that were under way at the start are none of it.
+            if trace.since.is_some_and(|since| begin >= since) && trace.puts.len() < capacity {
+                trace.puts.push(PutTrace { peer: self.peer, queue: self.index, bytes, begin, end });
             }
         }
     }

@@ -19,6 +19,7 @@ pub struct Shaping {
     pub(super) lags: Vec<(u32, u32, Duration)>,
     pub(super) bytes_per_second: Option<u64>,
     pub(super) cut_after: Vec<(u32, u64)>,
+    pub(super) fail_after: Vec<(u32, u64)>,
     pub(super) cut: Arc<Mutex<BTreeSet<u32>>>,
 }
 
@@ -50,6 +51,12 @@ impl Shaping {
     /// Cuts each queue to `peer` after its first `puts` puts.
     pub fn cut_after(mut self, peer: u32, puts: u64) -> Shaping {
         self.cut_after.push((peer, puts));
+        self
+    }
+
+    /// Each queue to `peer` fails behind its first `puts` puts.
+    pub fn fail_after(mut self, peer: u32, puts: u64) -> Shaping {
+        self.fail_after.push((peer, puts));
         self
     }
 
@@ -157,6 +164,10 @@ impl PutQueue for Shaped {
             }
             if !self.wait_until(start) {
                 return Err(self.interrupted("put"));
+            }
+            let fails = |(peer, after): &(u32, u64)| *peer == self.ends.peer && self.passed >= *after;
+            if self.shaping.fail_after.iter().any(fails) {
+                return Err(self.ends.error("put", "the queue fails, for a test"));
             }
             if self.is_cut() {
                 self.vanished = true;

@@ -1,5 +1,6 @@
 //! Ranks as threads, with a host thread in the place of the kernel that posts.
 
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -19,8 +20,7 @@ use super::*;
 use crate::driver::virt::{VirtConfig, VirtualGpu};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind};
 use crate::error::{Error, Result};
-use crate::group::ProcessGroup;
-use crate::group::run_threads;
+use crate::group::{JobSecret, ProcessGroup, run_threads};
 
 /// Longer than anything takes on a busy machine that is meant to end.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -603,6 +603,105 @@ fn a_failed_setup_fails_on_every_rank_and_says_why() {
     assert!(itself[0].contains("without rank 0 itself"), "{itself:?}");
 }
 
+/// A group with a fault on one of its ranks.
+#[derive(Debug)]
+struct Faulty {
+    group: Arc<dyn ProcessGroup>,
+    fault: Option<Fault>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    /// The descriptors of a part's ranks do not come.
+    Descriptors,
+    /// The job's secret is malformed.
+    Secret,
+}
+
+impl ProcessGroup for Faulty {
+    fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.group.size()
+    }
+
+    fn timeout(&self) -> Duration {
+        self.group.timeout()
+    }
+
+    fn barrier(&self, timeout: Duration) -> Result<()> {
+        self.group.barrier(timeout)
+    }
+
+    fn all_gather(&self, data: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.group.all_gather(data)
+    }
+
+    fn broadcast(&self, root: u32, data: &[u8]) -> Result<Vec<u8>> {
+        self.group.broadcast(root, data)
+    }
+
+    fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>> {
+        let received = self.group.exchange_fds(fds)?;
+        match self.fault {
+            Some(Fault::Descriptors) => Err(Error::os("recvmsg", "no room")),
+            _ => Ok(received),
+        }
+    }
+
+    fn split(&self, color: u64) -> Result<Arc<dyn ProcessGroup>> {
+        Ok(Arc::new(Faulty { group: self.group.split(color)?, fault: self.fault }))
+    }
+
+    fn job_secret(&self) -> Result<Option<JobSecret>> {
+        match self.fault {
+            Some(Fault::Secret) => Err(Error::argument("EPOXIDE_JOB_SECRET", "..", "malformed")),
+            _ => Ok(None),
+        }
+    }
+
+    fn destroy(&self) -> Result<()> {
+        self.group.destroy()
+    }
+}
+
+/// The errors of all ranks where one has a fault. The group is in step afterwards.
+fn errors_with(size: u32, kind: TransportKind, faulty: u32, fault: Fault) -> Vec<String> {
+    run_threads(size, TIMEOUT, |rank, group| {
+        let fault = (rank == faulty).then_some(fault);
+        let it = Rank::new(Arc::new(Faulty { group, fault }), bytes(size));
+        let mut options = options(kind, 1);
+        // Two ranks of each host.
+        options.hooks.host = Some(format!("host {}", rank / 2));
+        let error = it.connect(&options).unwrap_err().to_string();
+        it.barrier();
+        Ok(error)
+    })
+    .unwrap()
+}
+
+#[test]
+fn descriptors_that_do_not_come_on_one_host_fail_all_ranks() {
+    for kind in [TransportKind::Auto, TransportKind::Direct] {
+        let errors = errors_with(4, kind, 0, Fault::Descriptors);
+        assert!(errors[0].contains("no room"), "{errors:?}");
+        let says = |error: &String| error.contains("rank 0 failed") && error.contains("no room");
+        assert!(errors[2..].iter().all(says), "{kind}: {errors:?}");
+    }
+}
+
+#[test]
+fn a_malformed_secret_is_the_reason_on_every_rank() {
+    for kind in [TransportKind::Shm, TransportKind::Direct] {
+        let errors = errors_with(2, kind, 1, Fault::Secret);
+        assert!(errors[1].contains("EPOXIDE_JOB_SECRET"), "{errors:?}");
+        let says = ["rank 1 cannot take part", "EPOXIDE_JOB_SECRET"];
+        assert!(says.iter().all(|part| errors[0].contains(part)), "{kind}: {errors:?}");
+    }
+}
+
 #[test]
 fn only_listed_peers_are_connected() {
     for kind in ALL {
@@ -655,6 +754,26 @@ fn traces_have_every_put_in_order() {
         Ok(())
     })
     .unwrap();
+}
+
+#[test]
+fn a_trace_has_no_put_that_was_under_way_at_its_start() {
+    let device = VirtualGpu::new(VirtConfig::default());
+    let completed = Arc::<AtomicU64>::default();
+    let (puts, closed) = (Arc::default(), Arc::default());
+    let queue = Box::new(Recording { puts, completed: completed.clone(), closed });
+    let links = vec![PeerQueue { peer: 1, index: 0, queue }];
+    let links = Links { links, mapped: Vec::new(), receiving: Vec::new() };
+    let proxies = Proxies::start(&device, links).unwrap();
+    let mut poster = Poster::new(&proxies, 0, 1);
+    proxies.start_trace(10);
+    poster.post(tiny(1));
+    eventually(|| poster.taken() == 1);
+    assert_eq!(proxies.take_trace(), []);
+    proxies.start_trace(10);
+    completed.store(1, Ordering::Release);
+    eventually(|| poster.completed() == 1);
+    assert_eq!(proxies.take_trace(), []);
 }
 
 /// The feature is lacking, or the device; on a machine with another device the name is what is

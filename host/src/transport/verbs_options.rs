@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 pub struct VerbsOptions {
     /// `EPOXIDE_RDMA_DEVICE`: the devices' names, such as `mlx5_0` or, with commas,
     /// `mlx5_0,mlx5_1`; as many on every rank. Queue q to a peer uses device q mod their number, at
-    /// both ends, so that there are at least as many queues as devices. Without it, the one nearest
-    /// to the GPU.
+    /// both ends, so that there are at least as many queues as devices. Low latency uses the first.
+    /// Without it, the one nearest to the GPU.
     pub devices: Vec<String>,
     /// `EPOXIDE_RDMA_PORT`: the devices' port, from 1.
     pub port: u8,

@@ -32,7 +32,7 @@ fn two_nodes_of_two() {
 
 #[test]
 fn quantised_either_way() {
-    const ALL: [Quantise; 3] = [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
+    const ALL: [Quantise; 3] = [Quantise::None, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
     let each = ALL.into_iter().flat_map(|there| ALL.map(|back| (there, back)));
     let all = each.flat_map(|each| [(each, ReturnPath::ByExpert), (each, ReturnPath::ByRow)]);
     // Every fifth in the default tier: each kind in either direction, by expert and not.
@@ -141,7 +141,7 @@ fn one_put_for_each_peer_and_operation() {
     let (hidden, topk, max_tokens) = (256, 4, 9);
     let case = LowLatencyCase::new(routing(&[9, 6, 0, 7], topk, 12, Style::WithHoles), hidden);
     for (quantise, quantise_back) in
-        [(Quantise::Not, Quantise::Fp8), (Quantise::Fp8, Quantise::Not), (Quantise::Mxfp8, Quantise::Not)]
+        [(Quantise::None, Quantise::Fp8), (Quantise::Fp8, Quantise::None), (Quantise::Mxfp8, Quantise::None)]
     {
         let nodes = nodes(2, TransportKind::Tcp);
         let case = LowLatencyCase { nodes, max_tokens, quantise, quantise_back, ..case.clone() };
@@ -160,7 +160,7 @@ fn one_put_for_each_peer_and_operation() {
                 (0..case.routing.num_tokens(from)).filter(|&token| case.routing.hits(from, token, to)).count()
             };
             let bytes =
-                |quantise| if quantise == Quantise::Not { 2 * hidden } else { hidden + hidden / 128 * 4 };
+                |quantise| if quantise == Quantise::None { 2 * hidden } else { hidden + hidden / 128 * 4 };
             let slot = |bytes: u32| u64::from(bytes.next_multiple_of(128));
             let entries = 16 + topk * 8;
             for (peer, _, stats) in rank.buffer.wire_stats() {
@@ -258,6 +258,35 @@ fn the_reason_of_a_rank_that_was_left_out_hides_no_other() {
             let error = fails(rank)?;
             assert!(error.contains(&goodbye(2)) && !error.contains(&goodbye(1)), "{error}");
             rank.buffer.regroup(&*alone)?;
+            drop(rank.dispatch(&mut rank.buffer.place(0)?)?);
+            rank.outcome()?;
+        }
+        drop(rank);
+        group.barrier(PATIENCE)
+    });
+}
+
+/// The queue from rank 0 to rank 1 has ended for good, and both stay.
+#[test]
+fn ranks_with_a_failed_queue_do_not_regroup() {
+    let case = LowLatencyCase::new(routing(&[1, 1, 1], 1, 3, Style::DistinctTopK), 8);
+    run_ranks(3, |number, group| {
+        let mut transport = TransportOptions::new(TransportKind::Tcp);
+        transport.hooks.shaping = (number == 0).then(|| Shaping::new(1).fail_after(1, 0));
+        let options = |options: Options| {
+            options.ranks_per_node(1).transport(transport).timeout(Duration::from_millis(100))
+        };
+        let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 3 };
+        let mut rank = Ones::new(case.device(number), group.clone(), shape, options, &[1])?;
+        drop(rank.dispatch(&mut rank.buffer.place(0)?)?);
+        let outcome = rank.outcome();
+        assert!(number != 1 || matches!(outcome, Err(Error::PeerTimeout { .. })), "{outcome:?}");
+        let error = rank.buffer.regroup(&*group).unwrap_err().to_string();
+        assert!(error.contains("the queue fails, for a test"), "rank {number}: {error}");
+        // Without rank 1 the others go on.
+        let part = group.split((number == 1).into())?;
+        if number != 1 {
+            rank.buffer.regroup(&*part)?;
             drop(rank.dispatch(&mut rank.buffer.place(0)?)?);
             rank.outcome()?;
         }

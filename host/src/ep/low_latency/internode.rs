@@ -13,7 +13,6 @@ use crate::ep::Topology;
 use crate::ep::core::{Core, Pieces, laid_out};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
-use crate::transport::TransportOptions;
 
 /// Messages of a place in one memory, `[peers]` of each kind: offsets in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -103,7 +102,7 @@ impl Messages {
             (0..ranks).filter(|&peer| topology.node(peer) != topology.node(rank)).collect();
         let wire = MessageLayout::new(options, others.len() as u32, true);
         // An operation has one message for each peer, and one queue keeps its words in order.
-        let transport = TransportOptions { queues_per_peer: 1, ..options.transport.clone() };
+        let transport = options.transport.with_one_queue();
         let network = core.open_network(group, &transport, wire.pieces.bytes(), &others)?;
         let (ways, stream) = (network.ways(), core.stream());
         ways.iter().for_each(|way| way.memory.describe(wire.pieces.sections()));

@@ -9,7 +9,7 @@ use epoxide_gpu::layout::{
 
 use super::fault::{Generation, NO_DISPATCH};
 use super::layout::most_ranks;
-use super::{Buffer, agree};
+use super::{Buffer, agree, agree_on_part};
 use crate::driver::poll;
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -96,8 +96,9 @@ impl Buffer {
     /// # Errors
     /// [`Error::Argument`] where two ranks claim the same rank of the buffer, and
     /// [`Error::Mismatch`] where their buffers have different options. [`Error::Timeout`] where the
-    /// device's work does not end within twice the buffer's deadline. Also errors of the group.
-    /// Then the buffer is as it was, or cannot be used until a call succeeds.
+    /// device's work does not end within twice the buffer's deadline. Across nodes also the error of
+    /// a queue between two of the ranks that has ended: they need new buffers. Also errors of the
+    /// group. Then the buffer is as it was, or cannot be used until a call succeeds.
     pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {
         self.regroup_ahead(group, AHEAD)
     }
@@ -119,6 +120,11 @@ impl Buffer {
         let ours = Proposal { rank: self.rank().into(), epoch: own.ticket / QUANTUM };
         let (members, epoch) =
             agree_on_members(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
+
+        // A queue that has ended carries no more puts.
+        let mut failures = self.core.network().map_or_else(Vec::new, |network| network.proxies().failures());
+        failures.retain(|(peer, _)| members >> peer & 1 != 0);
+        agree_on_part(group, failures.pop().map_or(Ok(()), |(_, error)| Err(error)))?;
 
         let left_out = !members & (u64::MAX >> (64 - self.num_ranks()));
         let ticket = (epoch + ahead) * QUANTUM;

@@ -16,8 +16,8 @@ use super::{left, wait_for};
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
 use crate::group::internal::{
-    ACCEPT_SLICE, BACKLOG, Initiator, Keys, Next, OPENING, PROOF, Purpose, Responder, Signer, Strangers,
-    WrongSecret, interface_address, loopback, random,
+    ACCEPT_SLICE, Accepted, BACKLOG, Initiator, Keys, OPENING, PROOF, PendingConnections, Purpose, Responder,
+    Signer, WrongSecret, interface_address, loopback, random,
 };
 use crate::group::{JobSecret, SOCKET_IFNAME};
 use crate::transport::greeting::{MAGIC, PHASE, VERSION};
@@ -226,7 +226,7 @@ pub(super) struct Acceptor {
     pub(super) token: [u8; TOKEN],
     /// The secret that a connecting process has to prove.
     pub(super) secret: Option<JobSecret>,
-    strangers: Strangers,
+    pending: PendingConnections,
     accepted: BTreeMap<Place, Incoming>,
 }
 
@@ -250,8 +250,11 @@ impl Acceptor {
         // An interface that was named is taken in any case.
         let named = std::env::var_os(SOCKET_IFNAME).is_some_and(|name| !name.is_empty());
         let ip = if setup.group.shares_host() && !named { loopback() } else { interface_address(None)? };
-        let strangers =
-            Strangers::new("tcp transport", &setup.options.limits, Place::all(setup, connections).count());
+        let pending = PendingConnections::new(
+            "tcp transport",
+            &setup.options.limits,
+            Place::all(setup, connections).count(),
+        );
         let open = || {
             let listener = TcpListener::bind((ip, 0))?;
             // All peers connect at once.
@@ -263,7 +266,7 @@ impl Acceptor {
                 address,
                 token,
                 secret: secret.clone(),
-                strangers,
+                pending,
                 accepted: BTreeMap::new(),
             })
         };
@@ -308,22 +311,22 @@ impl Acceptor {
         expected: &[Place],
         wait: Duration,
     ) -> Result<()> {
-        let ready = self.strangers.wait_readable(&self.listener, wait);
+        let ready = self.pending.wait_readable(&self.listener, wait);
         let ready = ready.map_err(|error| Error::system("poll", error))?;
-        for id in ready.strangers {
+        for id in ready.pending {
             self.greet(id, setup, expected)?;
         }
-        while let Some(id) = self.strangers.overdue() {
+        while let Some(id) = self.pending.expired() {
             self.greet_or_close(id, setup, expected)?;
         }
         if !ready.listener {
             return Ok(());
         }
         for _ in 0..ACCEPT_SLICE {
-            match self.strangers.accept(&self.listener) {
-                Next::Greet(id) => self.greet(id, setup, expected)?,
-                Next::LastLook(id) => self.greet_or_close(id, setup, expected)?,
-                Next::Nobody => break,
+            match self.pending.accept(&self.listener) {
+                Accepted::New(id) => self.greet(id, setup, expected)?,
+                Accepted::Evict(id) => self.greet_or_close(id, setup, expected)?,
+                Accepted::None => break,
             }
         }
         Ok(())
@@ -331,15 +334,15 @@ impl Acceptor {
 
     /// Reads a stranger's hello, and admits it or sends the reason of its rejection.
     fn greet(&mut self, id: u64, setup: &Setup<'_>, expected: &[Place]) -> Result<()> {
-        let Some(stranger) = self.strangers.get_mut(id) else { return Ok(()) };
+        let Some(pending) = self.pending.get_mut(id) else { return Ok(()) };
         let length = HELLO + self.secret.as_ref().map_or(0, |_| OPENING + PROOF);
         let mut answer = vec![0; 4];
         let mut signer = None;
-        let verdict = match stranger.read(length) {
+        let verdict = match pending.read(length) {
             Ok(_) => {
                 let expects = |place| expected.contains(&place) && !self.accepted.contains_key(&place);
                 let rules = Rules { token: &self.token, memory: setup.memory.bytes(), expects: &expects };
-                let (hello, rest) = stranger.hello.split_at(stranger.hello.len().min(HELLO));
+                let (hello, rest) = pending.hello.split_at(pending.hello.len().min(HELLO));
                 let verdict = judge(&rules, hello);
                 // Without the secret a hello is no evidence about a rank.
                 match (&self.secret, &verdict) {
@@ -363,8 +366,8 @@ impl Acceptor {
         if matches!(verdict, Verdict::Incomplete) {
             return Ok(());
         }
-        let Some(stranger) = self.strangers.take(id) else { return Ok(()) };
-        let mut socket = TcpStream::from(stranger.socket);
+        let Some(pending) = self.pending.take(id) else { return Ok(()) };
+        let mut socket = TcpStream::from(pending.socket);
         match verdict {
             Verdict::Incomplete => {}
             Verdict::Welcome(place) => {
@@ -374,7 +377,7 @@ impl Acceptor {
             }
             Verdict::Stranger(reason) => {
                 let _ = socket.write_all(&refusal(&reason));
-                self.strangers.complain(&format!("refused a connection: {reason}"));
+                self.pending.warn(&format!("refused a connection: {reason}"));
             }
             Verdict::Wrong(peer, reason) => {
                 let _ = socket.write_all(&refusal(&reason));
@@ -387,7 +390,7 @@ impl Acceptor {
     /// Closes a stranger, unless its hello has arrived in the meantime.
     fn greet_or_close(&mut self, id: u64, setup: &Setup<'_>, expected: &[Place]) -> Result<()> {
         self.greet(id, setup, expected)?;
-        self.strangers.close(id);
+        self.pending.close(id);
         Ok(())
     }
 }

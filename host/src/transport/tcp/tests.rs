@@ -160,7 +160,7 @@ fn a_token_without_the_secret_is_rejected() {
         };
         let secret = first.secret.clone().unwrap();
         let other = JobSecret::new(&"o".repeat(32)).unwrap();
-        let (_, stranger, _) = call(&first, &other, claims(&first));
+        let (_, pending, _) = call(&first, &other, claims(&first));
         let (opening, good, initiator) = call(&first, &secret, claims(&first));
         // Bytes overheard at one listener, replayed at another: with its own token in place of the
         // first's.
@@ -176,10 +176,10 @@ fn a_token_without_the_secret_is_rejected() {
             let said = read_to_end(&mut socket);
             assert!(said.contains("does not know this job's secret"), "{said}");
         };
-        let (stranger, replayed) = (connect(&first, &stranger), connect(&second, &replayed));
+        let (pending, replayed) = (connect(&first, &pending), connect(&second, &replayed));
         let mut friend = connect(&first, &good);
         assert!(first.accept(setup, 1, deadline(SOON)).unwrap().keys().eq(&[FIRST]));
-        refused(stranger);
+        refused(pending);
         // A replay opens nothing: the acceptor still admits the rank itself.
         let (_, own, _) = call(&second, &secret, claims(&second));
         let address = second.address;
@@ -273,7 +273,7 @@ fn ranks_of_one_host_listen_at_loopback() {
 #[test]
 fn the_oldest_silent_stranger_makes_room_even_after_rejections() {
     alone(SOON, |setup| {
-        let limits = ConnectionLimits { strangers: 3, ..ConnectionLimits::default() };
+        let limits = ConnectionLimits { max_unauthenticated: 3, ..ConnectionLimits::default() };
         let options = TransportOptions { limits, ..setup.options.clone() };
         let setup = Setup { options: &options, ..*setup };
         let mut acceptor = Acceptor::open(&setup, 1).unwrap();

@@ -165,6 +165,7 @@ mod tests {
         let error = settings(&options).unwrap_err().to_string();
         assert!(error.contains("EPOXIDE_RDMA_DEVICE = mlx5_0,mlx5_1: "), "{error}");
         assert!(error.contains("queues_per_peer = 1") && error.contains("--queues 2"), "{error}");
+        assert_eq!(settings(&options.with_one_queue()).unwrap().devices, ["mlx5_0"]);
         settings(&TransportOptions { queues_per_peer: 2, ..options }).unwrap();
     }
 }

@@ -85,13 +85,13 @@ impl End {
 
     /// Whether the wait can end: both ends have left, or this one failed.
     fn is_over(&self) -> bool {
-        // Only goodbyes are still to come; the queue has finished everything else.
-        let polled = self.poll();
         let is = |flag: &AtomicBool| flag.load(Ordering::Acquire);
-        polled.is_err()
-            || is(&self.broken)
-            || !is(&self.sent_goodbye)
-            || (is(&self.goodbye_arrived) && is(&self.peer_left))
+        // A proxy that was left behind may hold the queue's lock in `ibv_poll_cq`.
+        if !is(&self.sent_goodbye) || is(&self.broken) {
+            return true;
+        }
+        // Only goodbyes are still to come; the queue has finished everything else.
+        self.poll().is_err() || is(&self.broken) || (is(&self.goodbye_arrived) && is(&self.peer_left))
     }
 }
 
