@@ -25,7 +25,7 @@ pub(crate) fn remote_rows(plan: &Plan) -> f64 {
 
 /// Quantisation of rows on their way as rows of this type.
 pub(crate) fn quantise(dtype: DType) -> Quantise {
-    if dtype == DType::Bf16 { Quantise::Not } else { Quantise::Fp8 }
+    if dtype == DType::Bf16 { Quantise::None } else { Quantise::Fp8 }
 }
 
 /// Options of a buffer for so many tokens.

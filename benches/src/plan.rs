@@ -410,7 +410,7 @@ impl Plan {
         let topk_idx = (0..self.topology.ranks()).map(of_rank).collect();
         let routing = Routing { num_experts: self.experts, num_topk: self.topk, topk_idx };
         let case = match self.quantise {
-            Quantise::Not => Case {
+            Quantise::None => Case {
                 dtype: self.dtype,
                 scales: Scales::columns(self.num_scales()),
                 ..Case::new(routing, (self.hidden * self.dtype.size()) as u32)
@@ -458,7 +458,7 @@ impl Plan {
         }
         let others = [
             ("--rows-by-expert", self.rows_by_expert.is_some()),
-            ("--quantise", self.quantise != Quantise::Not),
+            ("--quantise", self.quantise != Quantise::None),
         ];
         if let (Some((other, _)), Some(_)) = (others.iter().find(|(_, is_given)| *is_given), self.baseline) {
             let remedy = "measure each in a run of its own";
@@ -546,7 +546,7 @@ impl Plan {
                 .filter(|low| low.combine_rows != ReturnPath::ByExpert)
                 .map(|low| low.combine_rows.text().to_string()),
             rows_by_expert: self.rows_by_expert,
-            quantised: (self.quantise != Quantise::Not).then_some(true),
+            quantised: (self.quantise != Quantise::None).then_some(true),
             chunk_tokens: low.map(|low| low.chunk_tokens),
             packet_tokens: low.map(|low| low.packet_tokens),
             max_tokens: low.and_then(|low| low.max_tokens),

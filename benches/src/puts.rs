@@ -355,13 +355,13 @@ impl<'a> Poster<'a> {
             peer,
             operation: "put without a kernel",
             place: None,
-            late: [peer].into(),
+            late_ranks: [peer].into(),
             word: "the puts",
             epoch: self.round,
             needed: self.round,
             seen: 0,
             waited: self.timeout,
-            beside: "".into(),
+            other_causes: "".into(),
         })
     }
 

@@ -28,7 +28,7 @@ pub fn plan(line: &str) -> Plan {
         experts: 8,
         topk: 2,
         dtype: DType::Bf16,
-        quantise: Quantise::Not,
+        quantise: Quantise::None,
         rows_by_expert: None,
         num_sms: vec![2],
         rdma_send: 16,

@@ -244,7 +244,7 @@ impl Rank {
             topk_weights: DevicePtr::NULL,
             row_bytes: ROW_BYTES,
             num_scales: 0,
-            quantise: Quantise::Not as u32,
+            quantise: Quantise::None as u32,
             narrow_ids: 0,
         }
     }
@@ -257,7 +257,7 @@ impl Rank {
             combined_x: self.combined,
             row_bytes: ROW_BYTES,
             by_expert: 1,
-            quantise: Quantise::Not as u32,
+            quantise: Quantise::None as u32,
             spoils: 1,
         }
     }

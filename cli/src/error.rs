@@ -100,7 +100,7 @@ impl From<Error> for CommandError {
                 CommandError { consequence: true, timed_out: true, ..CommandError::failed(message) }
             }
             // The launcher, or the rank that failed, reports why the group was given up.
-            Error::GivenUp { .. } => CommandError { consequence: true, ..CommandError::reported(FAILED) },
+            Error::Aborted { .. } => CommandError { consequence: true, ..CommandError::reported(FAILED) },
             Error::Store { .. } => CommandError { consequence: true, ..CommandError::failed(message) },
             _ => CommandError::failed(message),
         }
@@ -129,13 +129,13 @@ mod tests {
             peer: 1,
             operation: "dispatch",
             place: None,
-            late: [1].into(),
+            late_ranks: [1].into(),
             word: "ready",
             epoch: 1,
             needed: 1,
             seen: 0,
             waited: std::time::Duration::from_secs(1),
-            beside: "".into(),
+            other_causes: "".into(),
         };
         let error = CommandError::from(timeout);
         assert!(error.message.as_ref().is_some_and(|message| !message.contains("--timeout")), "{error:?}");

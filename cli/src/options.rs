@@ -58,7 +58,7 @@ impl RowType {
     /// The conversion of bf16 rows to this type when they are sent.
     pub fn quantise(self) -> Quantise {
         match self {
-            RowType::Bf16 => Quantise::Not,
+            RowType::Bf16 => Quantise::None,
             RowType::Fp8 => Quantise::Fp8,
             RowType::Mxfp8 => Quantise::Mxfp8,
         }
@@ -471,7 +471,7 @@ impl RoundTripFlags {
     /// How high throughput quantises rows on their way.
     fn quantise(&self) -> Result<Quantise> {
         let rule = match self.dtype {
-            _ if !self.quantise => return Ok(Quantise::Not),
+            _ if !self.quantise => return Ok(Quantise::None),
             _ if self.place.mode == Some(Mode::LowLatency) => NO_QUANTISE_IN_LOW_LATENCY.to_owned(),
             RowFormat::Fp8 => return Ok(Quantise::Fp8),
             RowFormat::Mxfp8 => return Ok(Quantise::Mxfp8),

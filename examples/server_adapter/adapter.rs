@@ -430,9 +430,9 @@ pub extern "C" fn ctx_error(context: &Context) -> *const c_char {
 
 /// Begins (1) and ends (0) the run of a step that is captured next: the recording then finds its
 /// memory.
-pub extern "C" fn rehearse(context: &mut Context, begins: u32) {
+pub extern "C" fn warm_up(context: &mut Context, begins: u32) {
     let buffer = &mut context.decode.buffer;
-    if begins != 0 { buffer.begin_rehearsal() } else { buffer.end_rehearsal() }
+    if begins != 0 { buffer.begin_warmup() } else { buffer.end_warmup() }
 }
 
 /// Runs `call` on the server's stream, with all but that of the context.

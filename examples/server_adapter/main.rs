@@ -404,10 +404,10 @@ impl Server {
             |batch: &mut Batch| batch.tokens.iter_mut().for_each(|own| own.resize(bucket, absent.clone()));
         fill(&mut batch);
         self.upload(&batch)?;
-        adapter::rehearse(self.context(), 1);
+        adapter::warm_up(self.context(), 1);
         self.step(bucket as u64)?;
         self.stream.synchronize()?;
-        adapter::rehearse(self.context(), 0);
+        adapter::warm_up(self.context(), 0);
         let stream = self.stream.raw();
         // SAFETY: the server's own stream lives longer.
         let capturing = unsafe { Stream::adopt(&self.device, stream)? };

@@ -116,7 +116,7 @@ pub fn case(ranks: impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)>) -> impl
                 row_bytes: 16 * (2 * half + 1),
                 weight: None,
                 scales,
-                quantise: Quantise::Not,
+                quantise: Quantise::None,
                 tuning,
                 seed,
                 schedule_seed,

@@ -142,6 +142,6 @@ fn rows_of_low_latency_add_up_in_halves_and_replays() {
         step.check(&stream)?;
         counts.values(&stream)
     });
-    // A dispatch of halves, one that is rehearsed, and three replays.
+    // A dispatch of halves, one of a warm-up, and three replays.
     assert_eq!(sums.unwrap(), [vec![10 + 5 * 2, 20 + 5 * 2], vec![10, 20 + 5 * 2]]);
 }

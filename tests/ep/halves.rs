@@ -682,12 +682,12 @@ fn a_graph_has_the_halves_of_two_batches() {
         let sums = [sums_of(&batches[0])?, sums_of(&batches[1])?];
         let (both, into) = ([&batches[0], &batches[1]], [&sums[0], &sums[1]]);
         for lane in [&mut a, &mut b] {
-            lane.buffer.begin_rehearsal();
+            lane.buffer.begin_warmup();
         }
         interleave([&mut a, &mut b], both, into)?;
         for lane in [&mut a, &mut b] {
             lane.stream.synchronize()?;
-            lane.buffer.end_rehearsal();
+            lane.buffer.end_warmup();
         }
         let (fork, join) = (Event::new(&device)?, Event::new(&device)?);
         let recorder = Stream::new(&device)?;

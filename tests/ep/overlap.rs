@@ -175,10 +175,10 @@ fn a_graph_has_two_batches() {
             };
             let batches = [batch(0)?, batch(1)?];
             let both = [&batches[0], &batches[1]];
-            lanes.iter_mut().for_each(|lane| lane.buffer.begin_rehearsal());
+            lanes.iter_mut().for_each(|lane| lane.buffer.begin_warmup());
             interleave(lanes, both)?;
             lanes.iter().try_for_each(|lane| lane.stream.synchronize())?;
-            lanes.iter_mut().for_each(|lane| lane.buffer.end_rehearsal());
+            lanes.iter_mut().for_each(|lane| lane.buffer.end_warmup());
             let device = lanes[0].stream.device().clone();
             let (fork, join) = (Event::new(&device)?, Event::new(&device)?);
             let recorder = Stream::new(&device)?;

@@ -281,7 +281,7 @@ fn low_latency_makes_the_same_bytes() {
 fn ranks_that_quantise_otherwise_are_told_apart() {
     for (mine, parts) in [
         (Quantise::Fp8, "disagree on a hash of the types and bytes of columns"),
-        (Quantise::Not, "disagree on"),
+        (Quantise::None, "disagree on"),
     ] {
         let case = case(Quantise::Mxfp8, 256, &[4, 4], 2);
         let setup = case.setup().timeout(std::time::Duration::from_secs(5));
@@ -290,7 +290,7 @@ fn ranks_that_quantise_otherwise_are_told_apart() {
             let quantise = if rank.rank == 0 { Quantise::Mxfp8 } else { mine };
             let mut place = rank.place()?;
             let half = Tensor::alloc(rank.device(), DType::Bf16, &[4, 128])?;
-            let x = if quantise == Quantise::Not { &half } else { &x };
+            let x = if quantise == Quantise::None { &half } else { &x };
             refused(rank.dispatch(&mut place, DispatchRequest::new(x, &layout).quantise(quantise)), &[parts]);
             Ok(())
         });

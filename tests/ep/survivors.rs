@@ -75,7 +75,8 @@ fn some_here<T>(variants: impl IntoIterator<Item = T>) -> Vec<T> {
 #[track_caller]
 fn expect_gone<T>(what: &str, outcome: Result<T>) {
     match outcome {
-        Err(Error::PeerTimeout { peer, ref late, .. }) if peer == GONE || late.contains(&GONE) => {}
+        Err(Error::PeerTimeout { peer, ref late_ranks, .. })
+            if peer == GONE || late_ranks.contains(&GONE) => {}
         Err(error) => panic!("{what}: not a time-out that names rank {GONE}: {error}"),
         Ok(_) => panic!("{what}: gave a result, although rank {GONE} has stopped"),
     }

@@ -77,13 +77,13 @@ impl Page {
             peer,
             operation,
             place,
-            late,
+            late_ranks,
             word,
             epoch,
             needed,
             seen,
             waited,
-            beside,
+            other_causes,
         } = error
         else {
             panic!("{error} is no PeerTimeout")
@@ -94,7 +94,7 @@ impl Page {
         let recorded = CODES.iter().find(|wait| **wait as i64 == code);
         assert_eq!(recorded.map(|wait| format!("{wait:?}")).as_ref(), Some(name), "{error}");
         assert!(*waited >= DEADLINE, "{error}");
-        let late: Vec<_> = late.iter().map(u32::to_string).collect();
+        let late: Vec<_> = late_ranks.iter().map(u32::to_string).collect();
         let late = match late.split_last() {
             Some((last, [])) => format!("rank {last}"),
             Some((last, others)) => format!("ranks {} and {last}", others.join(", ")),
@@ -109,7 +109,7 @@ impl Page {
             ("for WORD of rank P", format!("for {word} of rank {peer}")),
             ("needed N, saw S", format!("needed {needed}, saw {seen}")),
             ("rank P may have died", format!("{late} may have died")),
-            ("[; OTHER CAUSES]", beside.to_string()),
+            ("[; OTHER CAUSES]", other_causes.to_string()),
         ] {
             assert!(want.contains(of_page), "the page's text has no {of_page:?}");
             want = want.replacen(of_page, &of_error, 1);

@@ -72,7 +72,7 @@ impl Sizes {
             }
             // In low latency rows are given as BF16 and may be sent as FP8.
             (true, _) => (8, "rows are multiples of 16 bytes".into()),
-            (false, Format::Fp8) if self.quantise != Quantise::Not => {
+            (false, Format::Fp8) if self.quantise != Quantise::None => {
                 (self.unit(), format!("a scale is that of {ELEMENTS_PER_SCALE} elements"))
             }
             (false, _) => (self.unit(), "rows are multiples of 16 bytes".into()),
@@ -124,7 +124,7 @@ mod tests {
             fewest_tokens: 1,
             hidden: 64,
             format: Format::Bf16,
-            quantise: Quantise::Not,
+            quantise: Quantise::None,
             experts: 16,
             topk: 8,
         };

@@ -81,7 +81,7 @@ impl Exchange for LowLatencyCalls {
     fn link_bytes(&self) -> (u64, u64) {
         let (case, hidden) = (&self.case, u64::from(self.case.hidden));
         let (dispatched, combined) = link_rows(&case.routing, self.rank);
-        let row_bytes = |quantise| Plan::bytes_of_row(hidden, quantise == Quantise::Not);
+        let row_bytes = |quantise| Plan::bytes_of_row(hidden, quantise == Quantise::None);
         (dispatched * row_bytes(case.quantise), combined * row_bytes(case.quantise_back))
     }
 }

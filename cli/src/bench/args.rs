@@ -424,7 +424,7 @@ impl PlanFlags {
             experts: self.experts.unwrap_or(defaults.experts),
             topk: self.topk.unwrap_or(TOPK),
             dtype: self.dtype.dtype(),
-            quantise: if self.quantise { self.dtype.quantise() } else { Quantise::Not },
+            quantise: if self.quantise { self.dtype.quantise() } else { Quantise::None },
             rows_by_expert: self.rows_by_expert,
             num_sms,
             rdma_send: self.rdma_send,
@@ -545,7 +545,7 @@ pub fn flags_of(plans: &[Plan]) -> Vec<String> {
     if plan.keep_nodes {
         flags.push("--keep-nodes".into());
     }
-    if plan.quantise != Quantise::Not {
+    if plan.quantise != Quantise::None {
         flags.push("--quantise".into());
     }
     if plan.no_ceiling {

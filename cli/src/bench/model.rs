@@ -133,7 +133,7 @@ fn case_of(args: &Args) -> Result<Case> {
             RowType::Fp8 => Format::Fp8,
             RowType::Mxfp8 => Format::Mxfp8,
         },
-        quantise: Quantise::Not,
+        quantise: Quantise::None,
         experts: args.experts,
         topk: args.topk,
     };

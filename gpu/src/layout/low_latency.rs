@@ -266,7 +266,7 @@ layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 200, reserved at size_
 /// Arguments of `low_latency_dispatch`.
 #[kernel_args(requires(
     self.row_bytes.is_multiple_of(16),
-    self.quantise == Quantise::Not as u32 || self.row_bytes.is_multiple_of(SCALE_BLOCK),
+    self.quantise == Quantise::None as u32 || self.row_bytes.is_multiple_of(SCALE_BLOCK),
 ))]
 pub struct LowLatencyDispatchArgs {
     /// Peers, place and shapes.
@@ -296,7 +296,7 @@ layout_assert!(LowLatencyDispatchArgs, size = size_of::<LowLatencyArgs>() + 64, 
 impl LowLatencyDispatchArgs {
     /// Scales of a row as it arrives, given or made on its way.
     pub fn row_scales(&self) -> u32 {
-        if self.quantise == Quantise::Not as u32 { self.num_scales } else { self.row_bytes / SCALE_BLOCK }
+        if self.quantise == Quantise::None as u32 { self.num_scales } else { self.row_bytes / SCALE_BLOCK }
     }
 }
 

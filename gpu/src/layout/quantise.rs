@@ -10,7 +10,7 @@ use super::device_ptr::DevicePtr;
 #[repr(u32)]
 pub enum Quantise {
     /// They travel as they are.
-    Not = 0,
+    None = 0,
     /// BF16 rows travel as e4m3, each 128 elements with a scale of their own.
     Fp8 = 1,
     /// The same, with scales that are powers of two.
@@ -48,7 +48,7 @@ pub struct QuantiseArgs {
     pub hidden: u32,
     /// Tokens of this rank.
     pub num_tokens: u32,
-    /// [`Quantise`], but not [`Quantise::Not`].
+    /// [`Quantise`], but not [`Quantise::None`].
     pub quantise: u32,
     /// 0.
     pub reserved: u32,

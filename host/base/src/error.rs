@@ -84,9 +84,9 @@ pub enum Error {
     /// A peer did not do its part before the deadline. The device context is intact.
     #[error(
         "rank {rank} waited {waited:?} in {operation}{} (epoch {epoch}) for {word} of rank {peer}: needed {needed}, saw {seen}; \
-         {} may have died, hang, or not have made the same call{beside}; \
+         {} may have died, hang, or not have made the same call{other_causes}; \
          ask the group's missing_ranks() which ranks are gone, shrink the group by them and make a new buffer",
-        in_place(*place), ranks(late)
+        in_place(*place), ranks(late_ranks)
     )]
     PeerTimeout {
         /// The rank that waited.
@@ -101,7 +101,7 @@ pub enum Error {
         /// that had not entered the operation when the wait expired. If all had entered, it has the
         /// ranks from which other data had not arrived. A rank that has entered may be late because
         /// it waits for another one itself.
-        late: Box<[u32]>,
+        late_ranks: Box<[u32]>,
         /// The control word it waited on.
         word: &'static str,
         /// The epoch of the operation.
@@ -115,7 +115,7 @@ pub enum Error {
         /// Other possible causes, each with a separator in front; may be empty. Causes are a broken
         /// connection, proxies in a call that does not return, operations in flight of other
         /// buffers of this process and device, or in check mode the kernels' longest waits.
-        beside: Box<str>,
+        other_causes: Box<str>,
     },
     /// Ranks made calls that do not fit together.
     #[error(
@@ -139,7 +139,7 @@ pub enum Error {
     /// The device context is intact, but the buffer cannot be used any more.
     #[error(
         "operation {epoch} is a {ours} on rank {rank} and a {} on rank {peer}; collective calls must be the same on every rank, in \
-         the same order: make a new buffer{beside}",
+         the same order: make a new buffer{other_causes}",
         printable(theirs)
     )]
     OtherCall {
@@ -155,7 +155,7 @@ pub enum Error {
         theirs: String,
         /// In check mode the kernels' longest waits, with a separator in front: a kernel that ends
         /// early looks like another call. Otherwise empty.
-        beside: Box<str>,
+        other_causes: Box<str>,
     },
     /// A call of this rank failed after peers had begun to depend on it. Their waits for it expire,
     /// and the buffer cannot be used any more.
@@ -254,7 +254,7 @@ pub enum Error {
     },
     /// The launch of the rendezvous store was given up, because another rank failed.
     #[error("store: {operation} of key {key:?}: the group was given up: {}", printable(reason))]
-    GivenUp {
+    Aborted {
         /// `get`, `set`, `wait`, ...
         operation: &'static str,
         /// The key.

@@ -22,8 +22,8 @@ use rustix::net::{
     sendmsg, socket_with,
 };
 
+use super::pending::{ACCEPT_SLICE, Accepted, BACKLOG, ConnectionLimits, PendingConnections};
 use super::secret::{self, Initiator, OPENING, PROOF, Purpose, Responder};
-use super::strangers::{ACCEPT_SLICE, BACKLOG, ConnectionLimits, Next, Strangers};
 use super::{JobSecret, same_user};
 use crate::error::{Error, Result};
 
@@ -45,7 +45,7 @@ pub(super) struct Mailbox {
     address: Vec<u8>,
     secret: Option<JobSecret>,
     /// Accepted connections whose packet has not been read.
-    strangers: Strangers,
+    pending: PendingConnections,
 }
 
 /// A packet that a mailbox received.
@@ -69,8 +69,8 @@ impl Mailbox {
         let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).map_err(os("bind"))?;
         bind(&socket, &name).map_err(os("bind"))?;
         listen(&socket, BACKLOG).map_err(os("listen"))?;
-        let strangers = Strangers::new("descriptor mailbox", limits, size as usize);
-        Ok(Mailbox { socket, address, secret, strangers })
+        let pending = PendingConnections::new("descriptor mailbox", limits, size as usize);
+        Ok(Mailbox { socket, address, secret, pending })
     }
 
     /// The address with which [`send`] reaches this mailbox.
@@ -98,25 +98,25 @@ impl Mailbox {
             }
             let alive = alive();
             let pause = if alive.is_ok() { left.min(HEALTH_CHECK) } else { Duration::ZERO };
-            let ready = self.strangers.wait_readable(&self.socket, pause).map_err(os("poll"))?;
-            if !ready.listener && ready.strangers.is_empty() {
+            let ready = self.pending.wait_readable(&self.socket, pause).map_err(os("poll"))?;
+            if !ready.listener && ready.pending.is_empty() {
                 alive?;
             }
-            for id in ready.strangers {
+            for id in ready.pending {
                 self.read_packet(id, rank, &mut received)?;
             }
-            while let Some(id) = self.strangers.overdue() {
+            while let Some(id) = self.pending.expired() {
                 self.read_packet(id, rank, &mut received)?;
             }
             if !ready.listener {
                 continue;
             }
             for _ in 0..ACCEPT_SLICE {
-                match self.strangers.accept(&self.socket) {
+                match self.pending.accept(&self.socket) {
                     // Its packet is read once `poll` reports it.
-                    Next::Greet(_) => {}
-                    Next::LastLook(id) => self.read_packet(id, rank, &mut received)?,
-                    Next::Nobody => break,
+                    Accepted::New(_) => {}
+                    Accepted::Evict(id) => self.read_packet(id, rank, &mut received)?,
+                    Accepted::None => break,
                 }
             }
         }
@@ -125,11 +125,11 @@ impl Mailbox {
 
     /// Reads the packet of a connection and closes the connection.
     fn read_packet(&mut self, id: u64, rank: u32, received: &mut [Option<Vec<OwnedFd>>]) -> Result<()> {
-        let packet = match self.strangers.get_mut(id) {
-            Some(stranger) => take_packet(&self.address, self.secret.as_ref(), rank, &stranger.socket),
+        let packet = match self.pending.get_mut(id) {
+            Some(pending) => take_packet(&self.address, self.secret.as_ref(), rank, &pending.socket),
             None => Ok(None),
         };
-        self.strangers.close(id);
+        self.pending.close(id);
         let Some((peer, fds)) = packet? else { return Ok(()) };
         match received.get_mut(peer as usize) {
             Some(slot @ None) => *slot = Some(fds),
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn the_silent_make_room() {
-        let limits = ConnectionLimits { strangers: 50, ..ConnectionLimits::default() };
+        let limits = ConnectionLimits { max_unauthenticated: 50, ..ConnectionLimits::default() };
         let mailbox = Mailbox::open(2, &limits, None).unwrap();
         let address = mailbox.address().to_vec();
         let name = SocketAddrUnix::new_abstract_name(&address[TOKEN_BYTES..]).unwrap();

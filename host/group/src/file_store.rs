@@ -484,7 +484,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(20));
             store.poison("rank 2 failed").unwrap();
             let error = waiter.join().unwrap().unwrap_err();
-            assert!(matches!(&error, Error::GivenUp { reason, .. } if reason == "rank 2 failed"), "{error}");
+            assert!(matches!(&error, Error::Aborted { reason, .. } if reason == "rank 2 failed"), "{error}");
         });
         assert!(store.add("n", 1).is_err());
     }

@@ -207,7 +207,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(20));
         store.poison("rank 1 failed");
         let error = thread.join().unwrap().unwrap_err();
-        assert!(matches!(&error, Error::GivenUp { reason, .. } if reason == "rank 1 failed"), "{error}");
+        assert!(matches!(&error, Error::Aborted { reason, .. } if reason == "rank 1 failed"), "{error}");
         assert!(store.set("k", b"").is_err());
     }
 }

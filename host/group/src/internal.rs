@@ -12,12 +12,12 @@ pub use crate::env::{
     LAUNCH, MASTER_ADDR, MASTER_PORT, MAX_RANKS, MAX_RANKS_PER_NODE, RESTART_COUNT, too_many_ranks,
 };
 pub use crate::mesh::{host_id, interface_address, loopback};
+pub use crate::pending::{ACCEPT_SLICE, Accepted, BACKLOG, PendingConnections};
 pub use crate::port::HeldPort;
 pub use crate::recorder::{Entry, Recorder, State};
 pub use crate::secret::{
     Initiator, Keys, OPENING, PROOF, Purpose, Responder, Signer, TAG, WrongSecret, random,
 };
-pub use crate::strangers::{ACCEPT_SLICE, BACKLOG, Next, Strangers};
 pub use crate::tcp::TcpStoreServer;
 pub use crate::threads::panic_text;
 pub use crate::work::Pending;

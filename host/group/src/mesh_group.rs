@@ -180,8 +180,8 @@ impl MeshGroup {
     ) -> Result<MeshGroup> {
         let wake = Arc::new(Wake::new()?);
         // A rank that connects authenticates at once, or in its next operation.
-        let patience = options.limits.patience.max(options.timeout);
-        let limits = ConnectionLimits { patience, ..options.limits.clone() };
+        let authentication_timeout = options.limits.authentication_timeout.max(options.timeout);
+        let limits = ConnectionLimits { authentication_timeout, ..options.limits.clone() };
         let mut engine = Engine::new(name, rank, listener, directory, store.clone(), wake, &limits)?;
         if options.connect == Connect::Eager
             && let Err(error) = engine.connect_all(options.timeout)

@@ -29,17 +29,34 @@ pub trait ProcessGroup: Send + Sync + Debug {
     fn timeout(&self) -> Duration;
 
     /// Returns once every rank has called it; `timeout` may differ from [`ProcessGroup::timeout`].
+    ///
+    /// # Errors
+    /// [`Error::Group`](crate::Error::Group) where a rank does not come in time, has failed, or has
+    /// aborted the group.
     fn barrier(&self, timeout: Duration) -> Result<()>;
 
     /// Every rank's bytes, indexed by rank. Lengths may differ between ranks.
+    ///
+    /// # Errors
+    /// [`Error::Group`](crate::Error::Group) where a rank does not come in time, has failed, or has
+    /// aborted the group.
     fn all_gather(&self, data: &[u8]) -> Result<Vec<Vec<u8>>>;
 
     /// The bytes of `root`. The other ranks' `data` is ignored.
+    ///
+    /// # Errors
+    /// [`Error::Group`](crate::Error::Group) where a rank does not come in time, has failed, or has
+    /// aborted the group.
     fn broadcast(&self, root: u32, data: &[u8]) -> Result<Vec<u8>>;
 
     /// Gives every rank a duplicate of every rank's descriptors, indexed by rank and then in the
     /// order passed; the own entry is duplicated too. At most [`MAX_FDS`](super::MAX_FDS) per rank;
     /// counts may differ between ranks. The results are close-on-exec.
+    ///
+    /// # Errors
+    /// As of [`ProcessGroup::all_gather`]; also [`Error::Argument`](crate::Error::Argument) where
+    /// there are too many, and [`Error::Os`](crate::Error::Os) where ranks are on several hosts or
+    /// descriptors are exhausted.
     fn exchange_fds(&self, fds: &[BorrowedFd<'_>]) -> Result<Vec<Vec<OwnedFd>>>;
 
     /// The group of those ranks that give the same `color`, in the order of their ranks.
@@ -72,6 +89,9 @@ pub trait ProcessGroup: Send + Sync + Debug {
 
     /// The secret of the members, if they have one: connections set up over the group require it.
     /// By default the environment's ([`JobSecret::from_env`]).
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) where it is malformed.
     fn job_secret(&self) -> Result<Option<JobSecret>> {
         JobSecret::from_env()
     }
@@ -136,6 +156,9 @@ pub trait ProcessGroup: Send + Sync + Debug {
     fn abort(&self, _reason: &str) {}
 
     /// Waits for all ranks and leaves in order; later operations fail. By default a barrier.
+    ///
+    /// # Errors
+    /// As of [`ProcessGroup::barrier`].
     fn destroy(&self) -> Result<()> {
         self.barrier(self.timeout())
     }

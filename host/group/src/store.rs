@@ -102,7 +102,7 @@ pub(super) fn wait_timed_out(operation: &'static str, key: &str, timeout: Durati
 /// The error of every call on a store that [`HashStore::poison`](super::HashStore::poison) or
 /// [`FileStore::poison`](super::FileStore::poison) gave up.
 pub(super) fn poisoned(operation: &'static str, key: &str, reason: &str) -> Error {
-    Error::GivenUp { operation, key: key.to_owned(), reason: reason.to_owned() }
+    Error::Aborted { operation, key: key.to_owned(), reason: reason.to_owned() }
 }
 
 /// The error of an `add` that cannot be.

@@ -38,7 +38,7 @@ impl From<RankFailure> for Error {
 /// collectives wait up to `timeout`. Returns the results, indexed by rank.
 ///
 /// The first rank that fails or panics is reported. The store is then poisoned
-/// ([`Error::GivenUp`](crate::Error::GivenUp)), so ranks that wait in a call of the group fail at
+/// ([`Error::Aborted`](crate::Error::Aborted)), so ranks that wait in a call of the group fail at
 /// once. All threads are joined in every case.
 ///
 /// ```
@@ -51,6 +51,10 @@ impl From<RankFailure> for Error {
 /// assert_eq!(gathered, [[0, 10, 20]; 3]);
 /// # Ok::<(), epoxide_group::RankFailure>(())
 /// ```
+///
+/// # Errors
+/// [`RankFailure`] with the lowest rank whose failure does not follow from another's, and its error
+/// or panic.
 #[allow(clippy::result_large_err)] // Once per run at most, and plain to match on.
 pub fn run_threads<T, F>(size: u32, timeout: Duration, rank_main: F) -> Result<Vec<T>, RankFailure>
 where

@@ -89,6 +89,9 @@ impl<T: 'static> Work<T> {
 
 impl<T> Work<T> {
     /// Waits for the end. The operation's own deadline bounds the wait.
+    ///
+    /// # Errors
+    /// The operation's.
     pub fn wait(self) -> Result<T> {
         loop {
             if let Some(result) = self.operation.outcome() {

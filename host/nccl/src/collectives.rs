@@ -168,6 +168,9 @@ impl Communicator {
 
     /// Reduces `tensor` elementwise into that of `root`; the others' are not written. See
     /// [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn reduce(&self, root: u32, tensor: &Tensor<'_>, op: ReduceOp, stream: &Stream) -> Result<Work<()>> {
         self.check_rank("root", root)?;
         let (data, op_code) = (piece("tensor", tensor)?, reduction(op, tensor.dtype())?);
@@ -190,6 +193,9 @@ impl Communicator {
 
     /// Overwrites `tensor` with that of `root`, which has as many elements. See
     /// [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn broadcast(&self, root: u32, tensor: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         self.check_rank("root", root)?;
         let data = piece("tensor", tensor)?;
@@ -211,6 +217,9 @@ impl Communicator {
 
     /// Every rank's `input`, by rank, in `output`, which has [`Communicator::size`] times its
     /// elements. See [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn all_gather(&self, output: &Tensor<'_>, input: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         let (input, output) = parted(("input", input), ("output", output), self.size())?;
         let description = self.describe(Operation::AllGather, input, None, None);
@@ -229,6 +238,9 @@ impl Communicator {
 
     /// Reduces `input` elementwise; rank `r` gets the `r`-th of [`Communicator::size`] equal pieces
     /// in `output`. See [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn reduce_scatter(
         &self,
         output: &Tensor<'_>,
@@ -256,6 +268,9 @@ impl Communicator {
     /// Cuts the rows of `input` by `input_splits` (rows for each rank) and sends each rank its own.
     /// The rows from each rank are stored in `output` by rank, cut by `output_splits`. Empty splits
     /// cut evenly. The two tensors do not overlap. See [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn all_to_all(
         &self,
         output: &Tensor<'_>,
@@ -288,17 +303,26 @@ impl Communicator {
 
     /// Sends `tensor` to rank `to`, which receives as many elements. See
     /// [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn send(&self, to: u32, tensor: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         self.batch_send_recv(&[P2p::Send { to, tensor }], stream)
     }
 
     /// Receives the tensor that rank `from` sends into `tensor`. See [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn recv(&self, from: u32, tensor: &Tensor<'_>, stream: &Stream) -> Result<Work<()>> {
         self.batch_send_recv(&[P2p::Recv { from, tensor }], stream)
     }
 
     /// Concurrent sends and receives (a group of NCCL's), so that none waits for another. See
     /// [`Communicator::all_reduce`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::all_reduce`].
     pub fn batch_send_recv(&self, list: &[P2p<'_>], stream: &Stream) -> Result<Work<()>> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for item in list {

@@ -63,6 +63,9 @@ impl Communicator {
 
     /// [`Communicator::new`] without the wait: [`Communicator::wait_ready`] waits, and so does the
     /// first operation.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where an argument breaks a rule, and errors of NCCL.
     pub fn start(
         library: &Arc<Library>,
         device: &Device,
@@ -129,6 +132,9 @@ impl Communicator {
 
     /// The communicator of the ranks that share `store`, named by `config`: another one over the
     /// same store takes another name. See [`Communicator::new`] and [`UniqueId::over_store`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::new`] and of the store.
     pub fn over_store(
         library: &Arc<Library>,
         device: &Device,
@@ -143,6 +149,9 @@ impl Communicator {
 
     /// The communicator of the ranks of `group`. Collective. See [`Communicator::new`] and
     /// [`UniqueId::over_group`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::new`] and of the group.
     pub fn over_group(
         library: &Arc<Library>,
         device: &Device,
@@ -359,6 +368,9 @@ impl Communicator {
 
     /// The error of this communicator, if any: by this rank, or found by NCCL's threads. The latter
     /// ends the communicator.
+    ///
+    /// # Errors
+    /// [`Error::Nccl`].
     pub fn check(&self) -> Result<()> {
         if let Some(error) = self.core.unusable("check", &self.core.phase()) {
             return Err(error);

@@ -30,6 +30,9 @@ pub struct NcclGroup {
 impl NcclGroup {
     /// The ranks of `host`, with a device each. Collective. `config` is as for
     /// [`Communicator::over_group`].
+    ///
+    /// # Errors
+    /// Those of [`Communicator::over_group`].
     pub fn new(
         host: Arc<dyn ProcessGroup>,
         library: &Arc<Library>,
@@ -60,6 +63,9 @@ impl NcclGroup {
     }
 
     /// [`ProcessGroup::split`], keeping the type.
+    ///
+    /// # Errors
+    /// Those of [`ProcessGroup::split`] and [`Communicator::new`].
     pub fn split_group(&self, color: u64) -> Result<NcclGroup> {
         let host = self.host.split(color)?;
         // NCCL has fewer colors than `u64`. So a part's color is the rank in this group of its

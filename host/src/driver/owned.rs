@@ -83,6 +83,9 @@ impl Memory {
 
     /// Allocates `bytes`, which may be 0; `label` names the memory in errors. Its contents are zero,
     /// those of [`MemoryKind::Device`] and [`MemoryKind::Unpooled`] unspecified.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] where the device has not so much, and errors of the driver.
     pub fn alloc(device: &Device, bytes: u64, kind: MemoryKind, label: &str) -> Result<Memory> {
         let raw = device.driver.alloc(bytes, kind, label)?;
         if matches!(kind, MemoryKind::MappedHost | MemoryKind::SharedHost) {
@@ -217,6 +220,9 @@ pub struct MappedMemory(Memory);
 
 impl MappedMemory {
     /// Allocates `bytes`, zeroed; `label` names the memory in errors.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] where the device has not so much, and errors of the driver.
     pub fn alloc(device: &Device, bytes: u64, label: &str) -> Result<MappedMemory> {
         let memory = Memory::alloc(device, bytes, MemoryKind::MappedHost, label)?;
         device.driver.watch_host(&memory.raw);
@@ -300,12 +306,18 @@ pub struct Stream {
 
 impl Stream {
     /// A stream of our own that does not synchronise with the default stream.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn new(device: &Device) -> Result<Stream> {
         Ok(Stream::listed(device, device.driver.stream_create(false)?, true))
     }
 
     /// The same with the highest priority of the device: its blocks start ahead of those of other
     /// streams.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn high_priority(device: &Device) -> Result<Stream> {
         Ok(Stream::listed(device, device.driver.stream_create(true)?, true))
     }
@@ -363,11 +375,17 @@ impl Stream {
     }
 
     /// Blocks until all work is done.
+    ///
+    /// # Errors
+    /// Errors of the driver, and of work that has failed on the device before.
     pub fn synchronize(&self) -> Result<()> {
         self.device.driver.stream_synchronize(self.handle)
     }
 
     /// True when all work is done.
+    ///
+    /// # Errors
+    /// Errors of the driver, and of work that has failed on the device before.
     pub fn is_done(&self) -> Result<bool> {
         self.device.driver.stream_query(self.handle)
     }
@@ -378,6 +396,9 @@ impl Stream {
     }
 
     /// Makes this stream wait for the event's last record.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let streams = self.device.driver.streams();
         let mut list = streams.hold();
@@ -389,11 +410,17 @@ impl Stream {
     }
 
     /// True while the stream is being captured.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn is_capturing(&self) -> Result<bool> {
         self.device.driver.stream_is_capturing(self.handle)
     }
 
     /// Launches a kernel.
+    ///
+    /// # Errors
+    /// Errors of the driver, such as of a shape that the device cannot run.
     ///
     /// # Safety
     /// The parameters fit the kernel's signature, and every address in them is live until the
@@ -481,6 +508,9 @@ impl Stream {
 
     /// Copies host bytes to the device, through page-locked memory, and waits for it.
     ///
+    /// # Errors
+    /// Errors of the driver, and of work that has failed on the device before.
+    ///
     /// # Safety
     /// `src.len()` bytes from `dst` on are live memory of this device, and no other code relies on
     /// their contents.
@@ -491,6 +521,9 @@ impl Stream {
 
     /// Copies device bytes to the host, through page-locked memory, and waits for it.
     ///
+    /// # Errors
+    /// Errors of the driver, and of work that has failed on the device before.
+    ///
     /// # Safety
     /// `dst.len()` bytes from `src` on are live memory of this device.
     pub unsafe fn read(&self, dst: &mut [u8], src: DevicePtr) -> Result<()> {
@@ -499,6 +532,9 @@ impl Stream {
     }
 
     /// Copies between device addresses, in stream order.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     ///
     /// # Safety
     /// Both ranges are live until the stream has passed the copy.
@@ -519,6 +555,9 @@ impl Stream {
 
     /// Sets bytes, in stream order.
     ///
+    /// # Errors
+    /// Errors of the driver.
+    ///
     /// # Safety
     /// The range is live until the stream has passed the call.
     pub unsafe fn fill(&self, dst: DevicePtr, value: u8, bytes: u64) -> Result<()> {
@@ -527,6 +566,9 @@ impl Stream {
     }
 
     /// Records the work that `work` enqueues instead of running it.
+    ///
+    /// # Errors
+    /// The error of `work`, and errors of the driver, such as of work that cannot be recorded.
     pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         let streams = self.device.driver.streams();
         {
@@ -653,11 +695,17 @@ pub struct Event {
 
 impl Event {
     /// A new event that records no time.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn new(device: &Device) -> Result<Event> {
         Event::create(device, false)
     }
 
     /// A new event that records its time, for [`Event::elapsed_ms`].
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn timed(device: &Device) -> Result<Event> {
         Event::create(device, true)
     }
@@ -678,6 +726,9 @@ impl Event {
     }
 
     /// Records the event in `stream`.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn record(&self, stream: &Stream) -> Result<()> {
         self.device.driver.event_record(self.handle, stream.handle)
     }
@@ -716,6 +767,9 @@ impl Event {
     }
 
     /// Milliseconds from this event to `end`.
+    ///
+    /// # Errors
+    /// Errors of the driver, such as where one of the two has not happened or records no time.
     pub fn elapsed_ms(&self, end: &Event) -> Result<f32> {
         self.device.driver.event_elapsed_ms(self.handle, end.handle)
     }
@@ -757,6 +811,9 @@ pub struct Module(Arc<LoadedModule>);
 
 impl Module {
     /// Loads PTX text.
+    ///
+    /// # Errors
+    /// [`Error::Ptx`] where the text is not PTX that the device runs, and errors of the driver.
     pub fn load(device: &Device, ptx: &str) -> Result<Module> {
         let waiting = CutPtx::new(ptx).waiting().map(str::to_owned).collect();
         Module::with_waiting(device, ptx, waiting)
@@ -789,6 +846,10 @@ impl Module {
 
     /// A kernel by its entry name; `max_shared_bytes` is the most dynamic shared memory it will be
     /// launched with.
+    ///
+    /// # Errors
+    /// Errors of the driver, such as where the module has no such entry or the device less shared
+    /// memory.
     pub fn kernel(&self, name: &'static str, max_shared_bytes: u32) -> Result<Kernel> {
         let limit = self.0.device.info().max_shared_bytes_per_block;
         if max_shared_bytes > limit {
@@ -810,6 +871,9 @@ const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 
 /// The PTX of epoxide's kernels: the embedded one, or that of the file that is given or that
 /// `EPOXIDE_PTX` names.
+///
+/// # Errors
+/// [`Error::Argument`] where the file cannot be read.
 pub fn shipped_ptx(file: Option<&Path>) -> Result<Cow<'static, str>> {
     ptx_of(file.map(OsString::from).or_else(|| std::env::var_os(PTX_OVERRIDE)))
 }
@@ -864,6 +928,9 @@ pub struct Graph {
 
 impl Graph {
     /// Runs it in `stream`.
+    ///
+    /// # Errors
+    /// Errors of the driver, such as of a shape that the device cannot run.
     ///
     /// # Safety
     /// All recorded addresses are live until the stream has passed the run. The graph is, too,

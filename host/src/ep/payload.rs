@@ -29,7 +29,7 @@ const NVFP4_BLOCK: u64 = 16;
 ///
 /// | constructor | row | columns |
 /// |---|---|---|
-/// | [`Payload::rows`] | any type | none |
+/// | [`Payload::rows`] | any type but i64 and bool; in low latency bf16, f16, fp8, fp4 or u8 | none |
 /// | [`Payload::fp8`] | e4m3 or e5m2 `[hidden]` | f32 `[hidden / 128]`, rounded up |
 /// | [`Payload::fp8_ue8m0`] | e4m3 or e5m2 `[hidden]` | UE8M0 of 128 elements, four to an i32, `[hidden / 512]`, rounded up |
 /// | [`Payload::mxfp8`] | e4m3 or e5m2 `[hidden]` | UE8M0 `[hidden / 32]` |
@@ -59,8 +59,12 @@ impl Payload {
     /// Rows of `elements` elements without columns.
     ///
     /// # Errors
-    /// [`Error::Argument`] where a row is not a positive multiple of 16 bytes.
+    /// [`Error::Argument`] where the type is i64 or bool, or a row is not a positive multiple of 16
+    /// bytes.
     pub fn rows(dtype: DType, elements: u64) -> Result<Payload> {
+        if matches!(dtype, DType::I64 | DType::Bool) {
+            return Err(Error::argument("dtype", dtype, "no dispatch sends rows of i64 or bool: use u8"));
+        }
         let payload = Payload { dtype, elements, columns: Vec::new() };
         let bytes = elements.checked_mul(dtype.size());
         if bytes.is_none_or(|bytes| bytes == 0 || !bytes.is_multiple_of(16)) {
@@ -468,7 +472,9 @@ mod tests {
         };
         wrong(Payload::rows(DType::Bf16, 0), &["hidden = 0 x bf16", "16 bytes"]);
         wrong(Payload::rows(DType::F16, 12), &["hidden = 12 x f16", "16 bytes"]);
-        wrong(Payload::rows(DType::I64, u64::MAX / 2), &["16 bytes"]);
+        wrong(Payload::rows(DType::F32, u64::MAX / 2), &["16 bytes"]);
+        wrong(Payload::rows(DType::I64, 16), &["dtype = i64", "u8"]);
+        wrong(Payload::rows(DType::Bool, 16), &["dtype = bool", "u8"]);
         wrong(Payload::fp8(DType::Bf16, 128), &["dtype = bf16", "e4m3"]);
         wrong(Payload::mxfp8(DType::Fp8E4m3, 48), &["hidden = 48", "multiple of 32"]);
         wrong(Payload::nvfp4(48), &["hidden = 48", "multiple of 32"]);

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 #[repr(u32)]
 pub enum Quantise {
     /// Rows are sent unchanged.
-    Not = layout::Quantise::Not as u32,
+    None = layout::Quantise::None as u32,
     /// Rows are sent as e4m3. Each 128 elements have their own scale, by which the receiver
     /// multiplies them. The scale is their largest magnitude (at least 1e-4) over 448. An infinity
     /// or a NaN makes all 128 elements NaN.
@@ -58,7 +58,7 @@ impl Quantise {
     /// quantised so.
     pub(super) fn check(self, hidden: u64, dtype: DType, block: u32) -> Result<()> {
         let is_possible = dtype == DType::Bf16 && hidden.is_multiple_of(block.into());
-        if self == Quantise::Not || is_possible {
+        if self == Quantise::None || is_possible {
             return Ok(());
         }
         let rule = format!(
@@ -70,7 +70,7 @@ impl Quantise {
     /// The scales of a row of so many elements, as they are sent.
     pub(super) fn record(self, hidden: u32) -> Record {
         match self {
-            Quantise::Not => Record::default(),
+            Quantise::None => Record::default(),
             Quantise::Fp8 | Quantise::Fp8PowerOfTwo => Record::of_f32(hidden / SCALE_BLOCK),
             Quantise::Mxfp8 => Record::of_ue8m0(hidden / MX_BLOCK),
         }

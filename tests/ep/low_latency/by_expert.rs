@@ -56,7 +56,7 @@ fn blocks_share_rows_of_one_token_or_several() {
     let counts = [[3, 2], [6, 9], [8, 12], [11, 13], [20, 26], [27, 1]];
     for (number, counts) in counts.into_iter().enumerate() {
         for sm_count in [12, 13] {
-            let quantise = if number % 2 == 0 { Quantise::Not } else { Quantise::Fp8 };
+            let quantise = if number % 2 == 0 { Quantise::None } else { Quantise::Fp8 };
             let routing = routing(&counts, 4, 8, Style::DistinctTopK);
             LowLatencyCase { sm_count, quantise, ..case(routing, 1024 * 5 + 128, 8) }.check();
         }
@@ -283,7 +283,7 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
     let inputs = plain.inputs(rank)?;
     let LowLatencyRank { buffer, stream, .. } = rank;
     let (order, mut place) = (StreamOrder::on(stream), buffer.place(0)?);
-    let has_scales = case.quantise != Quantise::Not;
+    let has_scales = case.quantise != Quantise::None;
     let (dtype, other) =
         if has_scales { (DType::Fp8E4m3, DType::Bf16) } else { (DType::Bf16, DType::Fp8E4m3) };
     let rows = 2 * 6 * 2 + 2 * 7;

@@ -136,8 +136,8 @@ fn a_timeout_names_all_ranks_that_did_not_come() {
                 rank.combine(received)?;
             }
             let error = rank.outcome().expect_err("two ranks have gone");
-            let Error::PeerTimeout { place, late, .. } = &error else { panic!("{error}") };
-            assert_eq!((late[..].to_vec(), *place), (vec![0, 1], Some(0)), "{error}");
+            let Error::PeerTimeout { place, late_ranks, .. } = &error else { panic!("{error}") };
+            assert_eq!((late_ranks[..].to_vec(), *place), (vec![0, 1], Some(0)), "{error}");
             assert!(error.to_string().contains("combine in place 0") == is_combine, "{error}");
             assert!(error.to_string().contains("ranks 0 and 1 may have died"), "{error}");
             Ok(())
@@ -325,7 +325,7 @@ fn a_failed_combine_leaves_nan() {
         Ok(())
     };
     let transport = TransportOptions::new(TransportKind::Direct);
-    for quantise in [Quantise::Not, Quantise::Fp8] {
+    for quantise in [Quantise::None, Quantise::Fp8] {
         let is_nan = |rank: &mut Ones| combine(rank, quantise, true);
         run_of(128, None, |options| options, &is_nan);
         // Rows that return with words, and not as packets.
@@ -337,7 +337,7 @@ fn a_failed_combine_leaves_nan() {
             &is_nan,
         );
     }
-    run_on(|options| options.keep_sums_on_failure(), &|rank: &mut Ones| combine(rank, Quantise::Not, false));
+    run_on(|options| options.keep_sums_on_failure(), &|rank: &mut Ones| combine(rank, Quantise::None, false));
 }
 
 #[test]

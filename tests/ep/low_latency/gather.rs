@@ -57,7 +57,7 @@ fn a_copy_beside_other_work() {
         let LowLatencyRank { buffer, stream, .. } = rank;
         let mut place = buffer.place(0)?;
         let received =
-            buffer.dispatch(&mut place, inputs.request(Quantise::Not), StreamOrder::comm(stream))?;
+            buffer.dispatch(&mut place, inputs.request(Quantise::None), StreamOrder::comm(stream))?;
         let shape = [u64::from(buffer.local_experts()) * buffer.rows(), 64];
         let copies = [(); 2]
             .map(|()| Tensor::from_host(stream, DType::Bf16, &shape, &vec![7u16; shape[0] as usize * 64]));
@@ -109,7 +109,7 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
     let of_scales =
         |shape: [u64; 2]| TypedTensor::from_host(stream, &shape, &vec![0f32; (shape[0] * shape[1]) as usize]);
     let (dtype, other, has_scales) = match case.quantise {
-        Quantise::Not => (DType::Bf16, DType::Fp8E4m3, false),
+        Quantise::None => (DType::Bf16, DType::Fp8E4m3, false),
         _ => (DType::Fp8E4m3, DType::Bf16, true),
     };
     let x = tensor(dtype, [experts * rows, hidden])?;

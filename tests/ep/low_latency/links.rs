@@ -67,7 +67,7 @@ fn predicted(case: &LowLatencyCase) -> Links {
         // A token's row is sent to a rank once, for any number of its experts.
         let tokens = u64::from(routing.num_tokens(from));
         let rows = rows_between(routing, from, to);
-        let is_fp8 = case.quantise != Quantise::Not;
+        let is_fp8 = case.quantise != Quantise::None;
         let row_bytes = case.hidden * if is_fp8 { 1 } else { 2 };
         let scales = if is_fp8 { u64::from(case.hidden / 128) } else { 0 };
         let chunks = |tokens: u64| tokens.div_ceil(case.chunk_tokens.into());
@@ -118,10 +118,10 @@ fn travels_back(case: &LowLatencyCase, from: u32) -> (&'static str, u32, u64) {
             let kernel = if is_two { "low_latency_combine_two_pooled" } else { "low_latency_combine_pooled" };
             (kernel, case.hidden * 2, 0)
         }
-        Quantise::Not if case.combine_rows == ReturnPath::ByRow && has_many => {
+        Quantise::None if case.combine_rows == ReturnPath::ByRow && has_many => {
             ("low_latency_combine_summed", case.hidden * 2, 0)
         }
-        Quantise::Not => ("low_latency_combine_bf16", case.hidden * 2, 0),
+        Quantise::None => ("low_latency_combine_bf16", case.hidden * 2, 0),
         _ => ("low_latency_combine_fp8", case.hidden, u64::from(case.hidden / 128)),
     }
 }
@@ -234,7 +234,7 @@ fn the_prediction_is_what_a_count_by_hand_gives() {
         some.map(|(from, to, part, bytes)| ((kernel, from, to, part), bytes)).collect::<Links>()
     };
     for (quantise, rows, back, sums) in [
-        (Quantise::Not, &bf16_rows[..], "low_latency_combine_bf16", &bf16_sums[..]),
+        (Quantise::None, &bf16_rows[..], "low_latency_combine_bf16", &bf16_sums[..]),
         (Quantise::Fp8, &fp8_rows[..], "low_latency_combine_fp8", &fp8_sums[..]),
     ] {
         let case = LowLatencyCase { quantise, quantise_back: quantise, ..case.clone() };
@@ -247,7 +247,7 @@ fn the_prediction_is_what_a_count_by_hand_gives() {
 
 /// Kinds of rows: bf16 and both kinds of fp8, either way, and mxfp8 on the way there.
 fn each_kind(case: &LowLatencyCase) {
-    for quantise in tier::sample([Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo, Quantise::Mxfp8]) {
+    for quantise in tier::sample([Quantise::None, Quantise::Fp8, Quantise::Fp8PowerOfTwo, Quantise::Mxfp8]) {
         check(&LowLatencyCase { quantise, ..case.clone() });
     }
     for quantise_back in tier::sample([Quantise::Fp8, Quantise::Fp8PowerOfTwo]) {

@@ -51,7 +51,7 @@ fn every_entry_of_a_token_goes_to_another_rank() {
 
 #[test]
 fn rows_travel_as_e4m3_either_way() {
-    const ALL: [Quantise; 3] = [Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
+    const ALL: [Quantise; 3] = [Quantise::None, Quantise::Fp8, Quantise::Fp8PowerOfTwo];
     let each = ALL.into_iter().flat_map(|there| ALL.map(|back| (there, back)));
     for (number, (quantise, quantise_back)) in each.enumerate().skip(4).step_by(tier::pick(9, 1)) {
         for packet_tokens in [0, 32] {

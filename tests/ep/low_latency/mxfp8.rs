@@ -309,7 +309,7 @@ fn rows_that_are_mxfp8_already_come_to_the_same() {
 fn ranks_that_quantise_otherwise_are_told_apart() {
     for (nodes, other) in [
         (None, Quantise::Fp8),
-        (None, Quantise::Not),
+        (None, Quantise::None),
         (across_nodes(TransportKind::Direct), Quantise::Fp8PowerOfTwo),
     ] {
         let case = LowLatencyCase { nodes, ..case(&[4, 4], 256) };
@@ -329,7 +329,7 @@ fn ranks_that_quantise_otherwise_are_told_apart() {
 
 #[test]
 fn wrong_use_is_refused() {
-    let uneven = LowLatencyCase { quantise: Quantise::Not, ..case(&[4, 4], 96) };
+    let uneven = LowLatencyCase { quantise: Quantise::None, ..case(&[4, 4], 96) };
     uneven.run(|rank| {
         let (mut place, ids) = (rank.buffer.place(0)?, ids(rank, &uneven)?);
         let x = Tensor::alloc(rank.stream.device(), DType::Bf16, &[4, 96])?;
@@ -371,14 +371,14 @@ fn wrong_use_is_refused() {
         refuse(of(&x).by_expert(4).recv_x(&wide), &["recv_x has dtype bf16", "fp8"]);
         // No work was enqueued. A combine does not convert so, and the buffer still works.
         let x = upload(rank, &even, 0)?;
-        for quantise in [Quantise::Mxfp8, Quantise::Not] {
+        for quantise in [Quantise::Mxfp8, Quantise::None] {
             let received = rank.buffer.dispatch(&mut place, of(&x), order)?;
             let ones = Tensor::alloc(stream.device(), DType::Bf16, &[rank.buffer.rows(), 256])?;
             ones.write(&stream, &vec![bf16::ONE; (ones.rows() * 256) as usize])?;
             let request = CombineRequest::by_row(&ones).quantise(quantise);
             let combined = rank.buffer.combine(received, request, order).map(drop);
             match quantise {
-                Quantise::Not => combined?,
+                Quantise::None => combined?,
                 _ => refused(combined, &["quantise = Mxfp8", "Fp8PowerOfTwo"]),
             }
         }

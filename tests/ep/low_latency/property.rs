@@ -27,13 +27,13 @@ pub(super) fn case_of(
     let tokens = prop::collection::vec(tokens, rank_counts(ranks));
     let routing = (tokens, draws(6)).prop_map(|(tokens, draws)| routed(&tokens, draws));
     let row = prop_oneof![
-        3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
+        3 => (1..=40u32).prop_map(|eighth| (8 * eighth, Quantise::None)),
         // Rows of several pieces.
-        1 => (90..=220u32).prop_map(|eighth| (8 * eighth, Quantise::Not)),
+        1 => (90..=220u32).prop_map(|eighth| (8 * eighth, Quantise::None)),
         1 => (1..=5u32).prop_map(|block| (128 * block, Quantise::Fp8)),
         1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Fp8PowerOfTwo)),
         1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Mxfp8)),
-        1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::Not)),
+        1 => (1..=14u32).prop_map(|block| (128 * block, Quantise::None)),
     ];
     let settings = (
         (1..=12u32, prop::sample::select(vec![0, 3, 32])),
@@ -49,7 +49,7 @@ pub(super) fn case_of(
         ),
         (
             any::<(u64, Option<u32>, Option<u64>)>(),
-            prop::sample::select(vec![Quantise::Not, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
+            prop::sample::select(vec![Quantise::None, Quantise::Fp8, Quantise::Fp8PowerOfTwo]),
             prop::option::of(segments()),
             prop::sample::select(vec![DType::Bf16, DType::Bf16, DType::F16, DType::F32]),
         ),
@@ -87,10 +87,10 @@ pub(super) fn case_of(
                 ids,
                 nodes,
                 quantise,
-                quantise_back: if may_quantise { back } else { Quantise::Not },
+                quantise_back: if may_quantise { back } else { Quantise::None },
                 combine_dtype,
                 combine_rows,
-                gathers: gathers && is_bf16 && by_expert && quantise == Quantise::Not,
+                gathers: gathers && is_bf16 && by_expert && quantise == Quantise::None,
                 segments,
                 weighted: weighted && by_expert,
                 halves,

@@ -80,7 +80,7 @@ fn rows_return_while_others_are_summed() {
 /// Blocks list rows while they move one row, or two: ranks with few tokens, with more and with many.
 #[test]
 fn rows_are_listed_while_others_move() {
-    for quantise in tier::sample([Quantise::Not, Quantise::Fp8]) {
+    for quantise in tier::sample([Quantise::None, Quantise::Fp8]) {
         LowLatencyCase {
             quantise,
             sm_count: 40,

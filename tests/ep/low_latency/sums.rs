@@ -54,7 +54,7 @@ fn cases() -> impl Iterator<Item = LowLatencyCase> {
             weighted,
             segments,
             nodes,
-            quantise: if hidden == 768 { Quantise::Fp8 } else { Quantise::Not },
+            quantise: if hidden == 768 { Quantise::Fp8 } else { Quantise::None },
             packet_tokens: [0, 5, 32][number / 3 % 3],
             halves: number % 4 == 1,
             own_memory: number % 4 == 2,
@@ -98,7 +98,7 @@ fn replays_of_steps() {
 fn the_checker_finds_nothing() {
     let all = cases().map(|case| LowLatencyCase {
         hidden: case.hidden.min(264) / 8 * 8,
-        quantise: Quantise::Not,
+        quantise: Quantise::None,
         ..case
     });
     for (seed, case) in (0..).zip(all).step_by(tier::pick(7, 2)) {

@@ -220,7 +220,7 @@ fn answers_of_many_values_are_made_as_they_are_read() {
 
 #[test]
 fn a_full_store_refuses_more_and_goes_on() {
-    let server = limited(ConnectionLimits { store_bytes: MIB, ..ConnectionLimits::default() });
+    let server = limited(ConnectionLimits { max_store_bytes: MIB, ..ConnectionLimits::default() });
     let store = client(&server);
     let mut set = 0;
     let error = loop {
@@ -294,7 +294,7 @@ fn a_client_without_a_greeting_holds_no_memory() {
 
 #[test]
 fn the_client_that_holds_the_most_is_closed() {
-    let server = limited(ConnectionLimits { client_bytes: 6 * MIB, ..ConnectionLimits::default() });
+    let server = limited(ConnectionLimits { max_client_bytes: 6 * MIB, ..ConnectionLimits::default() });
     let store = client(&server);
     let part = |bytes: usize| {
         let mut socket = greeted(&server);
@@ -320,7 +320,11 @@ fn the_client_that_holds_the_most_is_closed() {
 fn no_more_clients_than_allowed_and_idle_ones_stay() {
     // Longer than a client takes to greet on a busy machine.
     let patience = Duration::from_secs(3);
-    let server = limited(ConnectionLimits { clients: 4, patience, ..ConnectionLimits::default() });
+    let server = limited(ConnectionLimits {
+        max_clients: 4,
+        authentication_timeout: patience,
+        ..ConnectionLimits::default()
+    });
     let mut silent = TcpStream::connect(server.address()).unwrap();
     silent.write_all(&HELLO[..2]).unwrap();
     let mut clients: Vec<TcpStream> = (0..4).map(|_| greeted(&server)).collect();

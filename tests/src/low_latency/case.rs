@@ -139,9 +139,9 @@ impl LowLatencyCase {
             nodes: None,
             joins_nodes: false,
             hidden,
-            quantise: Quantise::Not,
+            quantise: Quantise::None,
             combine_dtype: DType::Bf16,
-            quantise_back: Quantise::Not,
+            quantise_back: Quantise::None,
             combine_rows: ReturnPath::ByExpert,
             gathers: false,
             segments: None,
@@ -174,7 +174,7 @@ impl LowLatencyCase {
             if number == 0 { Style::WithHoles } else { Style::ALL[rng.random_range(0..Style::ALL.len())] };
         let routing = Routing::random(&mut rng, &tokens, topk, experts, style);
         let quantise = match number % 2 {
-            _ if format == Format::Bf16 => Quantise::Not,
+            _ if format == Format::Bf16 => Quantise::None,
             _ if format == Format::Mxfp8 => Quantise::Mxfp8,
             0 => Quantise::Fp8,
             _ => Quantise::Fp8PowerOfTwo,
@@ -183,7 +183,7 @@ impl LowLatencyCase {
         let quantise_back = match number % 4 {
             1 if hidden.is_multiple_of(128) => Quantise::Fp8,
             3 if hidden.is_multiple_of(128) => Quantise::Fp8PowerOfTwo,
-            _ => Quantise::Not,
+            _ => Quantise::None,
         };
         LowLatencyCase {
             max_tokens: most.max(1),

@@ -40,7 +40,7 @@ impl LowLatencyCase {
             (bytes, Scales::F32(scales))
         };
         match self.quantise {
-            Quantise::Not => (bytes_of(x), Scales::None),
+            Quantise::None => (bytes_of(x), Scales::None),
             Quantise::Fp8 => quantised(false),
             Quantise::Fp8PowerOfTwo => quantised(true),
             Quantise::Mxfp8 => {
@@ -111,13 +111,13 @@ impl Data {
         // Rows that are summed already are given in the type of the combine.
         let share = if case.combine_rows == ReturnPath::ByExpert { share } else { as_it_is.arrives(&share) };
         let travel = match case.quantise_back {
-            Quantise::Not => as_it_is,
+            Quantise::None => as_it_is,
             Quantise::Fp8 => Travel::Fp8 { power_of_two: false },
             Quantise::Fp8PowerOfTwo => Travel::Fp8 { power_of_two: true },
             Quantise::Mxfp8 => unreachable!("a combine does not quantise so"),
         };
         let arrives = travel.arrives(&share);
-        if case.quantise_back != Quantise::Not {
+        if case.quantise_back != Quantise::None {
             let (_, scales) = quantised(&share, case.quantise_back == Quantise::Fp8PowerOfTwo);
             let worst = worst_error(&share, &arrives, &scales);
             assert!(worst <= FP8_ERROR, "a share of token {token} of rank {source} is off by {worst} scales");

@@ -84,8 +84,8 @@ impl LowLatencyInputs {
             && case.segments.is_some_and(|it| it.memory == RowMemory::Caller)
         {
             match case.quantise {
-                Quantise::Not if case.gathers => mark(stream, &by_expert)?,
-                Quantise::Not => recv_x = Some(marked(room, hidden, DType::Bf16)?),
+                Quantise::None if case.gathers => mark(stream, &by_expert)?,
+                Quantise::None => recv_x = Some(marked(room, hidden, DType::Bf16)?),
                 Quantise::Mxfp8 => {
                     recv_x = Some(marked(room, hidden, DType::Fp8E4m3)?);
                     recv_columns = Some(marked(hidden / 128, room, DType::I32)?.typed()?);

@@ -24,7 +24,7 @@ pub enum Cause {
 impl Cause {
     fn of(error: &dyn Any) -> Cause {
         match error.downcast_ref() {
-            Some(Error::GivenUp { .. } | Error::Group { .. }) => Cause::Group,
+            Some(Error::Aborted { .. } | Error::Group { .. }) => Cause::Group,
             _ => Cause::Own,
         }
     }

@@ -129,7 +129,7 @@ impl Case {
             dtype: DType::Bf16,
             row_bytes,
             scales: Scales::None,
-            quantise: Quantise::Not,
+            quantise: Quantise::None,
             weight: None,
             tuning: Tuning::default(),
             seed: 1,
@@ -234,7 +234,7 @@ impl Case {
     /// The bytes of a row in transit. Another `turn` has other contents.
     pub fn row(&self, turn: u64, rank: u32, token: u32) -> Vec<u8> {
         match self.quantise {
-            Quantise::Not => self.bytes(turn, rank, token),
+            Quantise::None => self.bytes(turn, rank, token),
             _ => self.converted(turn, rank, token).0,
         }
     }
@@ -242,7 +242,7 @@ impl Case {
     /// Type and bytes of a row as it is given.
     pub fn given(&self, turn: u64, rank: u32, token: u32) -> (DType, Vec<u8>) {
         match self.quantise {
-            Quantise::Not => (self.dtype, self.bytes(turn, rank, token)),
+            Quantise::None => (self.dtype, self.bytes(turn, rank, token)),
             _ => (DType::Bf16, payload::bytes_of(&self.numbers(turn, rank, token))),
         }
     }
@@ -277,7 +277,7 @@ impl Case {
     /// The scales of a token.
     pub fn scales(&self, turn: u64, rank: u32, token: u32) -> Vec<f32> {
         match self.quantise {
-            Quantise::Not => {}
+            Quantise::None => {}
             Quantise::Mxfp8 => return Vec::new(),
             _ => return payload::values_of(&self.converted(turn, rank, token).1),
         }
@@ -287,7 +287,7 @@ impl Case {
 
     /// Column `index` of a token, of columns of any types.
     pub fn column(&self, turn: u64, (rank, token): (u32, u32), index: usize) -> Vec<u8> {
-        if self.quantise != Quantise::Not {
+        if self.quantise != Quantise::None {
             return self.converted(turn, rank, token).1;
         }
         let (dtype, elements) = self.scales.list()[index];

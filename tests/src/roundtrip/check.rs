@@ -151,7 +151,7 @@ impl Rank {
         let (dtype, _) = case.given(turn, rank, 0);
         let x = self.upload_rows(dtype, case.hidden(), &rows)?;
         let shape = match case.scales {
-            _ if case.quantise != Quantise::Not => return Ok((x, None)),
+            _ if case.quantise != Quantise::None => return Ok((x, None)),
             Scales::None | Scales::Any(_) => return Ok((x, None)),
             Scales::Flat => vec![u64::from(tokens)],
             Scales::Columns(columns) => vec![u64::from(tokens), u64::from(columns)],
@@ -162,7 +162,7 @@ impl Rank {
 
     /// This rank's columns of a case, of any types, on the device: those that are given.
     pub fn columns(&self, case: &Case, turn: u64) -> Result<Vec<Tensor<'static>>> {
-        if case.quantise != Quantise::Not {
+        if case.quantise != Quantise::None {
             return Ok(Vec::new());
         }
         let tokens = case.routing.num_tokens(self.rank);
@@ -469,7 +469,7 @@ impl Rank {
         let mut difference = compare::value("recv_columns", output.recv_columns.len(), list.len());
         for (index, (tensor, (dtype, elements))) in output.recv_columns.iter().zip(list).enumerate() {
             // One scale that was made is a column of one element.
-            let is_flat = elements == 1 && case.quantise == Quantise::Not;
+            let is_flat = elements == 1 && case.quantise == Quantise::None;
             let columns = if is_flat { &[][..] } else { &[u64::from(elements)] };
             let shape = [&[output.recv_x.rows()], columns].concat();
             let expected: Vec<u8> =

@@ -418,7 +418,7 @@ impl Pair {
         turn: u32,
     ) -> (u32, u32) {
         let (start, thread) = (turn * moves.threads * 32, moves.thread());
-        if args.quantise == Quantise::Not as u32 {
+        if args.quantise == Quantise::None as u32 {
             (start + thread * 16, start + thread * 16 + moves.threads * 16)
         } else {
             (start + thread * 32, start + thread * 32 + 16)
@@ -450,7 +450,7 @@ impl Pair {
 /// Bytes of a row at `x`.
 #[device]
 pub(super) fn bytes_of_x(args: &LowLatencyDispatchArgs) -> u32 {
-    if args.quantise == Quantise::Not as u32 { args.row_bytes } else { args.row_bytes * 2 }
+    if args.quantise == Quantise::None as u32 { args.row_bytes } else { args.row_bytes * 2 }
 }
 
 /// Sends the block's tokens. `MX`, `PACKS` and `BATCH`: as of [`dispatch`]. `moved_entry`: of a batch,
@@ -654,7 +654,7 @@ unsafe fn send_row<R: Ranks, const MX: bool>(
 ) {
     let (mut turn, mut pair) = (0, first);
     while turn * moves.threads * 32 < bytes_of_x(args) {
-        if args.quantise == Quantise::Not as u32 {
+        if args.quantise == Quantise::None as u32 {
             let (first, second) = Pair::offsets(args, moves, turn);
             if first < args.row_bytes {
                 store(args, row, ranks, first, pair.first);
@@ -707,7 +707,7 @@ unsafe fn send_scales<R: Ranks>(
     stride!(index in moves.thread()..args.row_scales() * LOW_LATENCY_TOKENS_AT_ONCE, moves.threads => {
         let (scale, number) = (index / LOW_LATENCY_TOKENS_AT_ONCE, index % LOW_LATENCY_TOKENS_AT_ONCE);
         if number < count {
-            let value = if args.quantise == Quantise::Not as u32 {
+            let value = if args.quantise == Quantise::None as u32 {
                 args.scales.array::<f32>().ld((first + number) * args.num_scales + scale)
             } else {
                 f32::from_bits(ld_shared_u32(scales.at(number, scale)))
@@ -1000,7 +1000,7 @@ impl<R: Ranks, const PACKS: bool> Arrivals for Coming<'_, R, PACKS> {
     unsafe fn is_here(&self, source: u32) -> bool {
         let common = &self.args.common;
         source == common.comm.rank
-            && self.args.quantise == Quantise::Not as u32
+            && self.args.quantise == Quantise::None as u32
             && common.phases == phase::SEND | phase::RECEIVE
     }
 

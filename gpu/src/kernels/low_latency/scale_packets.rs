@@ -88,7 +88,7 @@ pub(super) unsafe fn send<R: Ranks>(
         unroll!(3, J => {
             let scale = packet * SCALES_IN_PACKET + J as u32;
             if scale < num_scales {
-                words[J] = if args.quantise == Quantise::Not as u32 {
+                words[J] = if args.quantise == Quantise::None as u32 {
                     args.scales.array::<u32>().ld(token * num_scales + scale)
                 } else {
                     ld_shared_u32(scales.at(number, scale))

@@ -8,7 +8,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::strangers::BACKLOG;
+use crate::pending::BACKLOG;
 use crate::{JobSecret, same_user, secret};
 
 /// Variable with the network interface, or its address, that ranks of other hosts reach this one
@@ -259,7 +259,7 @@ fn os(call: &'static str) -> impl Fn(Errno) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::strangers::{ConnectionLimits, Next, Strangers};
+    use crate::pending::{Accepted, ConnectionLimits, PendingConnections};
 
     #[test]
     fn interfaces_by_name() {
@@ -301,7 +301,7 @@ mod tests {
         }
         let listener = Listener::open(2, Sockets::Auto, None, None, false).unwrap();
         let (address, limits) = (listener.address.clone(), ConnectionLimits::default());
-        let mut strangers = Strangers::new("test", &limits, 2);
+        let mut pending = PendingConnections::new("test", &limits, 2);
         let (theirs, socket) = same_user::tests::as_user(65534, || {
             let name = SocketAddrUnix::new_abstract_name(address.unix.as_bytes()).unwrap();
             let kind = SocketType::STREAM;
@@ -314,10 +314,10 @@ mod tests {
         let error = theirs.unwrap_err();
         assert!(error.contains("of user 0; only processes of user 65534 are let in"), "{error}");
         // The kernel let both through, and nothing of either is read.
-        assert_eq!(strangers.accept(&listener.sockets[0]), Next::Nobody);
-        assert!(strangers.is_empty());
+        assert_eq!(pending.accept(&listener.sockets[0]), Accepted::None);
+        assert!(pending.is_empty());
         drop(socket);
         assert!(connect(&address, &address).unwrap().is_some());
-        assert!(matches!(strangers.accept(&listener.sockets[0]), Next::Greet(_)));
+        assert!(matches!(pending.accept(&listener.sockets[0]), Accepted::New(_)));
     }
 }

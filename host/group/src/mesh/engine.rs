@@ -19,7 +19,7 @@ use super::wake::Wake;
 use crate::call::Message;
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
-use crate::strangers::{ACCEPT_SLICE, ConnectionLimits, Next, Strangers};
+use crate::pending::{ACCEPT_SLICE, Accepted, ConnectionLimits, PendingConnections};
 use crate::{JobSecret, Store};
 
 /// Epoll keys: the wake-up, the listeners, then connections by index; far from them the strangers
@@ -75,7 +75,7 @@ pub(crate) struct Engine {
     listener: Option<Listener>,
     /// False while the listeners rest.
     listening: bool,
-    strangers: Strangers,
+    pending: PendingConnections,
     pub(super) ours: Address,
     /// The secret that a connecting process has to prove.
     pub(super) secret: Option<JobSecret>,
@@ -133,7 +133,7 @@ impl Engine {
             board,
             listener: Some(listener),
             listening: true,
-            strangers: Strangers::new("process group", limits, size as usize),
+            pending: PendingConnections::new("process group", limits, size as usize),
             ours,
             secret,
             epoll,
@@ -245,10 +245,10 @@ impl Engine {
     pub(crate) fn progress(&mut self, timeout: Duration) -> Result<()> {
         // Rounded up to the kernel's milliseconds, so that the last wait does not spin.
         let timeout = if timeout.is_zero() { timeout } else { timeout.max(Duration::from_millis(1)) };
-        let timeout = self.strangers.next_look().map_or(timeout, |look| look.min(timeout));
+        let timeout = self.pending.next_deadline().map_or(timeout, |look| look.min(timeout));
         let timeout = Timespec::try_from(timeout.min(Duration::from_secs(3600)))
             .map_err(|error| Error::os("epoll", error))?;
-        self.listen(!self.strangers.paused());
+        self.listen(!self.pending.paused());
         let mut events = [epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) }; 32];
         let count = match epoll::wait(&self.epoll, &mut events, Some(&timeout)) {
             Ok(count) => count,
@@ -267,7 +267,7 @@ impl Engine {
                 self.accept((key - LISTENER) as usize);
             }
         }
-        while let Some(id) = self.strangers.overdue() {
+        while let Some(id) = self.pending.expired() {
             self.greet_or_close(id);
         }
         Ok(())
@@ -326,25 +326,25 @@ impl Engine {
             let Some(socket) = self.listener.as_ref().and_then(|listener| listener.sockets.get(which)) else {
                 return false;
             };
-            match self.strangers.accept(socket) {
-                Next::Greet(id) => self.meet(id),
-                Next::LastLook(id) => self.greet_or_close(id),
-                Next::Nobody => return false,
+            match self.pending.accept(socket) {
+                Accepted::New(id) => self.meet(id),
+                Accepted::Evict(id) => self.greet_or_close(id),
+                Accepted::None => return false,
             }
         }
         true
     }
 
     fn meet(&mut self, id: u64) {
-        let Some(stranger) = self.strangers.get_mut(id) else { return };
-        address::no_delay(&stranger.socket);
+        let Some(pending) = self.pending.get_mut(id) else { return };
+        address::no_delay(&pending.socket);
         let key = EventData::new_u64(FIRST_STRANGER + id);
-        match epoll::add(&self.epoll, &stranger.socket, key, EventFlags::IN) {
+        match epoll::add(&self.epoll, &pending.socket, key, EventFlags::IN) {
             // The hello has usually arrived.
             Ok(()) => self.greet(id),
             Err(error) => {
                 tracing::debug!("epoll: {error}");
-                self.strangers.close(id);
+                self.pending.close(id);
             }
         }
     }
@@ -359,20 +359,20 @@ impl Engine {
             address: &self.ours,
             secret: self.secret.as_ref(),
         };
-        match self.strangers.get_mut(id).map(|stranger| check.read_hello(stranger)) {
+        match self.pending.get_mut(id).map(|pending| check.read_hello(pending)) {
             None | Some(Ok(None)) => {}
             Some(Ok(Some(peer))) => self.welcome(id, peer),
-            Some(Err(reason)) => self.strangers.refuse(id, &reason),
+            Some(Err(reason)) => self.pending.reject(id, &reason),
         }
     }
 
     fn welcome(&mut self, id: u64, peer: u32) {
-        let Some(stranger) = self.strangers.take(id) else { return };
+        let Some(pending) = self.pending.take(id) else { return };
         let index = self.conns.len();
         let key = EventData::new_u64(FIRST_CONN + index as u64);
         // Cannot fail: the socket is open and in the set.
-        let _ = epoll::modify(&self.epoll, &stranger.socket, key, EventFlags::IN);
-        self.conns.push(Some(Conn::accepted(stranger.socket, peer, stranger.keys)));
+        let _ = epoll::modify(&self.epoll, &pending.socket, key, EventFlags::IN);
+        self.conns.push(Some(Conn::accepted(pending.socket, peer, pending.keys)));
         self.peers[peer as usize].conns.push(index);
         self.read(index);
     }
@@ -380,7 +380,7 @@ impl Engine {
     /// Closes a stranger, unless its hello has arrived in the meantime.
     fn greet_or_close(&mut self, id: u64) {
         self.greet(id);
-        self.strangers.close(id);
+        self.pending.close(id);
     }
 
     fn read(&mut self, index: usize) {
@@ -430,8 +430,8 @@ impl Engine {
             let mut slices = 0..MOST_SLICES;
             while self.accept(which) && slices.next().is_some() {}
         }
-        let strangers: Vec<u64> = self.strangers.iter().map(|(id, _)| id).collect();
-        strangers.into_iter().for_each(|id| self.greet(id));
+        let pending: Vec<u64> = self.pending.iter().map(|(id, _)| id).collect();
+        pending.into_iter().for_each(|id| self.greet(id));
     }
 
     /// Records a goodbye of `peer`. The peer sends one on each connection, behind its other frames.
@@ -536,7 +536,7 @@ impl Engine {
             }
         }
         self.listener = None;
-        self.strangers.clear();
+        self.pending.clear();
         self.conns.clear();
         for peer in &mut self.peers {
             peer.conns.clear();

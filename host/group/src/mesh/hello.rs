@@ -12,8 +12,8 @@ use rustix::net::sockopt::socket_domain;
 use super::address::Address;
 use super::frame::{HEADER, Header, Kind};
 use crate::JobSecret;
+use crate::pending::{Challenge, PendingConnection};
 use crate::secret::{OPENING, PROOF, Purpose};
-use crate::strangers::{Challenge, Stranger};
 
 /// The claims on which both ranks agree: the group, both ranks, their number, and the address.
 pub(super) fn claims(name: &str, from: u32, to: u32, size: u32, address: &Address, unix: bool) -> Vec<u8> {
@@ -39,28 +39,28 @@ pub(super) struct HelloCheck<'a> {
 
 impl HelloCheck<'_> {
     /// The rank that a stranger is, once it has shown that it is.
-    pub(super) fn read_hello(&self, stranger: &mut Stranger) -> Result<Option<u32>, String> {
+    pub(super) fn read_hello(&self, pending: &mut PendingConnection) -> Result<Option<u32>, String> {
         let token = self.address.token.as_bytes();
         let length = token.len() + self.secret.map_or(0, |_| OPENING);
-        if !stranger.read(HEADER)? {
+        if !pending.read(HEADER)? {
             return Ok(None);
         }
-        hello_header(&stranger.hello, self.size, length)?;
-        if !stranger.read(HEADER + length)? {
+        hello_header(&pending.hello, self.size, length)?;
+        if !pending.read(HEADER + length)? {
             return Ok(None);
         }
-        let peer = check_hello(&stranger.hello[..HEADER + length], self.size, token, length)?;
+        let peer = check_hello(&pending.hello[..HEADER + length], self.size, token, length)?;
         let Some(secret) = self.secret else { return Ok(Some(peer)) };
-        if matches!(stranger.challenge, Challenge::Unasked) {
-            let unix = socket_domain(&stranger.socket).is_ok_and(|domain| domain == AddressFamily::UNIX);
+        if matches!(pending.challenge, Challenge::NotStarted) {
+            let unix = socket_domain(&pending.socket).is_ok_and(|domain| domain == AddressFamily::UNIX);
             let claims = claims(self.name, peer, self.rank, self.size, self.address, unix);
-            let reply = stranger.ask(secret, Purpose::Mesh, &claims, HEADER + token.len())?;
-            stranger.send(&reply)?;
+            let reply = pending.ask(secret, Purpose::Mesh, &claims, HEADER + token.len())?;
+            pending.send(&reply)?;
         }
-        if !stranger.read(HEADER + length + PROOF)? {
+        if !pending.read(HEADER + length + PROOF)? {
             return Ok(None);
         }
-        stranger.prove(HEADER + length)?;
+        pending.prove(HEADER + length)?;
         Ok(Some(peer))
     }
 }

@@ -92,6 +92,10 @@ impl Member {
     /// `RANK` takes precedence: a torchrun on each of several hosts may itself have been started by
     /// mpirun or srun. Then Open MPI, PMI, Slurm and PMIx are tried. Slurm's variables count only
     /// in a step that srun started: a job's script has them, too, and is not a rank.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) where a variable is malformed or one is missing
+    /// beside others.
     pub fn detect() -> Result<Option<Member>> {
         Member::from_variables(&env::environment)
     }

@@ -51,6 +51,9 @@ const SIZE_KEY: &str = "world_size";
 ///     Ok(())
 /// }
 /// ```
+///
+/// # Errors
+/// Those of [`Rendezvous::from_env`] and [`Rendezvous::group`].
 pub fn rendezvous(timeout: Duration) -> Result<MeshGroup> {
     Rendezvous::from_env(timeout)?.group("world", timeout)
 }
@@ -112,6 +115,10 @@ impl Rendezvous {
     /// supports no secret.
     ///
     /// Waits up to `timeout` for the store.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) where a variable is missing or malformed,
+    /// [`Error::Store`](crate::Error::Store) where the store is not reached in time.
     pub fn from_env(timeout: Duration) -> Result<Rendezvous> {
         Rendezvous::at("env://", timeout)
     }
@@ -119,6 +126,10 @@ impl Rendezvous {
     /// Meets at an address: `env://` (see [`Rendezvous::from_env`]),
     /// `tcp://host:port?rank=R&world_size=N`, where rank 0 is the server, or
     /// `file:///directory?rank=R&world_size=N`. Rank and size default to those of the environment.
+    ///
+    /// # Errors
+    /// As of [`Rendezvous::from_env`]; also [`Error::Argument`](crate::Error::Argument) where the
+    /// address is malformed.
     pub fn at(address: &str, timeout: Duration) -> Result<Rendezvous> {
         Rendezvous::at_with(address, timeout, JobSecret::from_env()?, ConnectionLimits::default())
     }
@@ -159,6 +170,10 @@ impl Rendezvous {
 
     /// A group of the ranks that met. Collectives wait up to `timeout`. Fails when another rank has
     /// joined with the same number and `name`.
+    ///
+    /// # Errors
+    /// [`Error::Group`](crate::Error::Group) or [`Error::Store`](crate::Error::Store) where a rank
+    /// does not join in time, or another one has joined under its number.
     pub fn group(&self, name: &str, timeout: Duration) -> Result<MeshGroup> {
         // At once, since the store's host may leave first.
         let (connect, limits, secret) = (Connect::Eager, self.limits.clone(), self.secret.clone());

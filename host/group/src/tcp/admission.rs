@@ -13,8 +13,8 @@ use rustix::net::getsockname;
 
 use crate::JobSecret;
 use crate::mesh::host_id;
+use crate::pending::{Challenge, PendingConnection};
 use crate::secret::{OPENING, PROOF, Purpose, REPLY};
-use crate::strangers::{Challenge, Stranger};
 
 /// Begins what is none of PyTorch's.
 pub(super) const MARK: [u8; 4] = *b"EPXS";
@@ -55,29 +55,29 @@ pub(super) struct Terms {
 /// # Errors
 /// Admits the stranger or returns the reason for its rejection. The stranger got the reason too, if
 /// it can use it.
-pub(super) fn admit(stranger: &mut Stranger, terms: &Terms) -> Result<bool, String> {
+pub(super) fn admit(pending: &mut PendingConnection, terms: &Terms) -> Result<bool, String> {
     loop {
-        match (&stranger.challenge, &terms.secret) {
+        match (&pending.challenge, &terms.secret) {
             (Challenge::Passed, _) => return Ok(true),
-            (Challenge::Unasked, None) => {
-                if !stranger.read(1)? {
+            (Challenge::NotStarted, None) => {
+                if !pending.read(1)? {
                     return Ok(false);
                 }
-                if stranger.hello.first() == MARK.first() {
+                if pending.hello.first() == MARK.first() {
                     return Err(refuse(
-                        stranger,
+                        pending,
                         "this store has no secret, and the client has one; give the process that serves the store the \
                          job's secret as well",
                     ));
                 }
-                stranger.challenge = Challenge::Passed;
+                pending.challenge = Challenge::Passed;
             }
-            (Challenge::Unasked, Some(secret)) => {
-                let whole = stranger.read(MARK.len() + OPENING);
-                let begun = stranger.hello.len().min(MARK.len());
-                if stranger.hello[..begun] != MARK[..begun] {
+            (Challenge::NotStarted, Some(secret)) => {
+                let whole = pending.read(MARK.len() + OPENING);
+                let begun = pending.hello.len().min(MARK.len());
+                if pending.hello[..begun] != MARK[..begun] {
                     return Err(refuse(
-                        stranger,
+                        pending,
                         "this store lets in only who shows the job's secret, and the client has begun without; set \
                          EPOXIDE_JOB_SECRET or EPOXIDE_JOB_SECRET_FILE there as here (clients of PyTorch have no way to)",
                     ));
@@ -85,19 +85,19 @@ pub(super) fn admit(stranger: &mut Stranger, terms: &Terms) -> Result<bool, Stri
                 if !whole? {
                     return Ok(false);
                 }
-                let served = getsockname(&stranger.socket).map_err(|error| error.to_string())?;
+                let served = getsockname(&pending.socket).map_err(|error| error.to_string())?;
                 let served = SocketAddr::try_from(served).map_err(|error| error.to_string())?;
                 let claims = claims(&terms.run, served);
-                let reply = stranger.ask(secret, Purpose::Store, &claims, MARK.len())?;
-                stranger.hello.clear();
-                stranger.send(&answer(REPLY as u32, &reply))?;
+                let reply = pending.ask(secret, Purpose::Store, &claims, MARK.len())?;
+                pending.hello.clear();
+                pending.send(&answer(REPLY as u32, &reply))?;
             }
-            (Challenge::Asked(_), _) => {
-                if !stranger.read(PROOF)? {
+            (Challenge::Sent(_), _) => {
+                if !pending.read(PROOF)? {
                     return Ok(false);
                 }
-                stranger.prove(0)?;
-                stranger.hello.clear();
+                pending.prove(0)?;
+                pending.hello.clear();
             }
         }
     }
@@ -108,9 +108,9 @@ fn answer(length: u32, bytes: &[u8]) -> Vec<u8> {
 }
 
 /// Sends a stranger the reason of its rejection.
-fn refuse(stranger: &Stranger, reason: &'static str) -> String {
+fn refuse(pending: &PendingConnection, reason: &'static str) -> String {
     // It is closed in any case.
-    let _ = stranger.send(&answer(REFUSED | reason.len() as u32, reason.as_bytes()));
+    let _ = pending.send(&answer(REFUSED | reason.len() as u32, reason.as_bytes()));
     reason.to_owned()
 }
 

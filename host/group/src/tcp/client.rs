@@ -196,6 +196,9 @@ impl TcpStore {
 
     /// Counts this client as arrived, as PyTorch's clients with a world size do. Returns the number
     /// of arrived clients.
+    ///
+    /// # Errors
+    /// [`Error::Store`](crate::Error::Store) where the server does not answer in time.
     pub fn join(&self) -> Result<u64> {
         let joined = self.call("join", INIT_KEY, self.timeout, |connection, deadline| {
             let message = Message::query(Query::Add).string(INIT_KEY.as_bytes()).number(1);
@@ -206,6 +209,9 @@ impl TcpStore {
     }
 
     /// Waits until `size` clients have joined, this one among them if it has.
+    ///
+    /// # Errors
+    /// [`Error::Store`](crate::Error::Store) where they do not join in time.
     pub fn wait_for_workers(&self, size: u32, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         loop {
@@ -228,6 +234,9 @@ impl TcpStore {
 
     /// The keys that have values, in no order. PyTorch 2.15's server supports this request; older
     /// ones may close the connection instead.
+    ///
+    /// # Errors
+    /// [`Error::Store`](crate::Error::Store) where the server does not answer in time.
     pub fn list_keys(&self) -> Result<Vec<String>> {
         self.call("list_keys", "", self.timeout, |connection, deadline| {
             connection.send(&Message::query(Query::ListKeys), deadline)?;
@@ -244,6 +253,9 @@ impl TcpStore {
 
     /// Returns once `size` clients have called it with this `key`, which serves once. PyTorch
     /// 2.15's server supports this request; older ones may close the connection instead.
+    ///
+    /// # Errors
+    /// [`Error::Store`](crate::Error::Store) where they do not call it in time.
     pub fn barrier(&self, key: &str, size: u32, timeout: Duration) -> Result<()> {
         check_key("barrier", key)?;
         let message = Message::query(Query::Barrier).key(key).number(size.into());

@@ -25,7 +25,7 @@ pub enum Time {
     /// deadline passes at once when a rank does not arrive, and never because the machine is busy.
     /// Events keep measuring real time.
     #[default]
-    OfRanks,
+    Virtual,
     /// The system's monotonic clock: for ranks of several processes, and for traces that show how
     /// long kernels take.
     Real,
@@ -133,7 +133,7 @@ impl Default for VirtConfig {
             sm_count: 132,
             memory_bytes: 16 << 30,
             schedule_seed: None,
-            time: Time::OfRanks,
+            time: Time::Virtual,
             checker: None,
             hooks: Hooks::default(),
         }

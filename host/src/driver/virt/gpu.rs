@@ -62,7 +62,7 @@ impl VirtualGpu {
     pub(super) fn start(config: VirtConfig) -> VirtualGpu {
         epoxide_base::meeting::observe(epoxide_vgpu::host_meets);
         let time = match (&config.hooks.executor, config.time) {
-            (Executor::Threaded, Time::OfRanks) => VirtualTime::of_this_thread(),
+            (Executor::Threaded, Time::Virtual) => VirtualTime::of_this_thread(),
             _ => None,
         };
         let (clock, seed) = match &config.hooks.executor {

@@ -218,8 +218,8 @@ impl Faults {
         let (operation, word, seen) = match look_up(code).1 {
             RecordKind::OtherCall => {
                 let [ours, theirs] = [needed, seen].map(|word| self.calls.describe(word, epoch));
-                let beside = self.once(Self::longest_waits);
-                return Err(Error::OtherCall { rank, peer, epoch, ours, theirs, beside });
+                let other_causes = self.once(Self::longest_waits);
+                return Err(Error::OtherCall { rank, peer, epoch, ours, theirs, other_causes });
             }
             RecordKind::Late(operation, word) => (operation.unwrap_or(name), word, seen),
             RecordKind::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),
@@ -229,13 +229,13 @@ impl Faults {
             peer,
             operation,
             place,
-            late: self.late_ranks(peer)?.into(),
+            late_ranks: self.late_ranks(peer)?.into(),
             word,
             epoch,
             needed,
             seen,
             waited: Duration::from_nanos(waited_ns),
-            beside: self.once(Self::find_causes),
+            other_causes: self.once(Self::find_causes),
         })
     }
 

@@ -87,17 +87,17 @@ macro_rules! buffer_methods {
         }
 
         /// Begins the run of calls that another library records next, such as a framework that
-        /// captures a whole step. Until [`Buffer::end_rehearsal`] operations keep their memory, as
+        /// captures a whole step. Until [`Buffer::end_warmup`] operations keep their memory, as
         /// recorded ones do. The recording then reuses this memory, because nothing can be
-        /// allocated within one. [`Buffer::capture`] needs no rehearsal.
-        pub fn begin_rehearsal(&mut self) {
-            self.core.begin_rehearsal();
+        /// allocated within one. [`Buffer::capture`] runs its calls itself.
+        pub fn begin_warmup(&mut self) {
+            self.core.begin_warmup();
         }
 
         /// Ends the run, and frees the memory of its operations for the recording. Synchronise the
         /// stream before the recording begins, which waits for nothing outside of it.
-        pub fn end_rehearsal(&mut self) {
-            self.core.end_rehearsal();
+        pub fn end_warmup(&mut self) {
+            self.core.end_warmup();
         }
 
         /// Device address of the buffer's status, 8 bytes in mapped host memory. The status is 0
@@ -183,7 +183,7 @@ macro_rules! option_methods {
 
         /// Longest wait for a peer. On virtual GPUs of [`run_threads`](crate::group::run_threads)
         /// the deadline is in the ranks' own clock, which stops while any of them runs
-        /// ([`Time::OfRanks`](crate::driver::virt::Time::OfRanks)).
+        /// ([`Time::Virtual`](crate::driver::virt::Time::Virtual)).
         pub fn timeout(mut self, timeout: Duration) -> Self {
             self$(.$fields)?.timeout = timeout;
             self
@@ -196,8 +196,8 @@ macro_rules! option_methods {
             self
         }
 
-        /// Ranks of a node, 1 to 8, that map each other's memory: ranks 0 to `ranks_per_node - 1`
-        /// are node 0, and so on. [`Self::transport`] connects nodes. Without this option all
+        /// Ranks of a node, which map each other's memory: ranks 0 to `ranks_per_node - 1` are node
+        /// 0, and so on. One of several nodes has 1 to 8 ranks, a single one up to 64. [`Self::transport`] connects nodes. Without this option all
         /// ranks are one node.
         ///
         $(#[$ranks_per_node])*

@@ -48,7 +48,7 @@ pub(crate) use methods::{buffer_methods, option_methods, setters};
 pub use network::Network;
 pub use peers::Pools;
 pub use place::{Held, Lease, PlaceState, check_count};
-pub use sequence::{Halves, Operation};
+pub use sequence::{Halves, Operation, Sequence};
 pub use sizes::Sizes;
 pub use step::{Overwrites, Step};
 
@@ -191,6 +191,11 @@ impl<R> Core<R> {
         self.network.as_deref()
     }
 
+    /// The order of its operations.
+    pub fn sequence(&self) -> &Arc<Sequence> {
+        self.enqueuer.sequence()
+    }
+
     /// The failures that kernels have recorded.
     pub fn faults(&self) -> &Arc<Faults> {
         &self.faults
@@ -238,22 +243,22 @@ impl<R> Core<R> {
     /// The error after which the buffer cannot be used, if there was one.
     pub fn check(&self) -> Result<()> {
         self.faults.check()?;
-        self.enqueuer.sequence().check()
+        self.sequence().check()
     }
 
     /// No second half of an operation is outstanding.
     pub fn forget_sent(&self) {
-        self.enqueuer.sequence().forget_sent();
+        self.sequence().forget_sent();
     }
 
     /// An error if no operation can follow, regardless of the kernels' records.
     pub fn check_unbroken(&self) -> Result<()> {
-        self.enqueuer.sequence().check()
+        self.sequence().check()
     }
 
     /// Ends the buffer: `call` failed with `error` where peers count on it already.
     pub fn give_up(&self, call: &'static str, error: &Error) {
-        self.enqueuer.sequence().give_up(call, error);
+        self.sequence().give_up(call, error);
     }
 
     /// The tokens that a combine has left without their sums.
@@ -319,7 +324,7 @@ impl<R> Core<R> {
         work: impl FnOnce(&mut B, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
         let core = buffer.core();
-        let is_kept = capturing || core.recordings.is_rehearsal();
+        let is_kept = capturing || core.recordings.is_warmup();
         // Without an allocation where nothing is kept.
         let mut kept = Vec::new();
         for owner in uses {
@@ -333,7 +338,7 @@ impl<R> Core<R> {
                 core.recordings.keep(kept);
                 core.arena.wait_before(core.patience())?;
             } else {
-                core.recordings.rehearse(kept);
+                core.recordings.keep_for_warmup(kept);
                 core.arena.order_before(stream)?;
             }
             work(buffer, stream)
@@ -351,7 +356,7 @@ impl<R> Drop for Core<R> {
         // Peers' mappings of this pool keep its memory alive for them, so no barrier is needed.
         self.enqueuer.close(self.patience());
         let Some(network) = &self.network else { return };
-        let has_ended = self.enqueuer.sequence().has_ended().unwrap_or(false);
+        let has_ended = self.sequence().has_ended().unwrap_or(false);
         if has_ended && self.check_unbroken().is_ok() && !self.faults.has_failed().unwrap_or(true) {
             network.close();
         } else {

@@ -76,11 +76,11 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
         let order = StreamOrder::on(stream);
-        buffer.core().begin_rehearsal();
-        let rehearsed = catch_unwind(AssertUnwindSafe(|| work(buffer, order)));
+        buffer.core().begin_warmup();
+        let warmed_up = catch_unwind(AssertUnwindSafe(|| work(buffer, order)));
         let core = buffer.core();
-        core.end_rehearsal();
-        drop(rehearsed.unwrap_or_else(|panic| resume_unwind(panic))?);
+        core.end_warmup();
+        drop(warmed_up.unwrap_or_else(|panic| resume_unwind(panic))?);
         core.recordings.step = Some(Captured::default());
         let mut output = None;
         let graph = catch_unwind(AssertUnwindSafe(|| {
@@ -103,19 +103,19 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
     }
 
     /// Operations from here on keep their memory, as recorded ones do.
-    pub fn begin_rehearsal(&mut self) {
-        self.recordings.rehearsed.get_or_insert_default();
+    pub fn begin_warmup(&mut self) {
+        self.recordings.warmup.get_or_insert_default();
     }
 
     /// Frees the memory that operations have kept.
-    pub fn end_rehearsal(&mut self) {
-        self.recordings.rehearsed = None;
+    pub fn end_warmup(&mut self) {
+        self.recordings.warmup = None;
     }
 
     /// Records that `of` fills a tensor of the caller's, which then owns `of`. Not before a
     /// recording: memory that the tensor owns could not be reused for it.
     pub(crate) fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
-        if self.recordings.rehearsed.is_none() {
+        if self.recordings.warmup.is_none() {
             tensor.is_filled_by(of);
         }
     }
@@ -147,19 +147,19 @@ pub struct Recordings {
     kept: Vec<Owner>,
     /// Inputs and outputs of the run before a recording. The recording keeps as many, which are
     /// free by then.
-    rehearsed: Option<Vec<Owner>>,
+    warmup: Option<Vec<Owner>>,
 }
 
 impl Recordings {
     /// Whether calls run before they are recorded.
-    pub fn is_rehearsal(&self) -> bool {
-        self.rehearsed.is_some()
+    pub fn is_warmup(&self) -> bool {
+        self.warmup.is_some()
     }
 
     /// Keeps inputs and outputs of a call that runs before it is recorded.
-    pub fn rehearse(&mut self, uses: impl IntoIterator<Item = Owner>) {
-        if let Some(rehearsed) = &mut self.rehearsed {
-            rehearsed.extend(uses);
+    pub fn keep_for_warmup(&mut self, uses: impl IntoIterator<Item = Owner>) {
+        if let Some(warmup) = &mut self.warmup {
+            warmup.extend(uses);
         }
     }
 

@@ -49,7 +49,7 @@ impl<'a> CombineRequest<'a> {
         CombineRequest {
             rows,
             weights: Weights::OfDispatch,
-            quantise: Quantise::Not,
+            quantise: Quantise::None,
             cumulative_wait_ns: None,
             num_sms: None,
             timeout: None,
@@ -255,7 +255,7 @@ impl Buffer {
         }
         x.expect_strided("rows", &[dtype], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
-        if in_pool && quantise != Quantise::Not {
+        if in_pool && quantise != Quantise::None {
             let rule = "rows in the pool are read as they are: give them by row to quantise them";
             return Err(Error::argument("quantise", format!("{quantise:?}"), rule));
         }
@@ -264,7 +264,7 @@ impl Buffer {
             return Err(Error::argument("quantise", format!("{quantise:?}"), rule));
         }
         quantise.check(hidden, x.dtype(), SCALE_BLOCK)?;
-        let is_quantised = quantise != Quantise::Not;
+        let is_quantised = quantise != Quantise::None;
         let row_bytes = hidden * if is_quantised { DType::Fp8E4m3 } else { dtype }.size();
         let call = LowLatencyCall {
             is_combine: true,

@@ -67,7 +67,7 @@ impl<'a> DispatchRequest<'a> {
             scales: None,
             columns: Columns::default(),
             payload: None,
-            quantise: Quantise::Not,
+            quantise: Quantise::None,
             by_expert: None,
             recv_x: None,
             recv_x_scales: None,
@@ -285,7 +285,7 @@ impl Buffer {
                 &[("num_tokens", tokens), ("hidden / 128", Some(of_row))],
             )?;
         }
-        let dtype = if quantise == Quantise::Not { x.dtype() } else { DType::Fp8E4m3 };
+        let dtype = if quantise == Quantise::None { x.dtype() } else { DType::Fp8E4m3 };
         let with_scales = scales.is_some() || quantise.makes_f32_scales();
         let row_bytes = x.columns() * dtype.size();
         let records = record.place(self.core.arena(), num_tokens)?;
@@ -545,7 +545,7 @@ impl Buffer {
         if columns.is_empty() {
             return Ok(Record::default());
         }
-        if request.scales.is_some() || request.quantise != Quantise::Not {
+        if request.scales.is_some() || request.quantise != Quantise::None {
             let rule =
                 "columns travel in the place of scales: give those as one of them, of rows as they are";
             return Err(Error::argument("columns", "given", rule));

@@ -90,7 +90,7 @@ pub enum Arguments {
 fn returns_while_summing(dtype: DType, args: &LowLatencyCombineArgs, grid: u32) -> bool {
     let common = &args.common;
     dtype == DType::Bf16
-        && args.quantise == Quantise::Not as u32
+        && args.quantise == Quantise::None as u32
         && args.by_expert == 0
         && common.phases == phase::SEND | phase::RECEIVE
         && common.num_tokens > common.packet_tokens
@@ -332,7 +332,7 @@ impl Buffer {
                         let call = LowLatencyCombineManySummed::call(args);
                         return stream.call(summed_combine, grid, THREADS, within, call);
                     }
-                    if args.quantise != Quantise::Not as u32 {
+                    if args.quantise != Quantise::None as u32 {
                         let call = LowLatencyCombineManyFp8::call(args);
                         return stream.call(quantised_combine, grid, THREADS, within, call);
                     }
@@ -352,7 +352,7 @@ impl Buffer {
                     let call = LowLatencyCombineSummed::call(args);
                     stream.call(summed_combine, grid, THREADS, within, call)
                 }
-                (Arguments::Combine(args), None) if args.quantise == Quantise::Not as u32 => match dtype {
+                (Arguments::Combine(args), None) if args.quantise == Quantise::None as u32 => match dtype {
                     DType::F16 => {
                         stream.call(combine, grid, THREADS, within, LowLatencyCombineF16::call(args))
                     }
@@ -365,7 +365,7 @@ impl Buffer {
                     stream.call(quantised_combine, grid, THREADS, within, LowLatencyCombineFp8::call(args))
                 }
                 (Arguments::Combine(args), Some(messages)) => {
-                    let is_quantised = args.quantise != Quantise::Not as u32;
+                    let is_quantised = args.quantise != Quantise::None as u32;
                     let args = LowLatencyInternodeCombineArgs { combine: args, messages };
                     match dtype {
                         _ if is_quantised => {

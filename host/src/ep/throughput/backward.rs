@@ -57,7 +57,7 @@ impl Buffer {
     /// Backward of [`Buffer::dispatch`]: sums the gradients of a token's rows. Collective; the host
     /// does not wait.
     ///
-    /// `grad_rows`, `[num_recv_tokens, hidden]`, bf16 or f32, are the gradients of
+    /// `grad_rows`, `[num_recv_tokens, hidden]`, bf16, f16 or f32, are the gradients of
     /// [`Received::recv_x`] in the order of its rows, and `handle` is that of the forward pass.
     /// [`combined_x`](Combined::combined_x) of the result is the gradient of `x`, `[num_tokens,
     /// hidden]`: a dispatch copies a token to its rows, so the gradient of the token is their sum,

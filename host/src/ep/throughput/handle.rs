@@ -218,6 +218,9 @@ impl HandleTables {
 
 impl HandleState {
     /// The plan's header, read behind all work enqueued on `stream`. Waits for that.
+    ///
+    /// # Errors
+    /// Errors of the driver.
     pub fn header(&self, stream: &Stream) -> Result<PlanHeader> {
         let mut header = PlanHeader::default();
         // SAFETY: the block holds the header, and lives as long as this.
@@ -288,6 +291,9 @@ impl DispatchHandle {
     /// Rows received; rows by expert count with their padding. It returns at once if the dispatch
     /// was exact-size. Otherwise it first synchronises `stream`, on which the dispatch ran or which
     /// waited for it.
+    ///
+    /// # Errors
+    /// Those of [`Buffer::check_dispatch`](super::Buffer::check_dispatch).
     pub fn num_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.0.num_recv_tokens.get() {
             return Ok(known);
@@ -385,6 +391,9 @@ impl InternodeHandle<'_> {
     }
 
     /// Sender side, `[num_ranks, num_channels]`: tokens for each rank in channels up to and with c.
+    ///
+    /// # Errors
+    /// Those of [`Tensor::to_host`](crate::Tensor::to_host).
     pub fn gbl_channel_prefix_matrix(&self, stream: &Stream) -> Result<Vec<i32>> {
         let (ranks, channels) = (self.handle.0.num_ranks, self.handle.0.num_channels);
         // Behind the counts of a channel's tokens by rank are those by node.
@@ -419,6 +428,9 @@ impl InternodeHandle<'_> {
     }
 
     /// Receiver side, `[num_ranks]`: rows received from ranks up to and with r.
+    ///
+    /// # Errors
+    /// Those of [`Tensor::to_host`](crate::Tensor::to_host).
     pub fn recv_gbl_rank_prefix_sum(&self, stream: &Stream) -> Result<Vec<i32>> {
         let starts = self.recv_gbl_channel_prefix_matrix().values(stream)?;
         let behind = starts.into_iter().step_by(self.handle.0.num_channels as usize).skip(1);
@@ -435,6 +447,9 @@ impl InternodeHandle<'_> {
     /// Forwarder side, `[num_rdma_recv_tokens, ranks_per_node]`: sequence numbers of the tokens
     /// that this rank relays (by source node, then in the source's order). An entry numbers the
     /// token in the (channel, source node) stream to a rank of this node, or is -1.
+    ///
+    /// # Errors
+    /// Those of [`Tensor::to_host`](crate::Tensor::to_host).
     pub fn send_nvl_head(&self, stream: &Stream) -> Result<Vec<i32>> {
         let (tokens, per_node) =
             (self.num_rdma_recv_tokens(stream)?, (self.handle.0.num_ranks / self.num_nodes()) as usize);
@@ -475,6 +490,9 @@ impl InternodeHandle<'_> {
     /// Tokens that this rank relays, its own ones for its own node included. It returns at once if
     /// the dispatch was exact-size. Otherwise it first synchronises `stream`, on which the dispatch
     /// ran or which waited for it.
+    ///
+    /// # Errors
+    /// Those of [`Buffer::check_dispatch`](super::Buffer::check_dispatch).
     pub fn num_rdma_recv_tokens(&self, stream: &Stream) -> Result<u32> {
         if let Some(&known) = self.handle.0.num_rdma_recv_tokens.get() {
             return Ok(known);

@@ -58,7 +58,7 @@ pub struct Source {
 impl Buffer {
     /// The rows of a payload, existing or to be made.
     pub(super) fn source(&mut self, payload: &Checked, num_tokens: u32) -> Result<Source> {
-        if payload.quantise == Quantise::Not {
+        if payload.quantise == Quantise::None {
             let records = payload.record.place(self.core.arena(), num_tokens)?;
             return Ok(Source { x: payload.x, records, quantised: None });
         }

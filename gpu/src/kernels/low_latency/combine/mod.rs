@@ -35,7 +35,7 @@ pub(super) use self::send::{RowAhead, return_row};
 few_and_many! {
     kernel(threads = 512, barriers = 4, registers = 128, dependent, block = 512);
     few(shared = super::LOW_LATENCY_SHARED_BYTES) many(shared = super::LOW_LATENCY_MANY_SHARED_BYTES);
-    requires(..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32);
+    requires(..LowLatencyArgs(args.common), args.quantise == Quantise::None as u32);
     ranks(args.common.comm);
     fn(args: LowLatencyCombineArgs);
 
@@ -56,7 +56,7 @@ few_and_many! {
     requires(
         ..LowLatencyArgs(args.common),
         args.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.quantise != Quantise::Not as u32
+        args.quantise != Quantise::None as u32
     );
     ranks(args.common.comm);
     fn(args: LowLatencyCombineArgs);
@@ -75,7 +75,7 @@ few_and_many! {
         ..LowLatencyArgs(args.common),
         args.common.num_tokens > args.common.packet_tokens,
         args.common.phases == phase::SEND | phase::RECEIVE,
-        args.quantise == Quantise::Not as u32,
+        args.quantise == Quantise::None as u32,
         args.by_expert == 0
     );
     ranks(args.common.comm);

@@ -33,7 +33,7 @@ few_and_many! {
     kernel(threads = 512, barriers = 3, registers = 128, dependent, block = 512);
     few(shared = super::super::LOW_LATENCY_SHARED_BYTES) many(shared = super::super::LOW_LATENCY_MANY_SHARED_BYTES);
     requires(
-        ..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32, args.by_expert == 0,
+        ..LowLatencyArgs(args.common), args.quantise == Quantise::None as u32, args.by_expert == 0,
         args.common.comm.num_ranks > 2
     );
     ranks(args.common.comm);
@@ -48,7 +48,7 @@ few_and_many! {
     threads = 512, barriers = 3, registers = 128, dependent, block = 512,
     shared = super::super::LOW_LATENCY_SHARED_BYTES,
     requires(
-        ..LowLatencyArgs(args.common), args.quantise == Quantise::Not as u32, args.by_expert == 0,
+        ..LowLatencyArgs(args.common), args.quantise == Quantise::None as u32, args.by_expert == 0,
         args.common.comm.num_ranks <= 2
     )
 )]

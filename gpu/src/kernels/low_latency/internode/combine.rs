@@ -30,7 +30,7 @@ kernels! {
             ..LowLatencyArgs(args.combine.common),
             ..LowLatencyCombineArgs(args.combine),
             args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
-            args.combine.quantise == Quantise::Not as u32,
+            args.combine.quantise == Quantise::None as u32,
         )
     );
     fn(args: LowLatencyInternodeCombineArgs);
@@ -55,7 +55,7 @@ kernels! {
         ..LowLatencyCombineArgs(args.combine),
         args.combine.common.comm.num_ranks <= MAX_MEMBERS as u32,
         args.combine.row_bytes.is_multiple_of(SCALE_BLOCK),
-        args.combine.quantise != Quantise::Not as u32,
+        args.combine.quantise != Quantise::None as u32,
     )
 )]
 pub unsafe fn low_latency_internode_combine_fp8(args: LowLatencyInternodeCombineArgs) {

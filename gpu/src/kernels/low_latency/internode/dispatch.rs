@@ -99,7 +99,7 @@ pub(in super::super) unsafe fn dispatch_by_expert<const MX: bool>(
 /// Scales of a row as it travels.
 #[device]
 fn scales_of(args: &LowLatencyInternodeDispatchArgs) -> u32 {
-    if args.dispatch.quantise == Quantise::Not as u32 {
+    if args.dispatch.quantise == Quantise::None as u32 {
         args.dispatch.num_scales
     } else {
         args.dispatch.row_bytes / SCALE_BLOCK
@@ -296,7 +296,7 @@ unsafe fn write_row<const MX: bool>(
     while turn * ntid() * 32 < bytes_of_x(dispatch) {
         let pair = Pair::of(dispatch, Team::block(), token, turn, true);
         let (first, second) = Pair::offsets(dispatch, Team::block(), turn);
-        if dispatch.quantise == Quantise::Not as u32 {
+        if dispatch.quantise == Quantise::None as u32 {
             let mut left = mask;
             while left != 0 {
                 let at = shared.address(left.trailing_zeros());

@@ -22,10 +22,11 @@ use super::listen::{listen, listen_all};
 use super::protocol::{MAGIC, Message, Query, Request, Violation};
 use crate::error::{Error, Result};
 use crate::lock::lock;
-use crate::secret::Keys;
-use crate::strangers::{
-    ACCEPT_SLICE, BACKLOG, Complaints, ConnectionLimits, Next, Stranger, Strangers, descriptors,
+use crate::pending::{
+    ACCEPT_SLICE, Accepted, BACKLOG, ConnectionLimits, LogLimit, PendingConnection, PendingConnections,
+    descriptors,
 };
+use crate::secret::Keys;
 
 /// Longer than anyone waits, and short enough to be added to the time.
 const MAX_LINGER: Duration = Duration::from_secs(24 * 3600);
@@ -112,13 +113,13 @@ impl TcpStoreServer {
             terms,
             woken,
             until: until.clone(),
-            clients: Clients::new(limits.store_bytes),
+            clients: Clients::new(limits.max_store_bytes),
             next: 0,
-            strangers: Strangers::new("store server", limits, 0),
-            most_clients: limits.clients.min(descriptors(6)),
-            client_bytes: limits.client_bytes,
+            pending: PendingConnections::new("store server", limits, 0),
+            most_clients: limits.max_clients.min(descriptors(6)),
+            client_bytes: limits.max_client_bytes,
             held: held.clone(),
-            complaints: Complaints::default(),
+            log: LogLimit::default(),
         };
         let thread = std::thread::Builder::new()
             .name("epoxide-store".to_owned())
@@ -172,11 +173,11 @@ struct Server {
     clients: Clients,
     /// The next connection's number.
     next: u64,
-    strangers: Strangers,
+    pending: PendingConnections,
     most_clients: usize,
     client_bytes: usize,
     held: Arc<Held>,
-    complaints: Complaints,
+    log: LogLimit,
 }
 
 /// The results of `poll`.
@@ -184,7 +185,7 @@ struct Ready {
     woken: bool,
     /// The listeners with connections, by index.
     listeners: Vec<usize>,
-    strangers: Vec<u64>,
+    pending: Vec<u64>,
     readable: Vec<u64>,
     writable: Vec<u64>,
 }
@@ -195,7 +196,7 @@ impl Server {
         loop {
             if ending {
                 let until = *lock(&self.until);
-                let alone = self.clients.connections.is_empty() && self.strangers.is_empty();
+                let alone = self.clients.connections.is_empty() && self.pending.is_empty();
                 if alone || until.is_none_or(|until| Instant::now() >= until) {
                     return;
                 }
@@ -226,10 +227,10 @@ impl Server {
             for id in self.busy() {
                 self.serve(id);
             }
-            for id in ready.strangers {
+            for id in ready.pending {
                 self.greet(id);
             }
-            while let Some(id) = self.strangers.overdue() {
+            while let Some(id) = self.pending.expired() {
                 self.greet_or_close(id);
             }
             for index in ready.listeners {
@@ -243,14 +244,14 @@ impl Server {
 
     fn poll(&self, ending: bool) -> rustix::io::Result<Ready> {
         let connections = &self.clients.connections;
-        let mut fds = Vec::with_capacity(3 + self.strangers.iter().len() + connections.len());
+        let mut fds = Vec::with_capacity(3 + self.pending.iter().len() + connections.len());
         // Once closed it would be readable for ever.
         let wake_events = if ending { PollFlags::empty() } else { PollFlags::IN };
         fds.push(PollFd::new(&self.woken, wake_events));
         // A listener that rests would be readable all the time.
-        let accept_events = if self.strangers.paused() { PollFlags::empty() } else { PollFlags::IN };
+        let accept_events = if self.pending.paused() { PollFlags::empty() } else { PollFlags::IN };
         fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener, accept_events)));
-        fds.extend(self.strangers.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        fds.extend(self.pending.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         for connection in connections.values() {
             let mut events = PollFlags::empty();
             events.set(PollFlags::IN, connection.reads());
@@ -260,7 +261,7 @@ impl Server {
         let busy = connections.values().any(|connection| connection.busy && connection.takes_requests());
         let now = busy.then_some(Duration::ZERO);
         let end = ending.then_some(ENDING);
-        let timeout = [now, end, self.strangers.next_look()].into_iter().flatten().min();
+        let timeout = [now, end, self.pending.next_deadline()].into_iter().flatten().min();
         let timeout = timeout.map(|timeout| Timespec {
             tv_sec: timeout.as_secs() as i64,
             tv_nsec: timeout.subsec_nanos().into(),
@@ -276,8 +277,8 @@ impl Server {
             return Err(rustix::io::Errno::INVAL);
         };
         let (listeners, sockets) = sockets.split_at(self.listeners.len());
-        let (strangers, sockets) = sockets.split_at(self.strangers.iter().len());
-        let spoke = self.strangers.iter().zip(strangers).filter(|(_, fd)| !fd.revents().is_empty());
+        let (pending, sockets) = sockets.split_at(self.pending.iter().len());
+        let spoke = self.pending.iter().zip(pending).filter(|(_, fd)| !fd.revents().is_empty());
         let having = |flags: PollFlags| {
             let ids = connections.keys().zip(sockets);
             ids.filter(move |(_, fd)| fd.revents().intersects(flags)).map(|(id, _)| *id).collect()
@@ -289,7 +290,7 @@ impl Server {
                 .filter(|(_, fd)| fd.revents().contains(PollFlags::IN))
                 .map(|(index, _)| index)
                 .collect(),
-            strangers: spoke.map(|((id, _), _)| id).collect(),
+            pending: spoke.map(|((id, _), _)| id).collect(),
             readable: having(PollFlags::IN | PollFlags::HUP | PollFlags::ERR),
             writable: having(PollFlags::OUT),
         })
@@ -298,10 +299,10 @@ impl Server {
     fn accept(&mut self, index: usize) {
         for _ in 0..ACCEPT_SLICE {
             let Some(listener) = self.listeners.get(index) else { return };
-            match self.strangers.accept(listener) {
-                Next::Greet(id) => self.greet(id),
-                Next::LastLook(id) => self.greet_or_close(id),
-                Next::Nobody => return,
+            match self.pending.accept(listener) {
+                Accepted::New(id) => self.greet(id),
+                Accepted::Evict(id) => self.greet_or_close(id),
+                Accepted::None => return,
             }
         }
     }
@@ -309,34 +310,34 @@ impl Server {
     /// Reads a stranger's first message: the start of the protocol, or of the challenge if the job
     /// has a secret.
     fn greet(&mut self, id: u64) {
-        let Some(stranger) = self.strangers.get_mut(id) else { return };
-        let admitted = admit(stranger, &self.terms).and_then(|inside| match inside {
-            true if stranger.keys.is_some() => Ok(true),
-            true => validate(stranger),
+        let Some(pending) = self.pending.get_mut(id) else { return };
+        let admitted = admit(pending, &self.terms).and_then(|inside| match inside {
+            true if pending.keys.is_some() => Ok(true),
+            true => validate(pending),
             false => Ok(false),
         });
         match admitted {
             Ok(false) => {}
             Ok(true) if self.clients.connections.len() >= self.most_clients => {
-                self.strangers.close(id);
-                self.complaints.say(format_args!(
+                self.pending.close(id);
+                self.log.warn(format_args!(
                     "store server: {} clients are connected, and no more are taken; raise ConnectionLimits::clients, or the limit on open files (ulimit -n)",
                     self.clients.connections.len()
                 ));
             }
             Ok(true) => {
-                if let Some(stranger) = self.strangers.take(id) {
-                    self.welcome(TcpStream::from(stranger.socket), stranger.keys);
+                if let Some(pending) = self.pending.take(id) {
+                    self.welcome(TcpStream::from(pending.socket), pending.keys);
                 }
             }
-            Err(reason) => self.strangers.refuse(id, &reason),
+            Err(reason) => self.pending.reject(id, &reason),
         }
     }
 
     /// Closes a stranger, unless its hello has arrived in the meantime.
     fn greet_or_close(&mut self, id: u64) {
         self.greet(id);
-        self.strangers.close(id);
+        self.pending.close(id);
     }
 
     fn welcome(&mut self, socket: TcpStream, keys: Option<Keys>) {
@@ -406,7 +407,7 @@ impl Server {
         let peer = connection.socket.peer_addr();
         connection.flush();
         connection.closed = true;
-        self.complaints.say(format_args!("store server: closing the connection of {peer:?}: {reason}"));
+        self.log.warn(format_args!("store server: closing the connection of {peer:?}: {reason}"));
     }
 
     /// Sends what is to be sent.
@@ -438,7 +439,7 @@ impl Server {
         {
             most.closed = true;
             let (bytes, peer) = (most.counted, most.socket.peer_addr());
-            self.complaints.say(format_args!(
+            self.log.warn(format_args!(
                 "store server: the clients' requests, waits and unread answers take more than {} bytes; closing the connection of {peer:?}, which \
                  takes {bytes} of them; send less at once, read the answers, or raise ConnectionLimits::client_bytes",
                 self.client_bytes
@@ -458,10 +459,10 @@ impl Server {
 }
 
 /// Checks the first request of a stranger.
-fn validate(stranger: &mut Stranger) -> std::result::Result<bool, String> {
+fn validate(pending: &mut PendingConnection) -> std::result::Result<bool, String> {
     let validate = Message::query(Query::Validate).word(MAGIC).0;
-    let all = stranger.read(validate.len())?;
-    match validate.starts_with(&stranger.hello) {
+    let all = pending.read(validate.len())?;
+    match validate.starts_with(&pending.hello) {
         true => Ok(all),
         false => Err("it does not speak the protocol".to_owned()),
     }
