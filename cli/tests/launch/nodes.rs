@@ -1,6 +1,7 @@
 //! Launchers of several nodes, all of them on this host.
 
 use std::io::{BufRead, BufReader};
+use std::path::Path;
 use std::process::{Child, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -120,13 +121,13 @@ fn launchers_that_differ_say_so() {
     }
 }
 
-/// Launchers of two nodes whose ranks run the script; node 0 first.
-fn two_running(script: &str) -> [Running; 2] {
+/// Launchers of two nodes with these flags, whose ranks run the script in the folder; node 0 first.
+fn two_running(flags: &[&str], script: &str, folder: &Path) -> [Running; 2] {
     let port = HeldPort::any().unwrap();
     let endpoint = format!("127.0.0.1:{}", port.number());
     let start = |node: u32| {
         let node_text = node.to_string();
-        let flags = [
+        let place = [
             "--nproc-per-node",
             "1",
             "--nnodes",
@@ -136,10 +137,8 @@ fn two_running(script: &str) -> [Running; 2] {
             "--rdzv-endpoint",
             &endpoint,
         ];
-        // Longer than a launcher takes to give a sign of life on a busy machine.
-        let flags = [&flags[..], &["--node-timeout", "4", "--grace", "1"]].concat();
-        let mut launcher = launcher(&flags, &["sh", "-c", script]);
-        launcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        let mut launcher = launcher(&[&place, flags].concat(), &["sh", "-c", script]);
+        launcher.current_dir(folder).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let [first, second] = [start(0), start(1)];
     [Running::watch(first, 0..1), Running::watch(second, 1..2)]
@@ -149,7 +148,9 @@ fn two_running(script: &str) -> [Running; 2] {
 fn a_node_that_vanishes_ends_the_others_by_name() {
     // The ranks have no connection: only the launchers can detect it.
     let vanish = |gone: usize, how| {
-        let mut running = two_running("echo $$; exec sleep 1000").map(Some);
+        // Longer than a launcher takes to give a sign of life on a busy machine.
+        let flags = ["--node-timeout", "4", "--grace", "1"];
+        let mut running = two_running(&flags, "echo $$; exec sleep 1000", Path::new("/")).map(Some);
         let [vanishing, other] = [gone, 1 - gone].map(|node| running[node].take().unwrap());
         vanishing.signal(how);
         let rank = other.said[0].clone();
@@ -171,6 +172,28 @@ fn a_node_that_vanishes_ends_the_others_by_name() {
             scope.spawn(move || vanish(gone, how));
         }
     });
+}
+
+/// The second signal kills a rank that does not end, though the failure and the first one ask it to.
+#[test]
+fn a_signal_behind_a_failure_starts_no_rank_again() {
+    let script = r#"echo $TORCHELASTIC_RESTART_COUNT
+        if [ $RANK = 1 ]; then while [ ! -e ready ]; do sleep 0.02; done; exit 7; fi
+        trap 'echo asked' TERM; touch ready; while :; do sleep 0.05; done"#;
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--max-restarts", "1", "--grace", "1000"];
+    let start = Instant::now();
+    let [mut first, second] = two_running(&flags, script, folder.path());
+    // From the launcher because of the failure, and then from this test.
+    assert_eq!(first.line(), "[rank 0] asked");
+    first.signal(Signal::TERM);
+    assert_eq!(first.line(), "[rank 0] asked");
+    first.signal(Signal::TERM);
+    assert_eq!(first.line(), "", "rank 0 has been started again");
+    let [first, second] = [first, second].map(Running::wait);
+    assert_eq!(first.status.code(), Some(7), "{first:?}");
+    assert_eq!(second.status.code(), Some(128 + 15), "{second:?}");
+    assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
 }
 
 #[test]

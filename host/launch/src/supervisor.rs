@@ -222,7 +222,7 @@ impl Launch {
         let out = out.finish(&mut hurry);
         let err = err.finish(&mut hurry);
         let mut tails = err.tails;
-        let (first, signal) = watched?;
+        let (first, caught) = watched?;
         let lost = [("standard output", out.lost), ("standard error", err.lost)];
         if let Some((stream, error)) = lost.into_iter().find_map(|(stream, lost)| Some((stream, lost?))) {
             let cause = first.map(|failure| format!("; then {failure}")).unwrap_or_default();
@@ -236,7 +236,7 @@ impl Launch {
         });
         let Some(launchers) = launchers else {
             // A failure decides the exit code, and the signal that no rank starts again.
-            return Ok(Attempt { signal: signal.or(late), failure: own, exits });
+            return Ok(Attempt { signal: caught.or(late), failure: own, exits });
         };
         if own.is_none()
             && let Some(signal) = late
@@ -257,7 +257,7 @@ impl Launch {
                 return Err(Error::os("launch", format!("{lost}{own}")).into());
             }
         };
-        Ok(Attempt { failure, signal: signal.or(late), exits })
+        Ok(Attempt { failure, signal: signal.or(caught).or(late), exits })
     }
 
     fn spawn(&self, environment: &RankEnvironment, mut command: Command) -> Result<Child> {
