@@ -197,6 +197,25 @@ fn a_signal_behind_a_failure_starts_no_rank_again() {
 }
 
 #[test]
+fn a_signal_behind_a_failure_ends_the_other_nodes_too() {
+    // Rank 0 ends some time after the signal to the other node's launcher.
+    let script = r#"echo $TORCHELASTIC_RESTART_COUNT
+        trap 'echo asked; sleep 2; exit 0' TERM
+        [ $RANK = 0 ] && touch ready
+        while [ $RANK = 0 ] || [ $TORCHELASTIC_RESTART_COUNT = 1 ] || [ ! -e ready ]; do sleep 0.05; done
+        exit 7"#;
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--max-restarts", "1", "--grace", "1000", "--node-timeout", "60"];
+    let [mut first, second] = two_running(&flags, script, folder.path());
+    assert_eq!(first.line(), "[rank 0] asked");
+    second.signal(Signal::TERM);
+    let [first, second] = [first, second].map(Running::wait);
+    assert!(!second.status.success(), "{second:?}");
+    assert_eq!(first.status.code(), Some(128 + 15), "{first:?}");
+    assert!(!text(&first.stderr).contains("no sign of life"), "{first:?}");
+}
+
+#[test]
 fn a_launcher_that_gives_up_says_so_to_the_others() {
     let port = HeldPort::any().unwrap();
     let endpoint = format!("127.0.0.1:{}", port.number());

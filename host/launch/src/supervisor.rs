@@ -100,6 +100,8 @@ impl Launch {
                 Err(why) => {
                     if let Some(launchers) = launchers {
                         launchers.leave(restarts, &why);
+                        // The others may begin the next start, after a rank's failure in this one.
+                        launchers.leave(restarts + 1, &why);
                     }
                     return interrupted(why, restarts);
                 }
@@ -110,6 +112,9 @@ impl Launch {
                     self.sinks.say(&format!("launch: restart {next} of {}: {failure}", self.max_restarts));
                 }
                 Attempt { failure, signal, exits } => {
+                    if let (Some(launchers), Some(_), Some(signal)) = (launchers, &failure, signal) {
+                        launchers.leave(restarts + 1, &Interrupted::Signal(signal));
+                    }
                     return Ok(LaunchEnd { failure, signal, restarts, exits });
                 }
             }
