@@ -3,11 +3,16 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use epoxide_launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
 
 use crate::error::{CommandError, Result};
+use crate::output::complain;
+
+/// Time for the reader of standard error once a signal has ended the launch.
+const READER: Duration = Duration::from_secs(2);
 
 /// Options of `epoxide launch`.
 #[derive(Debug, clap::Args)]
@@ -130,7 +135,23 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
         (Some(failure), _) => format!("launch: {failure}"),
         (None, Some(signal)) => format!("launch: ended by signal {signal}"),
     };
-    Err(launch_error(&ended, said))
+    let error = launch_error(&ended, said);
+    if ended.signal.is_none() {
+        return Err(error);
+    }
+    // The reader of the output may have stalled, and a relay that was given up may hold standard
+    // error.
+    let (done, printed) = mpsc::channel();
+    let code = error.code;
+    let print = move || {
+        error.message.iter().for_each(|message| complain(message));
+        // A failure means that the wait below has ended.
+        let _ = done.send(());
+    };
+    // If no thread can be started, the message is lost and the wait ends at once.
+    let _ = std::thread::Builder::new().name("last line".to_owned()).spawn(print);
+    let _ = printed.recv_timeout(READER);
+    Err(CommandError::reported(code))
 }
 
 /// The error of a command with a failed launch, with the launch's exit code.

@@ -363,6 +363,32 @@ fn a_reader_that_leaves_ends_the_launch() {
     assert!(!child.wait().unwrap().success());
 }
 
+/// As `epoxide launch .. 2>&1 | less`, which reads no further. The test holds the pipe open.
+#[test]
+fn a_reader_that_stalls_does_not_hold_up_the_end_by_a_signal() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    let mut launcher = launcher(&["--nproc-per-node", "2"], &["yes"]);
+    let mut child = launcher.stdout(writer.try_clone().unwrap()).stderr(writer).spawn().unwrap();
+    let start = Instant::now();
+    // A pipe holds 64 KiB.
+    while rustix::io::ioctl_fionread(&reader).unwrap() < 60 << 10 {
+        assert!(start.elapsed() < PATIENCE);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+    let ended = loop {
+        if let Some(ended) = child.try_wait().unwrap() {
+            break ended;
+        }
+        if start.elapsed() > PATIENCE {
+            child.kill().unwrap();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert_eq!(ended.code(), Some(128 + 15), "{ended}");
+    drop(reader);
+}
+
 /// A full file system of TMPDIR: the launcher cannot write the reason to the ranks' store.
 #[test]
 fn a_store_that_takes_nothing_does_not_hide_why_a_rank_failed() {
