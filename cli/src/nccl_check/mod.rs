@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::group::FileStore;
 use epoxide_launch::current_exe;
-use epoxide_launch::die_with_parent;
+use epoxide_launch::{die_with_parent, heed_children};
 use epoxide_nccl::{DEBUG_INFO_FILE, Library};
 
 use self::rank::{Act, Rank};
@@ -104,6 +104,7 @@ fn run_all(args: &Args) -> Result<()> {
         )));
     }
     let version = library.version_text();
+    heed_children()?;
     output::text_line(&format!("NCCL {version} of {}, {size} ranks", library.path().display()))?;
     for act in Act::ALL {
         let folder = tempfile::tempdir()

@@ -26,6 +26,6 @@ pub use plan::{Launch, Nodes};
 pub use processes::spawn_ranks;
 pub use rank_environment::RankEnvironment;
 pub use relay::Sinks;
-pub use signals::Signals;
+pub use signals::{Signals, heed_children};
 pub use store_directory::StoreDirectory;
 pub use watched::Process;

@@ -15,7 +15,7 @@ use epoxide_base::deadline;
 use super::plan::Launch;
 use super::rank_environment::RankEnvironment;
 use super::relay::{Kind, RankOutput, Relay};
-use super::signals::{Signals, ends};
+use super::signals::{Signals, ends, heed_children};
 use super::store_directory::StoreDirectory;
 use super::watched::{Process, Watched};
 use crate::error::{Error, Result};
@@ -59,7 +59,8 @@ struct Attempt {
 
 impl Launch {
     /// Starts the ranks and waits until all have ended, with restarts if need be; passes on the
-    /// signals that `signals` catches. `command` makes the command line of each rank.
+    /// signals that `signals` catches. `command` makes the command line of each rank. If this
+    /// process ignores SIGCHLD, the signal's action becomes the default one.
     ///
     /// # Errors
     /// The launch is not well formed, a rank cannot be started or does not end after SIGKILL, or
@@ -70,6 +71,7 @@ impl Launch {
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<LaunchEnd> {
         self.check()?;
+        heed_children()?;
         let interrupted = |why, restarts| match why {
             Interrupted::Signal(signal) => {
                 Ok(LaunchEnd { failure: None, signal: Some(signal), restarts, exits: Vec::new() })

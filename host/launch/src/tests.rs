@@ -94,6 +94,26 @@ fn a_hanging_process_is_ended() {
 }
 
 #[test]
+fn exits_are_known_though_the_launcher_was_started_with_sigchld_ignored() {
+    if std::env::var_os(ROLE).is_none() {
+        let mut launcher =
+            one_test("tests::exits_are_known_though_the_launcher_was_started_with_sigchld_ignored");
+        let output = launcher.env(ROLE, "launcher").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    // SAFETY: the action is no function of this process.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
+    let command = || {
+        let mut command = Command::new("sh");
+        command.args(["-c", "true"]);
+        command
+    };
+    let outcome = spawn_ranks(2, TIMEOUT, |_| Ok(command())).unwrap();
+    assert_eq!(outcome, RankExits { exits: vec![RankExit::Code(0); 2], first_failure: None });
+}
+
+#[test]
 fn waits_may_be_longer_than_the_clock_can_tell() {
     let long = Launch { grace: Duration::MAX, killed: Duration::MAX, relay: false, ..Launch::new(2) };
     for (settle, fails, other) in [
