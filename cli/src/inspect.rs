@@ -21,6 +21,7 @@ use serde::Serialize;
 use crate::error::{CommandError, Result};
 use crate::options::VirtualFlags;
 use crate::output;
+use crate::ranks::root_cause;
 
 /// Longest wait of a rank for the others.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -184,8 +185,19 @@ fn inspect(args: &HandleArgs, name: &str, text: &str) -> Result<Inspection> {
         Ok(inspect_rank(args, &selections, options.clone(), rank, device, &group))
     });
     let outcomes = inspected.map_err(|failure| CommandError::from(failure.error).on_rank(failure.rank))?;
-    let ranks = (0..).zip(outcomes).map(|(rank, outcome)| outcome.map_err(|error| error.on_rank(rank)));
-    Ok(Inspection { ranks: ranks.collect::<Result<_>>()? })
+    merge(outcomes)
+}
+
+/// The object of all ranks, or the failure that no other rank's failure has caused.
+fn merge(outcomes: Vec<Result<RankInspection>>) -> Result<Inspection> {
+    let (mut ranks, mut errors) = (Vec::new(), Vec::new());
+    for (rank, outcome) in (0..).zip(outcomes) {
+        match outcome {
+            Ok(inspection) => ranks.push(inspection),
+            Err(error) => errors.push((rank, error)),
+        }
+    }
+    root_cause(errors.into_iter()).map_or(Ok(Inspection { ranks }), Err)
 }
 
 fn inspect_rank(
@@ -465,6 +477,13 @@ mod tests {
         let long: Value = json!([[vec![0; 33]], []]);
         assert_eq!(run(two, &long.to_string()).unwrap_err().code, crate::error::USAGE);
         assert_eq!(read(Path::new("/no/such/file")).unwrap_err().code, crate::error::USAGE);
+    }
+
+    #[test]
+    fn the_finding_is_reported_not_its_consequences() {
+        let timeout = || CommandError { consequence: true, ..CommandError::failed("waited for rank 2") };
+        let outcomes = vec![Err(timeout()), Err(timeout()), Err(CommandError::failed("data race"))];
+        assert_eq!(merge(outcomes).unwrap_err().message.as_deref(), Some("rank 2: data race"));
     }
 
     #[test]

@@ -228,7 +228,7 @@ fn agree<T>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<T> {
 }
 
 /// The failure to report: of the lowest rank whose failure does not follow from another's.
-fn root_cause(errors: impl Iterator<Item = (u32, CommandError)>) -> Option<CommandError> {
+pub fn root_cause(errors: impl Iterator<Item = (u32, CommandError)>) -> Option<CommandError> {
     let mut errors: Vec<(u32, CommandError)> = errors.collect();
     errors.sort_by_key(|(rank, error)| (error.consequence, *rank));
     let (rank, error) = errors.into_iter().next()?;
