@@ -10,7 +10,7 @@ use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::group::run_threads;
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
 use epoxide::internal::group::member_of;
-use epoxide_launch::{Launch, Signals};
+use epoxide_launch::{Launch, LaunchEnd, Signals};
 use epoxide_launch::{RankExit, current_exe};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -18,9 +18,12 @@ use serde::de::DeserializeOwned;
 use crate::error::{CommandError, FAILED, Result};
 use crate::launch::launch_error;
 use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings, VirtualFlags};
+use crate::output::complain;
 
 /// Time for the other ranks to end after one has failed.
 const GRACE: Duration = Duration::from_secs(5);
+/// Exit code of a process whose main thread has panicked.
+const PANICKED: i32 = 101;
 
 /// Where the ranks of this run are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -173,20 +176,29 @@ pub fn run(
                 command.args(std::env::args_os().skip(1)).stdin(Stdio::null());
                 Ok(command)
             })?;
-            let (rank, exit) = match (&ended.failure, ended.signal) {
-                (None, None) => return Ok(()),
-                (Some(failure), _) => (failure.rank, failure.exit),
-                (None, Some(signal)) => {
-                    return Err(launch_error(&ended, format!("ended by signal {signal}")));
-                }
-            };
-            match exit {
-                // The rank, or rank 0, has printed the reason.
-                RankExit::Code(code) => Err(CommandError::reported(u8::try_from(code).unwrap_or(FAILED))),
-                exit => Err(launch_error(&ended, format!("rank {rank} {exit}; the other ranks were ended"))),
-            }
+            outcome_of(&ended)
         }
     }
+}
+
+/// The outcome of a launch of processes. An error has a message unless rank 0 has ended by itself,
+/// because rank 0 has then printed the result of the run.
+fn outcome_of(ended: &LaunchEnd) -> Result<()> {
+    let said = match (&ended.failure, ended.signal) {
+        (None, None) => return Ok(()),
+        (Some(failure), _) => format!("rank {} {}; the other ranks were ended", failure.rank, failure.exit),
+        (None, Some(signal)) => format!("ended by signal {signal}"),
+    };
+    let error = launch_error(ended, said);
+    let by_itself = |exit: RankExit| matches!(exit, RankExit::Code(code) if code != PANICKED);
+    if !ended.exits.first().copied().is_some_and(by_itself) {
+        return Err(error);
+    }
+    // A rank that has ended by itself, or rank 0, has printed the reason.
+    if !ended.failure.as_ref().is_some_and(|failure| by_itself(failure.exit)) {
+        error.message.iter().for_each(|message| complain(message));
+    }
+    Err(CommandError::reported(error.code))
 }
 
 /// Part of a failure that a rank in a process of its own prints: rank 0 prints failures that all
@@ -330,6 +342,37 @@ mod tests {
         assert_eq!(cause.message.as_deref(), Some("rank 2: wrong"));
         assert!(root_cause([(0, timeout)].into_iter()).is_some());
         assert_eq!(root_cause(std::iter::empty()), None);
+    }
+
+    #[test]
+    fn the_parent_has_a_message_where_rank_0_has_printed_no_result() {
+        use epoxide_launch::FirstFailure;
+        let (code, signal) = (RankExit::Code, RankExit::Signal);
+        let message = |rank: u32, exits: [RankExit; 2], signal| {
+            let exit = exits[rank as usize];
+            let failure = FirstFailure { rank, node: 0, local_rank: rank, pid: 1, exit, stderr: Vec::new() };
+            let failure = Some(failure).filter(|_| !exit.success());
+            let ended = LaunchEnd { failure, signal, restarts: 0, exits: exits.into() };
+            let error = outcome_of(&ended).unwrap_err();
+            assert_eq!(i32::from(error.code), ended.code(), "{ended:?}");
+            error.message
+        };
+        for rank_0 in [code(PANICKED), signal(15)] {
+            for rank_1 in [code(PANICKED), code(1), signal(9)] {
+                let said = message(1, [rank_0, rank_1], None).unwrap();
+                assert!(said.starts_with(&format!("rank 1 {rank_1}; ")), "{said}");
+            }
+        }
+        for rank_0 in [code(0), code(1), code(77)] {
+            for rank_1 in [code(PANICKED), code(1), signal(9)] {
+                assert_eq!(message(1, [rank_0, rank_1], None), None);
+            }
+        }
+        assert_eq!(message(0, [code(1), signal(15)], None), None);
+        assert!(message(0, [code(PANICKED), signal(15)], None).is_some());
+        assert_eq!(message(0, [code(0), signal(15)], Some(15)), None);
+        let interrupted = LaunchEnd { failure: None, signal: Some(2), restarts: 0, exits: Vec::new() };
+        assert!(outcome_of(&interrupted).unwrap_err().message.is_some());
     }
 
     #[test]

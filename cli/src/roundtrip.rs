@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use epoxide::group::Member;
 use epoxide::{low_latency as low, throughput};
 use epoxide_testing::harness::Rank;
 use epoxide_testing::neighbour::Neighbour;
@@ -70,8 +71,10 @@ impl Args {
 /// Runs the test and prints the JSON object, if requested.
 pub fn run(args: Args) -> Result<()> {
     let (report, outcome) = execute(&args);
-    // If the ranks are other processes, rank 0 has printed the object.
-    let ours = report.config.is_some() || (report.error.is_some() && ranks::prints());
+    // The parent of the ranks has an error only if rank 0 has printed no object. A process that is
+    // rank 0 of several prints the object even if another rank prints the reason of its error.
+    let is_rank_0 = matches!(Member::detect(), Ok(Some(member)) if member.rank == 0);
+    let ours = is_rank_0 || report.config.is_some() || (report.error.is_some() && ranks::prints());
     if args.shared.json && ours {
         json(&report)?;
     }
