@@ -11,6 +11,8 @@ use epoxide_launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
 use crate::error::{CommandError, Result};
 use crate::output::complain;
 
+/// The variable for `--node-timeout`.
+const NODE_TIMEOUT: &str = "EPOXIDE_NODE_TIMEOUT";
 /// Time for the reader of standard error once a signal has ended the launch.
 const READER: Duration = Duration::from_secs(2);
 
@@ -65,15 +67,9 @@ pub struct Args {
     grace: u64,
 
     /// Seconds that the launcher of another node may give no sign of life before the launch ends;
-    /// the same on every node.
-    #[arg(
-        long,
-        value_name = "SECONDS",
-        default_value_t = 30,
-        env = "EPOXIDE_NODE_TIMEOUT",
-        value_parser = clap::value_parser!(u64).range(1..)
-    )]
-    node_timeout: u64,
+    /// the same on every node [default: EPOXIDE_NODE_TIMEOUT, else 30]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..))]
+    node_timeout: Option<u64>,
 
     /// A command that stands without `--` in front: refused, with what to write.
     #[arg(hide = true, trailing_var_arg = true, value_name = "CMD", value_parser = stray)]
@@ -114,11 +110,15 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
         return Err(CommandError::usage("launch: give the command of the ranks after --"));
     };
     let default = Launch::new(args.nproc_per_node);
+    let node_timeout = match args.node_timeout {
+        Some(seconds) => Some(Duration::from_secs(seconds)),
+        None => node_timeout_of_environment()?,
+    };
     let launch = Launch {
         nodes: Nodes { count: args.nnodes, rank: args.node_rank, endpoint: args.rdzv_endpoint },
         max_restarts: args.max_restarts,
         grace: Duration::from_secs(args.grace),
-        node_timeout: Duration::from_secs(args.node_timeout),
+        node_timeout: node_timeout.unwrap_or(default.node_timeout),
         log_dir: args.log_dir,
         prefix: !args.no_prefix,
         run_id: args.rdzv_id.unwrap_or(default.run_id),
@@ -152,6 +152,18 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
     let _ = std::thread::Builder::new().name("last line".to_owned()).spawn(print);
     let _ = printed.recv_timeout(READER);
     Err(CommandError::reported(code))
+}
+
+/// The timeout that the environment gives; an empty variable counts as unset.
+fn node_timeout_of_environment() -> Result<Option<Duration>> {
+    let Some(value) = std::env::var_os(NODE_TIMEOUT).filter(|value| !value.is_empty()) else {
+        return Ok(None);
+    };
+    let text = value.to_string_lossy();
+    match text.parse() {
+        Ok(seconds) if seconds > 0 => Ok(Some(Duration::from_secs(seconds))),
+        _ => Err(CommandError::usage(format!("{NODE_TIMEOUT} = {text}: must be seconds, at least 1"))),
+    }
 }
 
 /// The error of a command with a failed launch, with the launch's exit code.

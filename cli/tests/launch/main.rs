@@ -416,6 +416,25 @@ fn a_reader_that_stalls_does_not_hold_up_the_end_by_a_signal() {
     drop(reader);
 }
 
+#[test]
+fn empty_variables_count_as_unset_and_bad_ones_are_named() {
+    let print = |variable: &str, value: &str| {
+        let mut launcher = launcher(&["--nproc-per-node", "1"], &["sh", "-c", "echo $EPOXIDE_STORE"]);
+        launcher.env(variable, value).output().unwrap()
+    };
+    let output = print("TMPDIR", "");
+    assert!(text(&output.stdout).starts_with("[rank 0] file:///tmp/epoxide-store-"), "{output:?}");
+    let output = print("EPOXIDE_NODE_TIMEOUT", "");
+    assert!(output.status.success(), "{output:?}");
+    for value in ["abc", "0", "-1"] {
+        let output = print("EPOXIDE_NODE_TIMEOUT", value);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        let rule = format!("EPOXIDE_NODE_TIMEOUT = {value}: must be seconds, at least 1");
+        assert!(said.contains(&rule), "{said}");
+    }
+}
+
 /// A full file system of TMPDIR: the launcher cannot write the reason to the ranks' store.
 #[test]
 fn a_store_that_takes_nothing_does_not_hide_why_a_rank_failed() {

@@ -35,9 +35,11 @@ pub struct StoreDirectory {
 }
 
 impl StoreDirectory {
-    /// Makes an empty one, below `TMPDIR`.
+    /// Makes an empty one, below `TMPDIR` or, if that is unset, `/tmp`.
     pub fn create() -> Result<StoreDirectory> {
-        StoreDirectory::below(&std::env::temp_dir())
+        let folder = std::env::temp_dir();
+        // An empty TMPDIR counts as unset.
+        StoreDirectory::below(if folder.as_os_str().is_empty() { Path::new("/tmp") } else { &folder })
     }
 
     fn below(parent: &Path) -> Result<StoreDirectory> {
