@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use epoxide::group::FileStore;
 use epoxide_launch::current_exe;
 use epoxide_launch::{die_with_parent, heed_children};
-use epoxide_nccl::{DEBUG_INFO_FILE, Library};
+use epoxide_nccl::{Config, DEBUG_INFO_FILE, Library};
 
 use self::rank::{Act, Rank};
 use crate::error::{CommandError, FAILED, Result};
@@ -185,6 +185,12 @@ impl Drop for Ranks {
     }
 }
 
+/// How long a rank waits for the others. One of them may be in a stage that hangs until the deadline
+/// and then closes its communicator.
+fn timeout_of_rank(args: &Args) -> Duration {
+    Duration::from_secs(args.timeout + args.deadline) + Config::default().close_timeout
+}
+
 fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
     let rank = Rank {
         rank: place.rank,
@@ -194,7 +200,7 @@ fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
         library: library(args)?,
         device: open_device(DeviceKind::Cuda, place.rank)?,
         deadline: Duration::from_secs(args.deadline),
-        timeout: Duration::from_secs(args.timeout),
+        timeout: timeout_of_rank(args),
         die: || {
             // No process waits for a report.
             let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);

@@ -121,3 +121,12 @@ fn times_have_bounds() {
         }
     }
 }
+
+#[test]
+fn ranks_wait_longer_than_a_stage_that_hangs() {
+    for times in [["130", "120"], ["5", "4"], ["1", "1"], ["86400", "86400"]] {
+        let args: Args = parse(["nccl-check", "--deadline", times[0], "--timeout", times[1]]).unwrap();
+        let stage = Duration::from_secs(args.deadline) + Config::default().close_timeout;
+        assert!(timeout_of_rank(&args) >= stage + Duration::from_secs(args.timeout), "{times:?}");
+    }
+}
