@@ -9,16 +9,15 @@ mod oracle;
 mod rank;
 mod stages;
 
-use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use epoxide::group::FileStore;
 use epoxide_launch::current_exe;
-use epoxide_launch::{die_with_parent, heed_children};
+use epoxide_launch::{Process, RankExit, die_with_parent, heed_children};
 use epoxide_nccl::{Config, DEBUG_INFO_FILE, Library};
+use rustix::process::{Pid, Signal, getpid, kill_process};
 
 use self::rank::{Act, Rank};
 use crate::error::{CommandError, FAILED, Result};
@@ -118,7 +117,7 @@ fn run_all(args: &Args) -> Result<()> {
 }
 
 /// The processes of an act; killed on drop.
-struct Ranks(Vec<Child>);
+struct Ranks(Vec<Process>);
 
 impl Ranks {
     fn start(args: &Args, act: Act, size: u32, folder: &Path) -> Result<Ranks> {
@@ -136,7 +135,7 @@ impl Ranks {
             command.envs(act.variables().iter().copied());
             let started =
                 command.spawn().map_err(|error| CommandError::failed(format!("rank {rank}: {error}")))?;
-            ranks.0.push(started);
+            ranks.0.push(Process::new(rank, 0, started));
         }
         Ok(ranks)
     }
@@ -147,17 +146,12 @@ impl Ranks {
         let mut open: Vec<usize> = (0..self.0.len()).collect();
         while let Some(&first) = open.first() {
             for index in open.clone() {
-                let ended = self.0[index].try_wait();
-                let ended = ended.map_err(|error| CommandError::failed(format!("rank {index}: {error}")))?;
-                let Some(status) = ended else { continue };
+                let Some(exit) = self.0[index].look()? else { continue };
                 open.retain(|other| *other != index);
                 let killed = index == last && act != Act::Together;
-                if !as_meant(status, killed) {
+                if !as_meant(exit, killed) {
                     // The rank, or rank 0, has printed the reason.
-                    return Err(CommandError::failed(format!(
-                        "{}: rank {index} ended with {status}",
-                        act.name()
-                    )));
+                    return Err(CommandError::failed(format!("{}: rank {index} {exit}", act.name())));
                 }
             }
             if Instant::now() > until {
@@ -171,16 +165,18 @@ impl Ranks {
     }
 }
 
-fn as_meant(status: ExitStatus, killed: bool) -> bool {
-    if killed { status.signal() == Some(9) } else { status.success() }
+fn as_meant(exit: RankExit, killed: bool) -> bool {
+    if killed { exit == RankExit::Signal(Signal::KILL.as_raw()) } else { exit.success() }
 }
 
 impl Drop for Ranks {
     fn drop(&mut self) {
-        for rank in &mut self.0 {
-            // Killing an ended process fails, which is fine.
-            let _ = rank.kill();
-            let _ = rank.wait();
+        // All at once: the drop of each process waits until it has ended, at most 10 s.
+        for rank in self.0.iter().filter(|rank| rank.exit().is_none()) {
+            if let Some(pid) = Pid::from_raw(rank.id() as i32) {
+                // Killing an ended process fails, which is fine.
+                let _ = kill_process(pid, Signal::KILL);
+            }
         }
     }
 }
@@ -203,7 +199,7 @@ fn run_rank(args: &Args, place: &RankOf) -> Result<()> {
         timeout: timeout_of_rank(args),
         die: || {
             // No process waits for a report.
-            let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+            let _ = kill_process(getpid(), Signal::KILL);
         },
     };
     // NCCL may still have threads in abandoned calls, which must not keep the process alive.

@@ -1,5 +1,7 @@
 //! The stages against the fake libnccl of the tests, with threads for processes and virtual GPUs.
 
+use std::process::{Command, Stdio};
+
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::group::{HashStore, Store};
 use epoxide_testing::{alone, fake_nccl, tier};
@@ -129,4 +131,49 @@ fn ranks_wait_longer_than_a_stage_that_hangs() {
         let stage = Duration::from_secs(args.deadline) + Config::default().close_timeout;
         assert!(timeout_of_rank(&args) >= stage + Duration::from_secs(args.timeout), "{times:?}");
     }
+}
+
+/// Where the test below and its parent of ranks meet.
+const MEET: &str = "EPOXIDE_TEST_MEET";
+
+/// A rank in a driver's call that does not return. The test simulates it by a process that has
+/// ended under a debugger, this process. The rank's parent gets no exit status until the debugger
+/// has read it.
+#[test]
+fn a_rank_that_does_not_end_though_killed_is_left_behind() {
+    // The deadline is real, and takes 10 s: the long tier.
+    if !tier::is_long() {
+        return;
+    }
+    let patience = Instant::now() + Duration::from_secs(120);
+    let wait = |what: &dyn Fn() -> bool| {
+        while !what() && Instant::now() < patience {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(what());
+    };
+    if let Some(meet) = std::env::var_os(MEET) {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo $$ > $0/new && mv $0/new $0/pid; exec sleep 1000"]).arg(&meet);
+        let ranks = Ranks(vec![Process::new(0, 0, command.spawn().unwrap())]);
+        wait(&|| Path::new(&meet).join("go").exists());
+        drop(ranks);
+        return;
+    }
+    let meet = tempfile::tempdir().unwrap();
+    let name = "nccl_check::tests::a_rank_that_does_not_end_though_killed_is_left_behind";
+    let mut parent = alone::one_test(name);
+    let mut parent = parent.env(MEET, meet.path()).stdout(Stdio::null()).spawn().unwrap();
+    wait(&|| meet.path().join("pid").exists());
+    let pid: i32 = std::fs::read_to_string(meet.path().join("pid")).unwrap().trim().parse().unwrap();
+    // SAFETY: of a process that this one's child has started; there are no addresses in it.
+    let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
+    assert_eq!(seized, 0, "ptrace, which the kernel lets a process do to what it has started");
+    std::fs::write(meet.path().join("go"), "").unwrap();
+    while parent.try_wait().unwrap().is_none() && Instant::now() < patience {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // Ends a parent that still waits for its rank.
+    let _ = parent.kill();
+    assert!(parent.wait().unwrap().success());
 }
