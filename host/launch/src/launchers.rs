@@ -24,7 +24,7 @@ const LINGER: Duration = Duration::from_secs(10);
 /// ... and after a loss, because a lost launcher's connection may stay open as long as its host is
 /// silent.
 const LINGER_AFTER_LOSS: Duration = Duration::from_secs(1);
-/// How much longer than its own ranks' end a node waits for that of the others', after a failure.
+/// How much longer a node waits for other nodes' ranks than its own may take to end after a failure.
 const SLACK: Duration = Duration::from_secs(30);
 const POLL: Duration = Duration::from_millis(50);
 
@@ -286,11 +286,11 @@ impl Launchers {
     }
 
     /// Waits until the ranks of all nodes have ended, as those of this one have. Returns why they
-    /// have, if not by themselves.
+    /// have, if not by themselves. After a failure the ranks of a node may take `longest` to end.
     pub fn end(
         &self,
         start: u32,
-        grace: Duration,
+        longest: Duration,
         signals: Option<&mut Signals>,
     ) -> Result<Option<Trouble>, Interrupted> {
         let ends: Vec<String> = (0..self.nodes).map(|node| end_key(start, node)).collect();
@@ -300,7 +300,7 @@ impl Launchers {
             // The wait needs the store of node 0.
             Some(trouble @ Trouble::Lost { node: 0, .. }) if self.node != 0 => Err(trouble.into()),
             Some(_) => {
-                limit.get_or_insert_with(|| deadline(grace.saturating_add(SLACK)));
+                limit.get_or_insert_with(|| deadline(longest.saturating_add(SLACK)));
                 Ok(())
             }
             None => Ok(()),
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn other_nodes_may_have_any_grace() {
+    fn other_nodes_may_take_any_time_to_end() {
         let mut launchers = alone();
         launchers.nodes = 2;
         launchers.report(0, &Trouble::Signal(libc::SIGTERM)).unwrap();

@@ -125,6 +125,11 @@ impl Launch {
         }
     }
 
+    /// The longest time that the ranks of a host may take to end once one has failed.
+    pub(super) fn longest_end(&self) -> Duration {
+        self.settle.saturating_add(self.grace).saturating_add(self.killed)
+    }
+
     /// Rejects a launch that is not well formed.
     pub(super) fn check(&self) -> Result<()> {
         let nodes = &self.nodes;

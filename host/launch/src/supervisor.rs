@@ -251,7 +251,7 @@ impl Launch {
             return Err(Interrupted::Signal(signal));
         }
         // All nodes report the first failure of any node.
-        let trouble = launchers.end(restarts, self.grace, signals)?;
+        let trouble = launchers.end(restarts, self.longest_end(), signals)?;
         let (failure, signal) = match trouble {
             None => (None, None),
             Some(Trouble::Signal(signal)) => (None, Some(signal)),

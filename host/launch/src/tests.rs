@@ -133,6 +133,14 @@ fn waits_may_be_longer_than_the_clock_can_tell() {
 }
 
 #[test]
+fn the_longest_end_has_every_phase() {
+    let [settle, grace, killed] = [60, 5, 10].map(Duration::from_secs);
+    let launch = Launch { settle, grace, killed, ..Launch::new(1) };
+    assert_eq!(launch.longest_end(), Duration::from_secs(75));
+    assert_eq!(Launch { grace: Duration::MAX, ..launch }.longest_end(), Duration::MAX);
+}
+
+#[test]
 fn a_command_that_does_not_start_is_named() {
     let error = spawn_ranks(2, TIMEOUT, |_| Ok(Command::new("/no/such/program"))).unwrap_err();
     assert!(error.to_string().contains("rank 0, /no/such/program"), "{error}");
