@@ -14,7 +14,6 @@ use crate::lock::lock;
 
 /// Element type of a [`Tensor`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum DType {
     /// 16-bit brain float.
     Bf16,
