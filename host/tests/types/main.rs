@@ -87,7 +87,10 @@ fn compile(program: &Path, library: &Path) -> (bool, String) {
 fn describe(message: &Value, program: &Path, text: &mut String) {
     let string = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let code = message["code"]["code"].as_str().map_or(String::new(), |code| format!("[{code}]"));
-    let _ = writeln!(text, "{}{code}: {}", string(&message["level"]), string(&message["message"]));
+    let said = string(&message["message"]);
+    // Lists of types change with the library.
+    let said = if said.starts_with("the following") { said.lines().next().unwrap_or_default() } else { &said };
+    let _ = writeln!(text, "{}{code}: {said}", string(&message["level"]));
     for span in message["spans"].as_array().into_iter().flatten() {
         let file = PathBuf::from(string(&span["file_name"]));
         let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
