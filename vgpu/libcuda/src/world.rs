@@ -5,6 +5,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -29,12 +30,21 @@ pub(crate) const PER_THREAD: Handle = 2;
 static WORLD: OnceLock<Result<World, CUresult>> = OnceLock::new();
 
 thread_local! {
-    /// The contexts of this thread, current one last.
-    pub(crate) static CONTEXTS: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
+    /// The contexts of this thread, current one last. Exit handlers of the program run behind the
+    /// destructors of thread-local data, and call the library: so this has none.
+    static CONTEXTS: ManuallyDrop<RefCell<Vec<Handle>>> =
+        const { ManuallyDrop::new(RefCell::new(Vec::new())) };
+    /// Has a destructor, as the data that the checker keeps of a thread.
+    static DROPPED: Vec<()> = const { Vec::new() };
     /// The capture mode of this thread.
     pub(crate) static THREAD_MODE: Cell<i32> = const { Cell::new(GLOBAL) };
     /// Made with a stream of this thread.
     static ENDS: Ends = Ends(std::thread::current().id());
+}
+
+/// Calls `f` with the contexts of this thread, current one last.
+pub(crate) fn with_contexts<T>(f: impl FnOnce(&mut Vec<Handle>) -> T) -> T {
+    CONTEXTS.with(|contexts| f(&mut contexts.borrow_mut()))
 }
 
 /// Threads that have ended with streams of their own. A thread takes no lock of the tables at its
@@ -200,10 +210,15 @@ impl World {
         Ok(tables)
     }
 
+    /// The checker, while it has data of the calling thread. An exit handler has none.
+    fn checker_of_thread(&self) -> Option<&Checker> {
+        self.checker.as_ref().filter(|_| DROPPED.try_with(|_| ()).is_ok())
+    }
+
     /// In check mode: the calling thread has waited for all work that is done. The checker does not
     /// track how threads of the program synchronise, so they count as one.
     pub(crate) fn host_waited(&self, tables: &Tables) {
-        if let Some(checker) = &self.checker {
+        if let Some(checker) = self.checker_of_thread() {
             let streams = tables.streams.values().map(|stream| &stream.queue.past);
             let retired =
                 tables.contexts.values().flat_map(|context| [&context.retired, &context.retired_blocking]);
@@ -226,7 +241,7 @@ impl World {
             tables.usable(context)?;
             Ok(room.then_some(()))
         })?;
-        if let Some(checker) = &self.checker {
+        if let Some(checker) = self.checker_of_thread() {
             let past = checker.host_past();
             epoxide_vgpu::host_meets();
             let queue = &mut tables.stream(stream)?.queue;
@@ -526,7 +541,7 @@ impl Tables {
 
     /// The current context of the calling thread, unless a fault has made it unusable.
     pub(crate) fn current(&self) -> Res<Handle> {
-        let current = CONTEXTS.with_borrow(|contexts| contexts.last().copied()).ok_or(INVALID_CONTEXT)?;
+        let current = with_contexts(|contexts| contexts.last().copied()).ok_or(INVALID_CONTEXT)?;
         self.usable(current)?;
         Ok(current)
     }
@@ -899,7 +914,7 @@ mod tests {
         let context = new_context(&mut tables, 0, false, 0).unwrap();
         let mut of_thread = |is_busy: bool| {
             let run = || {
-                CONTEXTS.with_borrow_mut(|contexts| contexts.push(context));
+                with_contexts(|contexts| contexts.push(context));
                 let stream = tables.resolve(PER_THREAD).unwrap();
                 assert_eq!(tables.resolve(PER_THREAD), Ok(stream));
                 tables.stream(stream).unwrap().queue.busy = is_busy;

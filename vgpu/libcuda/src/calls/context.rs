@@ -7,7 +7,7 @@ use epoxide_vgpu::Past;
 
 use super::api;
 use crate::abi::*;
-use crate::world::{CONTEXTS, Context, Primary, Tables, World, world};
+use crate::world::{Context, Primary, Tables, World, with_contexts, world};
 
 /// Limits, with the values that a driver has at first. The virtual GPU needs none of them.
 const LIMITS: &[(c_uint, usize)] =
@@ -40,7 +40,7 @@ fn create(context: Out<Handle>, flags: c_uint, device: CUdevice) -> Res {
     context.required()?;
     world.device(device)?;
     let handle = new_context(&mut world.lock(), device as usize, false, flags)?;
-    CONTEXTS.with_borrow_mut(|contexts| contexts.push(handle));
+    with_contexts(|contexts| contexts.push(handle));
     context.put(handle)
 }
 
@@ -66,7 +66,7 @@ fn primary(tables: &mut Tables, device: CUdevice) -> Res<&mut Primary> {
 }
 
 fn current() -> Option<Handle> {
-    CONTEXTS.with_borrow(|contexts| contexts.last().copied())
+    with_contexts(|contexts| contexts.last().copied())
 }
 
 /// The context that a handle stands for; the current one for null.
@@ -91,7 +91,7 @@ fn destroy_context(context: Handle) -> Res {
     if world.lock().context(context)?.primary {
         return Err(INVALID_CONTEXT);
     }
-    CONTEXTS.with_borrow_mut(|contexts| {
+    with_contexts(|contexts| {
         if contexts.last() == Some(&context) {
             contexts.pop();
         }
@@ -101,13 +101,13 @@ fn destroy_context(context: Handle) -> Res {
 
 fn push(context: Handle) -> Res {
     world()?.lock().context(context)?;
-    CONTEXTS.with_borrow_mut(|contexts| contexts.push(context));
+    with_contexts(|contexts| contexts.push(context));
     Ok(())
 }
 
 fn pop(context: Out<Handle>) -> Res {
     world()?;
-    let popped = CONTEXTS.with_borrow_mut(Vec::pop).ok_or(INVALID_CONTEXT)?;
+    let popped = with_contexts(Vec::pop).ok_or(INVALID_CONTEXT)?;
     context.put_optional(popped);
     Ok(())
 }
@@ -170,7 +170,7 @@ api! {
         if context != 0 {
             world.lock().context(context)?;
         }
-        CONTEXTS.with_borrow_mut(|contexts| {
+        with_contexts(|contexts| {
             contexts.pop();
             if context != 0 {
                 contexts.push(context);

@@ -1,7 +1,8 @@
 /* A CUDA driver program, which links libcuda and declares the functions of the API itself.
    `add` checks a result; `race` launches a kernel whose blocks store to one word, and prints the
-   code of the wait behind it. */
+   code of the wait behind it; `exit` copies and frees in an exit handler, and prints the codes. */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef int CUresult;
@@ -31,6 +32,14 @@ CUresult cuLaunchKernel(CUhandle function, unsigned gx, unsigned gy, unsigned gz
         }                                                 \
     } while (0)
 
+static CUdeviceptr kept;
+
+static void copy_and_free(void) {
+    unsigned word = 0;
+    int copied = cuMemcpyDtoH_v2(&word, kept + 4, sizeof word);
+    printf("%d %u %d\n", copied, word, cuMemFree_v2(kept));
+}
+
 int main(int argc, char **argv) {
     CUhandle context, module, function;
     CUdeviceptr addr;
@@ -47,6 +56,10 @@ int main(int argc, char **argv) {
     CHECK(cuMemAlloc_v2(&addr, sizeof words));
     for (unsigned i = 0; i < 64; i++) words[i] = i;
     CHECK(cuMemcpyHtoD_v2(addr, words, sizeof words));
+    if (argc == 3 && strcmp(argv[2], "exit") == 0) {
+        kept = addr;
+        return atexit(copy_and_free);
+    }
     CHECK(cuLaunchKernel(function, 2, 1, 1, 32, 1, 1, 0, NULL, params, NULL));
     if (!add) {
         printf("%d\n", cuCtxSynchronize());

@@ -50,6 +50,19 @@ fn a_program_in_c_runs_and_its_race_is_reported_in_check_mode() {
     assert!(report.contains("data race") && report.contains("'allocation 1' + 0x0"), "{report}");
 }
 
+/// The thread's local data is dropped by then.
+#[test]
+fn an_exit_handler_may_call_the_library() {
+    let folder = tempfile::Builder::new().prefix("libcuda").tempdir().unwrap();
+    compile(folder.path(), "program");
+    for check in ["0", "1"] {
+        let ran = run(folder.path(), "exit", check);
+        let report = String::from_utf8_lossy(&ran.stderr);
+        assert_eq!(String::from_utf8_lossy(&ran.stdout), "0 1 0\n", "{check}: {report}");
+        assert!(ran.status.success(), "{check}: {report}");
+    }
+}
+
 #[test]
 fn a_wrong_variable_is_named() {
     let folder = tempfile::Builder::new().prefix("libcuda").tempdir().unwrap();
