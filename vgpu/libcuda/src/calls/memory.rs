@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use epoxide_vgpu::stream::{HostPtr, Source, Target, Transfer};
+use epoxide_vgpu::stream::{HostPtr, Op, Source, Target, Transfer};
 
 use super::api;
 use super::stream::submit;
@@ -248,6 +248,13 @@ fn copy(world: &'static World, stream: Handle, dst: Side, src: Side, bytes: u64,
     dst.check(world, &tables, bytes)?;
     src.check(world, &tables, bytes)?;
     let captured = tables.recording(stream)?.is_some();
+    if wait == Wait::Done && !captured && matches!(src, Side::Pageable(_)) {
+        // The source is read below, behind all work before the call.
+        tables = world.enqueue(tables, stream, Op::Record(Arc::default()))?;
+        tables = world.synchronise(tables, &[stream])?;
+        dst.check(world, &tables, bytes)?;
+        src.check(world, &tables, bytes)?;
+    }
     let mut landings = vec![];
     let mut done = 0;
     while done < bytes {

@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use libloading::Library;
 
@@ -143,6 +144,23 @@ pub fn record(event: Handle, stream: Handle) {
 
 pub fn wait(stream: Handle, event: Handle) {
     ok!(cuStreamWaitEvent(stream => Handle, event => Handle, 0 => u32));
+}
+
+/// A host function that takes longer than a call that does not wait for it, and then stores 10 in
+/// the word at `data` unless that is null.
+unsafe extern "C" fn late_ten(data: *mut c_void) {
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    if !data.is_null() {
+        // SAFETY: the test passes an aligned word that outlives the stream's work.
+        unsafe { AtomicU32::from_ptr(data.cast()) }.store(10, Ordering::Release);
+    }
+}
+
+/// Has a stream call a host function that is late, and stores 10 in a word.
+pub fn be_late(stream: Handle, word: *mut u32) {
+    ok!(cuLaunchHostFunc(
+        stream => Handle, late_ten => unsafe extern "C" fn(*mut c_void), word.cast() => *mut c_void,
+    ));
 }
 
 /// A module of [`PTX`] in the current context.

@@ -299,3 +299,13 @@ fn memory_in_stream_order_lies_on_the_device_of_its_stream_or_pool() {
     ok!(cuStreamSynchronize(other => Handle));
     drop((first, second));
 }
+
+/// CUDA's documentation: a copy from pageable memory begins with a wait for the stream.
+#[test]
+fn a_copy_from_pageable_memory_reads_it_behind_earlier_work() {
+    let _context = Context::on(0);
+    let (addr, word) = (upload(&[1]), AtomicU32::new(0));
+    be_late(0, word.as_ptr());
+    ok!(cuMemcpyHtoD_v2(addr => u64, word.as_ptr() => *const u32, 4 => usize));
+    assert_eq!(download(addr, 1), [10]);
+}
