@@ -414,6 +414,13 @@ pub(crate) enum Kind {
     Mapping,
 }
 
+impl Kind {
+    /// Whether it is memory of the host.
+    pub(crate) fn is_host(self) -> bool {
+        matches!(self, Kind::Host | Kind::Registered)
+    }
+}
+
 /// Memory at an address.
 pub(crate) struct Allocation {
     pub(crate) kind: Kind,

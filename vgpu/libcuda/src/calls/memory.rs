@@ -212,6 +212,14 @@ impl Side {
         Ok(())
     }
 
+    /// Whether it is memory of the host.
+    fn is_host(self, tables: &Tables) -> bool {
+        match self {
+            Side::Device(addr) => tables.allocation_at(addr).is_some_and(|(_, at)| at.kind.is_host()),
+            Side::Pageable(_) => true,
+        }
+    }
+
     /// How many bytes lie in one region from here on.
     fn run(self, tables: &Tables) -> u64 {
         match self {
@@ -232,8 +240,10 @@ enum Must {
 /// How a call waits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wait {
-    /// Until the copy is done.
+    /// Until the work is done. A fill of memory that the host cannot access is not waited for.
     Done,
+    /// Only where pageable memory demands it, or for a copy from host memory to host memory.
+    IfHost,
     /// Only where pageable memory demands it.
     IfPageable,
 }
@@ -248,7 +258,12 @@ fn copy(world: &'static World, stream: Handle, dst: Side, src: Side, bytes: u64,
     dst.check(world, &tables, bytes)?;
     src.check(world, &tables, bytes)?;
     let captured = tables.recording(stream)?.is_some();
-    if wait == Wait::Done && !captured && matches!(src, Side::Pageable(_)) {
+    let waits = match wait {
+        Wait::Done => !captured,
+        Wait::IfHost => !captured && dst.is_host(&tables) && src.is_host(&tables),
+        Wait::IfPageable => false,
+    };
+    if waits && matches!(src, Side::Pageable(_)) {
         // The source is read below, behind all work before the call.
         tables = world.enqueue(tables, stream, Op::Record(Arc::default()))?;
         tables = world.synchronise(tables, &[stream])?;
@@ -281,7 +296,7 @@ fn copy(world: &'static World, stream: Handle, dst: Side, src: Side, bytes: u64,
         tables = submit(world, tables, stream, Work::Transfer(transfer))?;
         done += length;
     }
-    if !captured && (wait == Wait::Done || !landings.is_empty()) {
+    if waits || !landings.is_empty() {
         drop(world.synchronise(tables, &[stream])?);
     }
     for (addr, landed) in landings {
@@ -338,7 +353,8 @@ fn fill(stream: Handle, dst: u64, value: u32, width: usize, count: usize, wait: 
         tables = submit(world, tables, stream, Work::Transfer(transfer))?;
         done += length;
     }
-    if wait == Wait::Done {
+    let kind = tables.allocation_at(dst).map(|(_, allocation)| allocation.kind);
+    if wait == Wait::Done && kind.is_some_and(|kind| kind.is_host() || kind == Kind::Managed) {
         drop(world.synchronise(tables, &[stream])?);
     }
     Ok(())
@@ -367,12 +383,13 @@ fn fill_2d(
     value: u32,
     width: usize,
     [columns, rows]: [usize; 2],
+    wait: Wait,
 ) -> Res {
     let bytes = columns.checked_mul(width).ok_or(INVALID_VALUE)?;
     check_rows(dst, pitch, bytes, rows)?;
     let rows = if bytes == 0 { 0 } else { rows };
     for row in 0..rows {
-        fill(stream, row_at(dst, pitch, row)?, value, width, columns, Wait::IfPageable)?;
+        fill(stream, row_at(dst, pitch, row)?, value, width, columns, wait)?;
     }
     Ok(())
 }
@@ -449,7 +466,7 @@ fn pointer_attribute(world: &World, tables: &Tables, attribute: c_int, addr: u64
     let kind = allocation.kind;
     match attribute {
         1 => to.cast().put(allocation.context.unwrap_or(0)),
-        2 => to.cast().put(if matches!(kind, Kind::Host | Kind::Registered) { 1u32 } else { 2 }),
+        2 => to.cast().put(if kind.is_host() { 1u32 } else { 2 }),
         3 => to.cast().put(addr),
         4 if matches!(kind, Kind::Host | Kind::Registered | Kind::Managed) => to.cast().put(addr),
         6 => to.cast().put(0u32),
@@ -582,7 +599,7 @@ api! {
     fn cuMemHostGetFlags(flags: Out<c_uint>, addr: u64) {
         let tables = world()?.lock();
         let (_, allocation) = tables.allocation_at(addr).ok_or(INVALID_VALUE)?;
-        if !matches!(allocation.kind, Kind::Host | Kind::Registered) {
+        if !allocation.kind.is_host() {
             return Err(INVALID_VALUE);
         }
         // With unified addresses all of it is portable and mapped.
@@ -684,9 +701,9 @@ api! {
         copy_at(stream, (dst, Must::BeDevice), (src, Must::BeDevice), bytes, Wait::IfPageable)
     }
 
-    /// Copies memory.
+    /// Copies memory. Waits for a copy from host memory to host memory.
     fn cuMemcpyAsync(dst: CUdeviceptr, src: CUdeviceptr, bytes: usize, stream: Handle) {
-        copy_at(stream, (dst, Must::Nothing), (src, Must::Nothing), bytes, Wait::IfPageable)
+        copy_at(stream, (dst, Must::Nothing), (src, Must::Nothing), bytes, Wait::IfHost)
     }
 
     /// Copies between devices.
@@ -710,22 +727,22 @@ api! {
 
     /// Copies rows. Arrays are not supported.
     fn cuMemcpy2DAsync_v2(what: In<Memcpy2D>, stream: Handle) {
-        copy_2d(stream, what, Wait::IfPageable)
+        copy_2d(stream, what, Wait::IfHost)
     }
 
-    /// Sets bytes, in the default stream.
+    /// Sets bytes, in the default stream. Waits where the host can access them.
     fn cuMemsetD8_v2(dst: CUdeviceptr, value: u8, count: usize) {
-        fill(0, dst, value.into(), 1, count, Wait::IfPageable)
+        fill(0, dst, value.into(), 1, count, Wait::Done)
     }
 
-    /// Sets 16-bit words, in the default stream.
+    /// Sets 16-bit words, in the default stream. Waits where the host can access them.
     fn cuMemsetD16_v2(dst: CUdeviceptr, value: c_ushort, count: usize) {
-        fill(0, dst, value.into(), 2, count, Wait::IfPageable)
+        fill(0, dst, value.into(), 2, count, Wait::Done)
     }
 
-    /// Sets 32-bit words, in the default stream.
+    /// Sets 32-bit words, in the default stream. Waits where the host can access them.
     fn cuMemsetD32_v2(dst: CUdeviceptr, value: c_uint, count: usize) {
-        fill(0, dst, value, 4, count, Wait::IfPageable)
+        fill(0, dst, value, 4, count, Wait::Done)
     }
 
     /// Sets bytes.
@@ -743,29 +760,29 @@ api! {
         fill(stream, dst, value, 4, count, Wait::IfPageable)
     }
 
-    /// Sets rows of bytes, in the default stream.
+    /// Sets rows of bytes, in the default stream. Waits where the host can access them.
     fn cuMemsetD2D8_v2(dst: CUdeviceptr, pitch: usize, value: u8, width: usize, rows: usize) {
-        fill_2d(0, dst, pitch, value.into(), 1, [width, rows])
+        fill_2d(0, dst, pitch, value.into(), 1, [width, rows], Wait::Done)
     }
 
-    /// Sets rows of 16-bit words, in the default stream.
+    /// Sets rows of 16-bit words, in the default stream. Waits where the host can access them.
     fn cuMemsetD2D16_v2(dst: CUdeviceptr, pitch: usize, value: c_ushort, width: usize, rows: usize) {
-        fill_2d(0, dst, pitch, value.into(), 2, [width, rows])
+        fill_2d(0, dst, pitch, value.into(), 2, [width, rows], Wait::Done)
     }
 
-    /// Sets rows of 32-bit words, in the default stream.
+    /// Sets rows of 32-bit words, in the default stream. Waits where the host can access them.
     fn cuMemsetD2D32_v2(dst: CUdeviceptr, pitch: usize, value: c_uint, width: usize, rows: usize) {
-        fill_2d(0, dst, pitch, value, 4, [width, rows])
+        fill_2d(0, dst, pitch, value, 4, [width, rows], Wait::Done)
     }
 
     /// Sets rows of bytes.
     fn cuMemsetD2D8Async(dst: CUdeviceptr, pitch: usize, value: u8, width: usize, rows: usize, stream: Handle) {
-        fill_2d(stream, dst, pitch, value.into(), 1, [width, rows])
+        fill_2d(stream, dst, pitch, value.into(), 1, [width, rows], Wait::IfPageable)
     }
 
     /// Sets rows of 32-bit words.
     fn cuMemsetD2D32Async(dst: CUdeviceptr, pitch: usize, value: c_uint, width: usize, rows: usize, stream: Handle) {
-        fill_2d(stream, dst, pitch, value, 4, [width, rows])
+        fill_2d(stream, dst, pitch, value, 4, [width, rows], Wait::IfPageable)
     }
 
     /// Advises about managed memory, which changes nothing.

@@ -309,3 +309,31 @@ fn a_copy_from_pageable_memory_reads_it_behind_earlier_work() {
     ok!(cuMemcpyHtoD_v2(addr => u64, word.as_ptr() => *const u32, 4 => usize));
     assert_eq!(download(addr, 1), [10]);
 }
+
+/// CUDA's documentation: fills of page-locked and managed memory are synchronous, and so are
+/// copies from host to host memory, also in a stream.
+#[test]
+fn fills_and_copies_of_host_memory_are_done_when_they_return() {
+    let _context = Context::on(0);
+    let (mut host, mut managed, own) = (0u64, 0u64, stream(1));
+    ok!(cuMemHostAlloc(&mut host => *mut u64, 64 => usize, 0 => u32));
+    ok!(cuMemAllocManaged(&mut managed => *mut u64, 64 => usize, 1 => u32));
+    // SAFETY: the word is in memory of this test that outlives the reads, and aligned.
+    let read = |addr: u64| unsafe { AtomicU32::from_ptr(addr as *mut u32) }.load(Ordering::Acquire);
+    for addr in [host, managed] {
+        be_late(0, std::ptr::null_mut());
+        ok!(cuMemsetD32_v2(addr => u64, 7 => u32, 1 => usize));
+        assert_eq!(read(addr), 7);
+        be_late(0, std::ptr::null_mut());
+        ok!(cuMemsetD2D32_v2(addr + 8 => u64, 8 => usize, 9 => u32, 1 => usize, 2 => usize));
+        assert_eq!([addr + 8, addr + 16].map(read), [9, 9]);
+    }
+    // From page-locked and from pageable memory.
+    be_late(own, std::ptr::null_mut());
+    ok!(cuMemcpyAsync(host + 4 => u64, host => u64, 4 => usize, own => Handle));
+    assert_eq!(read(host + 4), 7);
+    let word = AtomicU32::new(0);
+    be_late(own, word.as_ptr());
+    ok!(cuMemcpyAsync(host + 4 => u64, word.as_ptr() as u64 => u64, 4 => usize, own => Handle));
+    assert_eq!(read(host + 4), 10);
+}
