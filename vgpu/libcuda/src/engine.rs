@@ -201,7 +201,7 @@ impl Engine {
                         Running::Launch(launch, seed.map(|seed| seed.wrapping_add(self.launches << 20)))
                     }
                     Work::Transfer(transfer) => Running::Transfer(transfer),
-                    Work::Host(call) => match std::thread::Builder::new().spawn(move || call.run()) {
+                    Work::Host(call) => match std::thread::Builder::new().spawn(move || call.run(0)) {
                         Ok(thread) => Running::Host(thread),
                         Err(_) => Running::Call(call),
                     },
@@ -311,7 +311,7 @@ impl Job {
             }
             Running::Host(thread) => Ok(if thread.is_finished() { Turn::Ended } else { Turn::Waits }),
             Running::Call(call) => {
-                call.run();
+                call.run(0);
                 Ok(Turn::Ended)
             }
             Running::Nothing => Ok(Turn::Ended),

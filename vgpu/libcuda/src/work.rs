@@ -1,7 +1,8 @@
 //! Work of streams: launches, copies, host functions, frees.
 
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use epoxide_vgpu::stream::Transfer;
 use epoxide_vgpu::{GridConfig, Kernel, Residency};
@@ -77,12 +78,32 @@ impl HostCall {
         HostCall { function: Function::Callback(function, stream), data }
     }
 
-    pub(crate) fn run(self) {
+    /// Calls it. `code`: the fault of its context, which a callback is given.
+    pub(crate) fn run(self, code: CUresult) {
         match self.function {
             // SAFETY: the caller of the constructor keeps both valid until the stream has passed.
             Function::Host(function) => unsafe { function(self.data) },
             // SAFETY: as above.
-            Function::Callback(function, stream) => unsafe { function(stream, 0, self.data) },
+            Function::Callback(function, stream) => unsafe { function(stream, code, self.data) },
+        }
+    }
+
+    /// Calls the callback of a context that has failed, behind those before. Host functions of such
+    /// a context are dropped.
+    pub(crate) fn run_failed(self, code: CUresult) {
+        static CALLS: OnceLock<Sender<(HostCall, CUresult)>> = OnceLock::new();
+        if matches!(self.function, Function::Host(_)) {
+            return;
+        }
+        let calls = CALLS.get_or_init(|| {
+            let (send, calls) = channel::<(HostCall, CUresult)>();
+            let run = move || calls.iter().for_each(|(call, code)| call.run(code));
+            // Without a thread the sends below fail.
+            let _ = std::thread::Builder::new().spawn(run);
+            send
+        });
+        if calls.send((self, code)).is_err() {
+            eprintln!("libcuda of virtual GPUs: no thread for a callback of a context that has failed");
         }
     }
 }

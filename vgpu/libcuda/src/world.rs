@@ -249,11 +249,10 @@ impl World {
             queue.past.join(&checker.host_past());
         }
         let context = tables.stream(stream)?.context;
-        if !tables.is_alive(context) {
+        if let Some(code) = tables.context(context)?.error {
             // No engine runs it. Its mark passes, so that no stream waits for it.
-            let queue = &mut tables.stream(stream)?.queue;
-            queue.push(op);
-            queue.abandon(Clock::Real.now_ns());
+            tables.stream(stream)?.queue.push(op);
+            tables.fail(context, code);
             return Ok(tables);
         }
         tables.order_with_legacy(stream, self.checker.is_some());
@@ -789,13 +788,17 @@ impl Tables {
         }
     }
 
-    /// Makes a context unusable: drops the work of its streams.
+    /// Makes a context unusable: drops the work of its streams, but for callbacks.
     pub(crate) fn fail(&mut self, context: Handle, code: CUresult) {
-        if let Some(context) = self.contexts.get_mut(&context) {
-            context.error.get_or_insert(code);
-        }
+        let own = self.contexts.get_mut(&context);
+        let code = own.map_or(code, |own| *own.error.get_or_insert(code));
         let now_ns = Clock::Real.now_ns();
         for stream in self.streams.values_mut().filter(|stream| stream.context == context) {
+            for op in &stream.queue.ops {
+                if let Op::Work(Work::Host(call)) = op {
+                    call.run_failed(code);
+                }
+            }
             stream.queue.abandon(now_ns);
         }
     }

@@ -1,7 +1,10 @@
 //! Faults of kernels, and arguments that are null.
 
 use std::collections::HashSet;
+use std::ffi::c_void;
 use std::process::Command;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
 
 use crate::cuda::*;
 
@@ -85,6 +88,37 @@ fn work_of_a_context_with_an_unnoticed_fault_is_dropped_and_no_call_waits_for_it
     has_ended.recv_timeout(std::time::Duration::from_secs(60)).expect("the call returns");
     failing.make_current();
     assert_eq!(cu!(cuCtxSynchronize()), 700);
+}
+
+unsafe extern "C" fn send_code(_stream: Handle, code: Code, data: *mut c_void) {
+    // SAFETY: the test passes a box of its own to each callback, which is called once.
+    let (number, sender) = *unsafe { Box::from_raw(data.cast::<(u32, Sender<(u32, Code)>)>()) };
+    sender.send((number, code)).expect("the test waits");
+}
+
+/// CUDA's documentation: a callback is called exactly once, with the code of an earlier fault.
+#[test]
+fn callbacks_of_a_context_that_failed_are_called_with_its_code() {
+    let _context = Context::on(0);
+    let (bad, own) = (Module::load(), stream(1));
+    let (sender, codes) = std::sync::mpsc::channel::<(u32, Code)>();
+    let add_callback = |number: u32| {
+        let data = Box::into_raw(Box::new((number, sender.clone())));
+        ok!(cuStreamAddCallback(
+            own => Handle, send_code => unsafe extern "C" fn(Handle, Code, *mut c_void),
+            data.cast() => *mut c_void, 0 => u32,
+        ));
+    };
+    let next = || codes.recv_timeout(Duration::from_secs(60)).expect("the callback is called");
+    add_callback(0);
+    assert_eq!(next(), (0, 0));
+    bad.add(own, [1, 1], 64, 1);
+    (1..4).for_each(add_callback);
+    (1..4).for_each(|number| assert_eq!(next(), (number, 700), "CUDA_ERROR_ILLEGAL_ADDRESS"));
+    // The context has failed, and no call has returned the fault yet.
+    (4..8).for_each(add_callback);
+    (4..8).for_each(|number| assert_eq!(next(), (number, 700)));
+    assert_eq!(cu!(cuStreamSynchronize(own => Handle)), 700);
 }
 
 #[test]
