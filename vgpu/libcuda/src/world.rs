@@ -662,9 +662,7 @@ impl Tables {
             return;
         };
         if lane > 0 {
-            if let Some((capture, _)) = self.captures.get_mut(&id) {
-                capture.invalid.get_or_insert_with(String::new);
-            }
+            self.invalidate(id);
             return;
         }
         self.captures.remove(&id);
@@ -747,8 +745,39 @@ impl Tables {
         (addr - start < allocation.bytes).then_some((*start, allocation))
     }
 
+    /// Ends the validity of a capture.
+    pub(crate) fn invalidate(&mut self, capture: u64) {
+        if let Some((capture, _)) = self.captures.get_mut(&capture) {
+            capture.invalid.get_or_insert_with(String::new);
+        }
+    }
+
+    /// Whether a stream is the legacy default stream of its context.
+    pub(crate) fn is_legacy(&self, stream: Handle) -> bool {
+        self.contexts.values().any(|context| context.legacy == stream)
+    }
+
+    /// The captures of blocking streams beside a legacy default stream, which make it unusable.
+    pub(crate) fn captures_beside(&mut self, stream: Handle) -> Res<Vec<u64>> {
+        let own = self.stream(stream)?.context;
+        if self.captures.is_empty() || !self.is_legacy(stream) {
+            return Ok(vec![]);
+        }
+        let blocking = |stream: &&Stream| stream.context == own && stream.flags & NON_BLOCKING == 0;
+        let captures = self.streams.values().filter(blocking).filter_map(|stream| stream.queue.capture);
+        Ok(captures.map(|(id, _)| id).collect())
+    }
+
+    /// An error, and the end of their validity, if captures make a stream unusable.
+    fn forbid_beside_captures(&mut self, stream: Handle) -> Res {
+        let captures = self.captures_beside(stream)?;
+        captures.iter().for_each(|capture| self.invalidate(*capture));
+        if captures.is_empty() { Ok(()) } else { Err(STREAM_CAPTURE_IMPLICIT) }
+    }
+
     /// The capture that records a stream, with its lane.
     pub(crate) fn recording(&mut self, stream: Handle) -> Res<Option<(&mut Capture<Work>, usize)>> {
+        self.forbid_beside_captures(stream)?;
         let Some((id, lane)) = self.stream(stream)?.queue.capture else { return Ok(None) };
         let Some((capture, _)) = self.captures.get_mut(&id) else { return Ok(None) };
         if capture.invalid.is_some() {
@@ -759,10 +788,9 @@ impl Tables {
 
     /// An error, and the end of the capture's validity, if the stream is captured.
     pub(crate) fn forbid_on_captured(&mut self, stream: Handle) -> Res {
+        self.forbid_beside_captures(stream)?;
         let Some((id, _)) = self.stream(stream)?.queue.capture else { return Ok(()) };
-        if let Some((capture, _)) = self.captures.get_mut(&id) {
-            capture.invalid.get_or_insert_with(String::new);
-        }
+        self.invalidate(id);
         Err(STREAM_CAPTURE_UNSUPPORTED)
     }
 

@@ -145,6 +145,7 @@ api! {
         let world = world()?;
         let mut tables = world.lock();
         let stream = tables.resolve(stream)?;
+        tables.recording(stream)?;
         let own = tables.stream(stream)?.queue.capture;
         match tables.event(event)?.last.clone() {
             LastRecord::Never => Ok(()),
@@ -161,6 +162,10 @@ api! {
                     Some((own, lane)) if own == id => lane,
                     Some(_) => return Err(STREAM_CAPTURE_MERGE),
                     None => {
+                        if tables.is_legacy(stream) {
+                            tables.invalidate(id);
+                            return Err(STREAM_CAPTURE_UNSUPPORTED);
+                        }
                         let (capture, _) = tables.captures.get_mut(&id).ok_or(CAPTURED_EVENT)?;
                         let lane = capture.join(stream as u64);
                         tables.stream(stream)?.queue.capture = Some((id, lane));

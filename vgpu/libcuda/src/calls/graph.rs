@@ -12,7 +12,7 @@ use crate::world::{CaptureMode, GLOBAL, RELAXED, Recorded, THREAD_LOCAL, THREAD_
 
 fn begin(stream: Handle, mode: c_int) -> Res {
     let mut tables = world()?.lock();
-    if stream <= 1 || tables.contexts.values().any(|context| context.legacy == stream) {
+    if stream <= 1 || tables.is_legacy(stream) {
         return Err(STREAM_CAPTURE_UNSUPPORTED);
     }
     let stream = tables.resolve(stream)?;
@@ -124,8 +124,11 @@ fn launch(exec: Handle, stream: Handle) -> Res {
 
 /// State and number of the capture of a stream.
 fn capture_state(tables: &mut Tables, stream: Handle) -> Res<(c_int, u64)> {
-    // Such a call is allowed on the legacy stream, which is never captured.
+    // The legacy stream is never captured.
     let stream = tables.resolve(stream)?;
+    if !tables.captures_beside(stream)?.is_empty() {
+        return Err(STREAM_CAPTURE_IMPLICIT);
+    }
     Ok(match tables.stream(stream)?.queue.capture {
         None => (0, 0),
         Some((id, _)) => {

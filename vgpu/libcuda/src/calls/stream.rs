@@ -39,7 +39,7 @@ fn create(to: Out<Handle>, flags: c_uint, priority: c_int) -> Res {
 fn destroy_stream(stream: Handle) -> Res {
     let world = world()?;
     let mut tables = world.lock();
-    if stream <= 2 || tables.contexts.values().any(|context| context.legacy == stream) {
+    if stream <= 2 || tables.is_legacy(stream) {
         return Err(INVALID_HANDLE);
     }
     tables.leave_capture(stream);

@@ -299,3 +299,62 @@ fn a_capture_ends_with_its_stream_and_with_the_context() {
     let _other = Context::on(0);
     assert_eq!(download(upload(&[1]), 1), [1]);
 }
+
+fn begin(stream: Handle, mode: i32) {
+    ok!(cuStreamBeginCapture_v2(stream => Handle, mode => i32));
+}
+
+/// The code of the end of a capture.
+fn end(stream: Handle) -> Code {
+    cu!(cuStreamEndCapture(stream => Handle, &mut 0 => *mut Handle))
+}
+
+/// The codes are those of CUDA's documentation.
+#[test]
+fn the_default_stream_is_unusable_beside_captures_of_blocking_streams() {
+    let _context = Context::on(0);
+    let (module, blocking, addr, outside) = (Module::load(), stream(0), upload(&[1]), event());
+    let state = |stream: Handle| {
+        let mut state = -1;
+        (cu!(cuStreamIsCapturing(stream => Handle, &mut state => *mut i32)), state)
+    };
+    begin(blocking, 2);
+    for default in [0, 1] {
+        assert_eq!(state(default).0, 906);
+        let (mut state, none) = (-1, std::ptr::null_mut::<u64>());
+        let code = cu!(cuStreamGetCaptureInfo_v2(
+            default => Handle, &mut state => *mut i32, none => *mut u64, none => *mut u64, none => *mut u64,
+            none => *mut u64,
+        ));
+        assert_eq!(code, 906);
+    }
+    assert_eq!((state(blocking), end(blocking)), ((0, 1), 0));
+    let mut params = [(&raw const addr).cast_mut().cast(), (&raw const addr).cast_mut().cast()];
+    let mut word = 5u32;
+    let calls: [&mut dyn FnMut() -> Code; 6] = [
+        &mut || cu!(cuMemsetD32Async(addr => u64, 1 => u32, 1 => usize, 0 => Handle)),
+        &mut || module.try_launch("add", 0, [1, 1], &mut params),
+        &mut || cu!(cuMemcpyHtoD_v2(addr => u64, &raw mut word => *const u32, 4 => usize)),
+        &mut || cu!(cuEventRecord(outside => Handle, 0 => Handle)),
+        &mut || cu!(cuStreamSynchronize(0 => Handle)),
+        &mut || cu!(cuStreamWaitEvent(0 => Handle, outside => Handle, 0 => u32)),
+    ];
+    record(outside, stream(1));
+    for (index, call) in calls.into_iter().enumerate() {
+        begin(blocking, 2);
+        assert_eq!((call(), end(blocking)), (906, 901), "call {index}");
+    }
+    assert_eq!(download(addr, 1), [1]);
+}
+
+/// CUDA's documentation says that the stream cannot be captured, and names no code for the wait.
+#[test]
+fn the_default_stream_does_not_join_a_capture() {
+    let _context = Context::on(0);
+    let (own, fork, addr, word) = (stream(1), event(), upload(&[1]), 5u32);
+    begin(own, 2);
+    record(fork, own);
+    assert_eq!(cu!(cuStreamWaitEvent(0 => Handle, fork => Handle, 0 => u32)), 900);
+    ok!(cuMemcpyHtoD_v2(addr => u64, &raw const word => *const u32, 4 => usize));
+    assert_eq!((download(addr, 1), end(own)), (vec![5], 901));
+}
