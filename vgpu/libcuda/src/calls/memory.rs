@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use epoxide_vgpu::stream::{HostPtr, Op, Source, Target, Transfer};
+use epoxide_vgpu::stream::{HostPtr, Mark, Op, Source, Target, Transfer};
 
 use super::api;
 use super::stream::submit;
@@ -324,6 +324,30 @@ fn copy_at(
     }
     let (dst, src) = (Side::of(world, dst, bytes, dst_must)?, Side::of(world, src, bytes, src_must)?);
     copy(world, stream, dst, src, bytes, wait)
+}
+
+/// Enqueues a copy between contexts in the default stream of the current one, behind the work of
+/// the default streams of all three and in front of what they get later.
+fn copy_between((dst, to): (u64, Handle), (src, from): (u64, Handle), bytes: usize) -> Res {
+    let world = world()?;
+    let mut tables = world.lock();
+    let current = tables.current()?;
+    let own = tables.context(current)?.legacy;
+    let mut others = vec![tables.context(to)?.legacy, tables.context(from)?.legacy];
+    others.retain(|other| *other != own);
+    let order = |mut tables: Locked, first: Handle, then: Handle| {
+        tables.recording(first)?;
+        tables.recording(then)?;
+        let mark = Arc::new(Mark::default());
+        tables = world.enqueue(tables, first, Op::Record(mark.clone()))?;
+        world.enqueue(tables, then, Op::Wait(mark))
+    };
+    for other in &others {
+        tables = order(tables, *other, own)?;
+    }
+    drop(tables);
+    copy_at(0, (dst, Must::BeDevice), (src, Must::BeDevice), bytes, Wait::IfPageable)?;
+    others.into_iter().try_fold(world.lock(), |tables, other| order(tables, own, other)).map(drop)
 }
 
 /// Sets `count` elements of `width` bytes to the low bytes of `value`.
@@ -677,13 +701,9 @@ api! {
         copy_at(0, (dst, Must::Nothing), (src, Must::Nothing), bytes, Wait::Done)
     }
 
-    /// Copies between devices, in the default stream.
+    /// Copies between devices, in the default streams of the current context and of both others.
     fn cuMemcpyPeer(dst: CUdeviceptr, to: Handle, src: CUdeviceptr, from: Handle, bytes: usize) {
-        let mut tables = world()?.lock();
-        tables.context(to)?;
-        tables.context(from)?;
-        drop(tables);
-        copy_at(0, (dst, Must::BeDevice), (src, Must::BeDevice), bytes, Wait::IfPageable)
+        copy_between((dst, to), (src, from), bytes)
     }
 
     /// Copies from host to device memory.

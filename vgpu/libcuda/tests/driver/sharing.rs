@@ -196,3 +196,30 @@ fn an_allocation_is_opened_by_its_handle() {
         INVALID_VALUE
     );
 }
+
+/// CUDA's documentation: the copy is in order with all work of the current context and of both that
+/// it names.
+#[test]
+fn a_copy_between_contexts_comes_between_the_work_of_both() {
+    let first = Context::on(0);
+    let (module, src) = (Module::load(), upload(&[1]));
+    let second = Context::on(1);
+    let dst = upload(&[0]);
+    let copy = || {
+        ok!(cuMemcpyPeer(dst => u64, second.0 => Handle, src => u64, first.0 => Handle, 4 => usize));
+    };
+    first.make_current();
+    be_late(0, std::ptr::null_mut());
+    module.add(0, [1, 1], src, 1);
+    second.make_current();
+    copy();
+    assert_eq!(download(dst, 1), [2]);
+    // The copy is late, and so is the fill behind it.
+    be_late(0, std::ptr::null_mut());
+    ok!(cuMemsetD32Async(dst => u64, 0 => u32, 1 => usize, 0 => Handle));
+    copy();
+    first.make_current();
+    ok!(cuMemsetD32_v2(src => u64, 9 => u32, 1 => usize));
+    ok!(cuCtxSynchronize());
+    assert_eq!((download(src, 1), download(dst, 1)), (vec![9], vec![2]));
+}
