@@ -794,26 +794,27 @@ impl Tables {
         Err(STREAM_CAPTURE_UNSUPPORTED)
     }
 
-    /// An error, and the end of the capture's validity, if a capture forbids the calling thread calls
-    /// that it cannot record.
+    /// An error, and the end of their validity, if captures forbid the calling thread calls that
+    /// they cannot record.
     pub(crate) fn forbid_while_capturing(&mut self) -> Res {
         let own = THREAD_MODE.get();
         if own == RELAXED {
             return Ok(());
         }
         let thread = std::thread::current().id();
-        let forbids = |(capture, mode): &&mut (Capture<Work>, CaptureMode)| match mode {
+        let forbids = |capture: &Capture<Work>, mode: CaptureMode| match mode {
             CaptureMode::Global => own == GLOBAL || capture.thread == thread,
             CaptureMode::ThreadLocal => capture.thread == thread,
             CaptureMode::Relaxed => false,
         };
-        match self.captures.values_mut().find(forbids) {
-            Some((capture, _)) => {
+        let mut result = Ok(());
+        for (capture, mode) in self.captures.values_mut() {
+            if forbids(capture, *mode) {
                 capture.invalid.get_or_insert_with(String::new);
-                Err(STREAM_CAPTURE_UNSUPPORTED)
+                result = Err(STREAM_CAPTURE_UNSUPPORTED);
             }
-            None => Ok(()),
         }
+        result
     }
 
     /// Makes a context unusable: drops the work of its streams, but for callbacks.

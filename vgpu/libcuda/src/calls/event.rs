@@ -160,7 +160,11 @@ api! {
             LastRecord::Capture(id, mark) => {
                 let lane = match own {
                     Some((own, lane)) if own == id => lane,
-                    Some(_) => return Err(STREAM_CAPTURE_MERGE),
+                    Some((own, _)) => {
+                        tables.invalidate(own);
+                        tables.invalidate(id);
+                        return Err(STREAM_CAPTURE_MERGE);
+                    }
                     None => {
                         if tables.is_legacy(stream) {
                             tables.invalidate(id);

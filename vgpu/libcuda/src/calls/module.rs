@@ -85,26 +85,20 @@ fn enter(world: &World, tables: &mut Tables, context: Handle, module: Arc<Module
     Ok(handle)
 }
 
-fn load(to: Out<Handle>, image: In<c_char>, options: &Options) -> Res {
+fn load(to: Out<Handle>, text: impl FnOnce() -> Res<String>, options: &Options) -> Res {
     let world = world()?;
     to.required()?;
     let mut tables = world.lock();
     let context = tables.current()?;
     tables.forbid_while_capturing()?;
     drop(tables);
-    let module = parse(&text_of(image, options)?, options)?;
+    let module = parse(&text()?, options)?;
     let mut tables = world.lock();
     to.put(enter(world, &mut tables, context, module)?)
 }
 
-fn load_file(to: Out<Handle>, path: In<c_char>) -> Res {
-    let text = read_file(path)?;
-    let world = world()?;
-    to.required()?;
-    let context = world.lock().current()?;
-    let module = parse(&text, &Options::none())?;
-    let mut tables = world.lock();
-    to.put(enter(world, &mut tables, context, module)?)
+fn load_data(to: Out<Handle>, image: In<c_char>, options: &Options) -> Res {
+    load(to, || text_of(image, options), options)
 }
 
 fn read_file(path: In<c_char>) -> Res<String> {
@@ -229,22 +223,22 @@ fn add_to_link(link: Handle, kind: c_int, ptx: String) -> Res {
 api! {
     /// Loads PTX.
     fn cuModuleLoadData(module: Out<Handle>, image: In<c_char>) {
-        load(module, image, &Options::none())
+        load_data(module, image, &Options::none())
     }
 
     /// Loads PTX. Of the options, the buffer for errors is used.
     fn cuModuleLoadDataEx(module: Out<Handle>, image: In<c_char>, count: c_uint, keys: In<c_int>, values: In<usize>) {
-        load(module, image, &Options::read(count, keys, values)?)
+        load_data(module, image, &Options::read(count, keys, values)?)
     }
 
     /// Reports that the image is no PTX.
     fn cuModuleLoadFatBinary(module: Out<Handle>, image: In<c_char>) {
-        load(module, image, &Options::none())
+        load_data(module, image, &Options::none())
     }
 
     /// Loads a file with PTX.
     fn cuModuleLoad(module: Out<Handle>, path: In<c_char>) {
-        load_file(module, path)
+        load(module, || read_file(path), &Options::none())
     }
 
     /// Unloads a module, after the work of its context.

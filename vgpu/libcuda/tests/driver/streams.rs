@@ -358,3 +358,31 @@ fn the_default_stream_does_not_join_a_capture() {
     ok!(cuMemcpyHtoD_v2(addr => u64, &raw const word => *const u32, 4 => usize));
     assert_eq!((download(addr, 1), end(own)), (vec![5], 901));
 }
+
+/// CUDA's documentation: an operation that is not allowed ends all captures that it involves.
+#[test]
+fn a_forbidden_call_ends_all_captures_that_it_involves() {
+    if !alone("streams::a_forbidden_call_ends_all_captures_that_it_involves") {
+        return;
+    }
+    let _context = Context::on(0);
+    let ([first, second], fork) = ([stream(1), stream(1)], event());
+    let begin_both = || [first, second].iter().for_each(|stream| begin(*stream, 1));
+    begin_both();
+    record(fork, second);
+    let merges = cu!(cuStreamWaitEvent(first => Handle, fork => Handle, 0 => u32));
+    assert_eq!((merges, end(first), end(second)), (902, 901, 901));
+    let folder = tempfile::Builder::new().prefix("libcuda").tempdir().unwrap();
+    let path = folder.path().join("kernels.ptx");
+    std::fs::write(&path, PTX).unwrap();
+    let path = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+    let calls: [&dyn Fn() -> Code; 2] = [
+        &|| cu!(cuMemAlloc_v2(&mut 0 => *mut u64, 4 => usize)),
+        &|| cu!(cuModuleLoad(&mut 0 => *mut Handle, path.as_ptr() => *const i8)),
+    ];
+    // The library does not order captures.
+    for (index, call) in calls.iter().enumerate().flat_map(|call| [call; 10]) {
+        begin_both();
+        assert_eq!((call(), end(first), end(second)), (900, 901, 901), "call {index}");
+    }
+}
