@@ -440,6 +440,17 @@ pub(crate) struct Allocation {
     pub(crate) exported: Option<OwnedFd>,
 }
 
+impl Allocation {
+    /// Whether kernels of a device access it.
+    pub(crate) fn is_open_to(&self, device: usize) -> bool {
+        match self.kind {
+            Kind::Host | Kind::Registered | Kind::Managed => true,
+            Kind::Device | Kind::Ipc if self.device == Some(device) => true,
+            _ => self.shared.iter().any(|shared| shared.device == Some(device)),
+        }
+    }
+}
+
 /// Physical memory of `cuMemCreate`.
 pub(crate) struct Physical {
     pub(crate) fd: OwnedFd,

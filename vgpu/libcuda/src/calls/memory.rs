@@ -501,9 +501,17 @@ fn pointer_attribute(world: &World, tables: &Tables, attribute: c_int, addr: u64
         11 => to.cast().put(start),
         12 => to.cast().put(allocation.bytes as usize),
         13 => to.cast().put(1u32),
-        14 => to.cast().put(u64::from(kind == Kind::Mapping)),
+        14 => {
+            let physical = allocation.physical.and_then(|handle| tables.physical.get(&handle));
+            let team = allocation.physical.and_then(|handle| tables.teams.get(&handle));
+            let types = physical.map(|physical| physical.properties.requested_handle_types as u64);
+            to.cast().put(types.or(team.map(|team| team.is_shareable.into())).unwrap_or(0))
+        }
         15 => to.cast().put(0u32),
-        16 => to.cast().put(3u32),
+        16 => {
+            let device = tables.device_of(tables.current()?)?;
+            to.cast().put(if allocation.is_open_to(device) { 3u32 } else { 0 })
+        }
         _ => Err(INVALID_VALUE),
     }
 }

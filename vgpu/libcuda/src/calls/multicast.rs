@@ -19,7 +19,7 @@ pub(crate) struct Team {
     pub(crate) object: MulticastObject,
     /// Devices that memory is bound on.
     devices: u32,
-    is_shareable: bool,
+    pub(crate) is_shareable: bool,
     /// The file that stands for it where it is exported.
     pub(crate) token: Option<OwnedFd>,
     /// Its handle and its mappings.

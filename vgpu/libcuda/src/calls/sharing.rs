@@ -266,9 +266,8 @@ api! {
         let location = location.get()?;
         world.device(location.id)?;
         let tables = world.lock();
-        let (_, mapping) = tables.allocation_at(addr).ok_or(INVALID_VALUE)?;
-        let device = Some(location.id as usize);
-        flags.put(if mapping.shared.iter().any(|shared| shared.device == device) { 3 } else { 0 })
+        let (_, allocation) = tables.allocation_at(addr).ok_or(INVALID_VALUE)?;
+        flags.put(if allocation.is_open_to(location.id as usize) { 3 } else { 0 })
     }
 
     /// A file descriptor that stands for physical memory, or for a multicast object within the

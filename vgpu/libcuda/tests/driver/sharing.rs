@@ -223,3 +223,50 @@ fn a_copy_between_contexts_comes_between_the_work_of_both() {
     ok!(cuCtxSynchronize());
     assert_eq!((download(src, 1), download(dst, 1)), (vec![9], vec![2]));
 }
+
+/// Reserved addresses for `units` of physical memory, and the unit.
+fn reserve(units: usize) -> (u64, usize) {
+    let (mut base, unit) = (0u64, 2 * MIB);
+    ok!(cuMemAddressReserve(&mut base => *mut u64, units * unit => usize, 0 => usize, 0 => u64, 0 => u64));
+    (base, unit)
+}
+
+#[test]
+fn attributes_of_an_address_name_its_handles_and_who_accesses_it() {
+    // Other tests enable the access of the same devices.
+    if !alone("sharing::attributes_of_an_address_name_its_handles_and_who_accesses_it") {
+        return;
+    }
+    let first = Context::on(0);
+    let own = upload(&[1]);
+    let mut host = 0u64;
+    ok!(cuMemHostAlloc(&mut host => *mut u64, 4 => usize, 0 => u32));
+    let attribute = |attribute: i32, addr: u64| {
+        let mut value = 0u64;
+        ok!(cuPointerGetAttribute(&mut value => *mut u64, attribute => i32, addr => u64));
+        value
+    };
+    let access = |device: i32, addr: u64| {
+        let (mut flags, location) = (7u64, [1, device]);
+        ok!(cuMemGetAccess(&mut flags => *mut u64, &location => *const [i32; 2], addr => u64));
+        flags
+    };
+    let (handle_types, access_flags) = (14, 16);
+    let (base, unit) = reserve(2);
+    for (at, types) in [(base, 0), (base + unit as u64, 1)] {
+        let (mut handle, properties) = (0u64, Properties { handle_types: types, ..properties(0) });
+        ok!(cuMemCreate(&mut handle => *mut u64, unit => usize, &properties => *const Properties, 0 => u64));
+        ok!(cuMemMap(at => u64, unit => usize, 0 => usize, handle => u64, 0 => u64));
+        assert_eq!(attribute(handle_types, at), types as u64);
+        assert_eq!((attribute(access_flags, at), access(0, at)), (0, 0));
+    }
+    let allowed = Access { location: [1, 0], flags: 3 };
+    ok!(cuMemSetAccess(base => u64, unit => usize, &allowed => *const Access, 1 => usize));
+    assert_eq!([base, base + unit as u64, own, host].map(|at| attribute(access_flags, at)), [3, 0, 3, 3]);
+    assert_eq!([base, own, host].map(|at| (access(0, at), access(1, at))), [(3, 0), (3, 0), (3, 3)]);
+    let second = Context::on(1);
+    assert_eq!([base, own, host].map(|at| attribute(access_flags, at)), [0, 0, 3]);
+    ok!(cuCtxEnablePeerAccess(first.0 => Handle, 0 => u32));
+    assert_eq!([base, own, host].map(|at| attribute(access_flags, at)), [0, 3, 3]);
+    drop(second);
+}
