@@ -627,7 +627,12 @@ impl Tables {
             }
             handle => handle,
         };
-        let context = self.stream(stream)?.context;
+        let own = self.stream(stream)?;
+        // A stream that was destroyed stays until its work is done.
+        if own.queue.closed {
+            return Err(INVALID_HANDLE);
+        }
+        let context = own.context;
         self.usable(context)?;
         Ok(stream)
     }

@@ -42,6 +42,9 @@ fn destroy_stream(stream: Handle) -> Res {
     if stream <= 2 || tables.is_legacy(stream) {
         return Err(INVALID_HANDLE);
     }
+    if tables.stream(stream)?.queue.closed {
+        return Err(INVALID_HANDLE);
+    }
     tables.leave_capture(stream);
     let queue = &mut tables.stream(stream)?.queue;
     queue.closed = true;

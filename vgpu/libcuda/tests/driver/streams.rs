@@ -359,6 +359,17 @@ fn the_default_stream_does_not_join_a_capture() {
     assert_eq!((download(addr, 1), end(own)), (vec![5], 901));
 }
 
+#[test]
+fn a_stream_that_was_destroyed_with_work_is_no_handle_any_more() {
+    let _context = Context::on(0);
+    let (own, word) = (stream(1), AtomicU32::new(0));
+    be_late(own, word.as_ptr());
+    ok!(cuStreamDestroy_v2(own => Handle));
+    assert_eq!((cu!(cuStreamQuery(own => Handle)), cu!(cuStreamDestroy_v2(own => Handle))), (400, 400));
+    ok!(cuCtxSynchronize());
+    assert_eq!(word.load(Ordering::Relaxed), 10);
+}
+
 /// CUDA's documentation: an operation that is not allowed ends all captures that it involves.
 #[test]
 fn a_forbidden_call_ends_all_captures_that_it_involves() {
