@@ -13,6 +13,8 @@ use crate::world::{Event, LastRecord, Tables, world};
 const NO_TIMING: c_uint = 2;
 /// `CU_EVENT_INTERPROCESS`.
 const INTERPROCESS: c_uint = 4;
+/// `CU_EVENT_WAIT_EXTERNAL`.
+const WAIT_EXTERNAL: c_uint = 1;
 
 fn record(event: Handle, stream: Handle) -> Res {
     let world = world()?;
@@ -140,12 +142,19 @@ api! {
     }
 
     /// Has a stream wait for the last record of an event. A stream that waits for an event of a
-    /// capture joins it.
-    fn cuStreamWaitEvent(stream: Handle, event: Handle, _flags: c_uint) {
+    /// capture joins it. The flag for a wait for events outside of the capture is not supported.
+    fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) {
         let world = world()?;
         let mut tables = world.lock();
         let stream = tables.resolve(stream)?;
-        tables.recording(stream)?;
+        let is_recorded = tables.recording(stream)?.is_some();
+        if flags == WAIT_EXTERNAL && is_recorded {
+            crate::symbols::report_once("cuStreamWaitEvent with CU_EVENT_WAIT_EXTERNAL");
+            return Err(NOT_SUPPORTED);
+        }
+        if flags != 0 {
+            return Err(INVALID_VALUE);
+        }
         let own = tables.stream(stream)?.queue.capture;
         match tables.event(event)?.last.clone() {
             LastRecord::Never => Ok(()),

@@ -370,6 +370,19 @@ fn a_stream_that_was_destroyed_with_work_is_no_handle_any_more() {
     assert_eq!(word.load(Ordering::Relaxed), 10);
 }
 
+/// `CU_EVENT_WAIT_EXTERNAL` is invalid outside of a capture by CUDA's documentation.
+#[test]
+fn a_wait_for_an_event_outside_of_its_capture_is_not_supported() {
+    let _context = Context::on(0);
+    let (own, outside) = (stream(1), event());
+    record(outside, own);
+    let wait = |flags: u32| cu!(cuStreamWaitEvent(own => Handle, outside => Handle, flags => u32));
+    assert_eq!([0, 1, 2].map(wait), [0, INVALID_VALUE, INVALID_VALUE]);
+    begin(own, 2);
+    assert_eq!([1, 2].map(wait), [NOT_SUPPORTED, INVALID_VALUE]);
+    assert_eq!(end(own), 0);
+}
+
 /// CUDA's documentation: an operation that is not allowed ends all captures that it involves.
 #[test]
 fn a_forbidden_call_ends_all_captures_that_it_involves() {
