@@ -428,8 +428,9 @@ api! {
         for attribute in config.attributes.get_all(config.attribute_count as usize)? {
             let [low, high] = [attribute.value[0] as u32, (attribute.value[0] >> 32) as u32];
             match attribute.id {
-                // Ignored, the window of the cache, synchronisation policy, priority, domains.
-                0 | 1 | 3 | 5 | 8 | 9 | 10 => {}
+                // Ignored, the window of the cache, policies of synchronisation and of clusters,
+                // priority, domains, the part of shared memory, the use of NVLink.
+                0 | 1 | 3 | 5 | 8 | 9 | 10 | 14 | 16 => {}
                 2 => residency = if low == 0 { Residency::InTurn } else { Residency::Together },
                 // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
                 4 => cluster = Some([low, high, attribute.value[1] as u32]),

@@ -292,3 +292,24 @@ fn a_launch_names_the_blocks_of_a_cluster() {
     assert_eq!(download(at, 32), ranks);
     assert_eq!((launch(32, 32), allow(0), launch(32, 16)), (912, 0, 912));
 }
+
+#[test]
+fn attributes_of_a_launch_that_only_affect_speed_are_ignored() {
+    let _context = Context::on(0);
+    let module = Module::load();
+    let function = module.function("add");
+    let (mut at, mut value) = (upload(&[1]), 1u32);
+    // The part of shared memory, the use of NVLink, and an event that a kernel completes.
+    for (id, code) in [(14, 0), (16, 0), (12, NOT_SUPPORTED)] {
+        let attribute = Attribute { id, pad: 0, value: [1; 16] };
+        let (grid, block) = ([1; 3], [1; 3]);
+        let config = Config { grid, block, shared: 0, stream: 0, attributes: &raw const attribute, count: 1 };
+        let mut params: [*mut c_void; 2] = [(&raw mut at).cast(), (&raw mut value).cast()];
+        let launched = cu!(cuLaunchKernelEx(
+            &raw const config => *const Config, function => Handle, params.as_mut_ptr() => *mut *mut c_void,
+            std::ptr::null_mut() => *mut *mut c_void,
+        ));
+        assert_eq!(launched, code, "attribute {id}");
+    }
+    assert_eq!(download(at, 1), [3]);
+}
