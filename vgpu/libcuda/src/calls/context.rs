@@ -367,9 +367,11 @@ api! {
         if tables.peers.contains_key(&(current, peer)) {
             return Err(PEER_ACCESS_ALREADY_ENABLED);
         }
-        let is_open = tables.has_peer_access(own, other);
+        if !tables.has_peer_access(own, other) {
+            super::memory::open_to_peer(world, &mut tables, own, other)?;
+        }
         tables.peers.insert((current, peer), (own, other));
-        if is_open { Ok(()) } else { super::memory::open_to_peer(world, &mut tables, own, other) }
+        Ok(())
     }
 
     /// Ends the access of the current context to the memory of another device's context.

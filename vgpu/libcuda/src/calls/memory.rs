@@ -155,14 +155,15 @@ fn free(addr: u64, allowed: &[Kind]) -> Res {
     Ok(())
 }
 
-/// Maps all memory of device `other` for device `own`.
+/// Maps all memory of device `other` for device `own`, or none of it.
 pub(crate) fn open_to_peer(world: &World, tables: &mut Tables, own: usize, other: usize) -> Res {
     let memory = &world.devices[own].memory;
     let of_peer = |allocation: &&mut Allocation| {
         allocation.device == Some(other) && matches!(allocation.kind, Kind::Device | Kind::Ipc)
     };
-    for allocation in tables.allocations.values_mut().filter(of_peer) {
-        let region = memory.share(&allocation.region).map_err(memory_code)?;
+    let of_peer: Vec<&mut Allocation> = tables.allocations.values_mut().filter(of_peer).collect();
+    let regions: Result<Vec<_>, _> = of_peer.iter().map(|peer| memory.share(&peer.region)).collect();
+    for (allocation, region) in of_peer.into_iter().zip(regions.map_err(memory_code)?) {
         allocation.shared.push(Shared { device: Some(own), _region: region });
     }
     Ok(())
