@@ -8,7 +8,7 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use super::api;
 use super::memory::{charge, next_number};
-use super::multicast;
+use super::multicast::{self, Team};
 use crate::abi::*;
 use crate::world::{Allocation, Kind, Physical, Shared, Tables, World, memory_code, world};
 
@@ -151,7 +151,10 @@ api! {
     /// Ends the use of a handle. The memory stays while it is mapped.
     fn cuMemRelease(handle: u64) {
         let mut tables = world()?.lock();
-        if !tables.physical.contains_key(&handle) && !tables.teams.contains_key(&handle) {
+        let mapped = tables.allocations.values().filter(|mapping| mapping.physical == Some(handle)).count();
+        let bound = tables.teams.values().flat_map(Team::physical).filter(|bound| *bound == handle).count();
+        // The other uses are those of the handle.
+        if *tables.users_of(handle)? as usize <= mapped + bound {
             return Err(INVALID_VALUE);
         }
         tables.release_physical(handle);

@@ -270,3 +270,19 @@ fn attributes_of_an_address_name_its_handles_and_who_accesses_it() {
     assert_eq!([base, own, host].map(|at| attribute(access_flags, at)), [0, 3, 3]);
     drop(second);
 }
+
+#[test]
+fn a_handle_is_released_once_and_its_mapping_stays() {
+    let _context = Context::on(0);
+    let ((base, unit), mut handle) = (reserve(1), 0u64);
+    ok!(cuMemCreate(&mut handle => *mut u64, unit => usize, &properties(0) => *const Properties, 0 => u64));
+    ok!(cuMemMap(base => u64, unit => usize, 0 => usize, handle => u64, 0 => u64));
+    let mut again = 0u64;
+    ok!(cuMemRetainAllocationHandle(&mut again => *mut u64, base => u64));
+    let release = |handle: u64| cu!(cuMemRelease(handle => u64));
+    assert_eq!((release(handle), release(again), release(handle)), (0, 0, INVALID_VALUE));
+    // The mapping has a use of the memory still.
+    ok!(cuMemRetainAllocationHandle(&mut again => *mut u64, base => u64));
+    ok!(cuMemUnmap(base => u64, unit => usize));
+    assert_eq!((release(again), release(again)), (0, INVALID_VALUE));
+}
