@@ -150,7 +150,8 @@ api! {
 
     /// Ends the use of a handle. The memory stays while it is mapped.
     fn cuMemRelease(handle: u64) {
-        let mut tables = world()?.lock();
+        let world = world()?;
+        let mut tables = world.lock();
         let mapped = tables.allocations.values().filter(|mapping| mapping.physical == Some(handle)).count();
         let bound = tables.teams.values().flat_map(Team::physical).filter(|bound| *bound == handle).count();
         // The other uses are those of the handle.
@@ -158,6 +159,8 @@ api! {
             return Err(INVALID_VALUE);
         }
         tables.release_physical(handle);
+        // Calls that wait for the devices of a multicast object end with it.
+        world.done.notify_all();
         Ok(())
     }
 

@@ -248,6 +248,25 @@ fn a_bind_waits_for_all_devices() {
 }
 
 #[test]
+fn a_call_that_waits_for_devices_ends_with_the_object() {
+    // Work of other tests would wake the call.
+    if !alone("multicast::a_call_that_waits_for_devices_ends_with_the_object") {
+        return;
+    }
+    let context = virtual_context(0);
+    let (_, team) = create(&TEAM);
+    let memory = physical(0, UNIT);
+    let (send, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || send.send(bind_mem(team, 0, memory, 0, UNIT)).expect("the test waits"));
+    // The call waits by then, or finds no object.
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    ok!(cuMemRelease(team => u64));
+    let code = ended.recv_timeout(std::time::Duration::from_secs(60)).expect("the call returns");
+    assert_eq!(code, INVALID_VALUE);
+    drop(context);
+}
+
+#[test]
 fn a_handle_of_a_multicast_object_is_shared_within_the_process() {
     let _context = virtual_context(0);
     let (_, team) = create(&Team { devices: 1, ..TEAM });
