@@ -318,14 +318,14 @@ api! {
         new_library(library, read_file(path)?, &Options::read(count, keys, values)?)
     }
 
-    /// Unloads a library from all contexts.
+    /// Unloads a library from all contexts. Gives the first error.
     fn cuLibraryUnload(library: Handle) {
         let world = world()?;
         let mut tables = world.lock();
         let gone = tables.libraries.remove(&library).ok_or(INVALID_HANDLE)?;
         tables.kernels.retain(|_, (own, _)| *own != library);
         drop(tables);
-        gone.modules.into_values().try_for_each(|module| unload(world, module))
+        gone.modules.into_values().map(|module| unload(world, module)).fold(Ok(()), Res::and)
     }
 
     /// The module of a library in the current context.

@@ -189,6 +189,40 @@ fn blocks_of_a_cooperative_launch_have_a_workspace() {
 }
 
 #[test]
+fn a_library_is_unloaded_from_all_contexts_also_behind_an_error() {
+    if !alone("launch::a_library_is_unloaded_from_all_contexts_also_behind_an_error") {
+        return;
+    }
+    let text = CString::new(PTX).unwrap();
+    let mut library = 0;
+    let (keys, values): (*const i32, *const usize) = (std::ptr::null(), std::ptr::null());
+    ok!(cuLibraryLoadData(
+        &mut library => *mut Handle, text.as_ptr() => *const i8, keys => *const i32, values => *const usize, 0 => u32,
+        keys => *const i32, values => *const usize, 0 => u32,
+    ));
+    let contexts: Vec<(Context, u64)> = (0..8)
+        .map(|_| {
+            let (context, name) = (Context::on(0), c"counter".as_ptr());
+            let (mut addr, mut bytes) = (0u64, 0usize);
+            ok!(cuLibraryGetGlobal(
+                &mut addr => *mut u64, &mut bytes => *mut usize, library => Handle, name => *const i8
+            ));
+            (context, addr)
+        })
+        .collect();
+    // The module of one context is gone already.
+    let mut module = 0;
+    ok!(cuLibraryGetModule(&mut module => *mut Handle, library => Handle));
+    ok!(cuModuleUnload(module => Handle));
+    assert_eq!(cu!(cuLibraryUnload(library => Handle)), 400, "CUDA_ERROR_INVALID_HANDLE");
+    for (context, addr) in &contexts {
+        context.make_current();
+        let mut word = 0u32;
+        assert_eq!(cu!(cuMemcpyDtoH_v2(&raw mut word => *mut u32, *addr => u64, 4 => usize)), INVALID_VALUE);
+    }
+}
+
+#[test]
 fn libraries_are_loaded_into_each_context_that_uses_them() {
     let text = CString::new(PTX).unwrap();
     let (mut library, mut kernel) = (0, 0);
