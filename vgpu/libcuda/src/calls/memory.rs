@@ -413,6 +413,17 @@ fn fill_2d(
     let bytes = columns.checked_mul(width).ok_or(INVALID_VALUE)?;
     check_rows(dst, pitch, bytes, rows)?;
     let rows = if bytes == 0 { 0 } else { rows };
+    let world = world()?;
+    let tables = world.lock();
+    tables.current()?;
+    // All rows, before the first one is filled.
+    if rows > 1 && !pitch.is_multiple_of(width) {
+        return Err(INVALID_VALUE);
+    }
+    for row in 0..rows {
+        Side::Device(row_at(dst, pitch, row)?).check(world, &tables, bytes as u64)?;
+    }
+    drop(tables);
     for row in 0..rows {
         fill(stream, row_at(dst, pitch, row)?, value, width, columns, wait)?;
     }
@@ -441,14 +452,24 @@ fn copy_2d(stream: Handle, what: In<Memcpy2D>, wait: Wait) -> Res {
         Ok((start, pitch))
     };
     let (dst, src) = (rows_of(&what.dst)?, rows_of(&what.src)?);
-    world.lock().current()?;
-    let rows = if what.width_bytes == 0 { 0 } else { what.height };
+    let tables = world.lock();
+    tables.current()?;
+    let bytes = what.width_bytes;
+    let rows = if bytes == 0 { 0 } else { what.height };
+    let at = |(start, pitch): (u64, usize), side: &Side2D, row: usize| -> Res<(u64, Must)> {
+        let must = if side.memory_type == 2 { Must::BeDevice } else { Must::Nothing };
+        Ok((row_at(start, pitch, row)?, must))
+    };
+    // All rows, before the first one is copied.
     for row in 0..rows {
-        let at = |(start, pitch): (u64, usize), side: &Side2D| -> Res<(u64, Must)> {
-            let must = if side.memory_type == 2 { Must::BeDevice } else { Must::Nothing };
-            Ok((row_at(start, pitch, row)?, must))
-        };
-        copy_at(stream, at(dst, &what.dst)?, at(src, &what.src)?, what.width_bytes, wait)?;
+        for (lines, side) in [(dst, &what.dst), (src, &what.src)] {
+            let (addr, must) = at(lines, side, row)?;
+            Side::of(world, addr, bytes as u64, must)?.check(world, &tables, bytes as u64)?;
+        }
+    }
+    drop(tables);
+    for row in 0..rows {
+        copy_at(stream, at(dst, &what.dst, row)?, at(src, &what.src, row)?, bytes, wait)?;
     }
     Ok(())
 }

@@ -337,3 +337,28 @@ fn fills_and_copies_of_host_memory_are_done_when_they_return() {
     ok!(cuMemcpyAsync(host + 4 => u64, word.as_ptr() as u64 => u64, 4 => usize, own => Handle));
     assert_eq!(read(host + 4), 10);
 }
+
+#[test]
+fn rows_past_the_end_of_the_memory_leave_all_rows_as_they_were() {
+    let _context = Context::on(0);
+    let (addr, words) = (upload(&[1, 2, 3, 4]), 4);
+    // The second row is at no address of a program.
+    let pitch = 1usize << 47;
+    let fill =
+        |rows: usize| cu!(cuMemsetD2D32_v2(addr => u64, pitch => usize, 0 => u32, 1 => usize, rows => usize));
+    assert_eq!(fill(2), INVALID_VALUE);
+    // The second row is not aligned.
+    let unaligned = cu!(cuMemsetD2D32_v2(addr => u64, 6 => usize, 0 => u32, 1 => usize, 2 => usize));
+    assert_eq!((unaligned, download(addr, words)), (INVALID_VALUE, vec![1, 2, 3, 4]));
+    #[repr(C)]
+    struct Side(usize, usize, u32, *const u32, u64, usize, usize);
+    #[repr(C)]
+    struct Copy(Side, Side, usize, usize);
+    let from = [9u32; 2];
+    let host = Side(0, 0, 1, from.as_ptr(), 0, 0, 4);
+    let copy = Copy(host, Side(0, 0, 2, std::ptr::null(), addr, 0, pitch), 4, 2);
+    assert_eq!(cu!(cuMemcpy2D_v2(&copy => *const Copy)), INVALID_VALUE);
+    assert_eq!(download(addr, words), [1, 2, 3, 4]);
+    assert_eq!(fill(1), 0);
+    assert_eq!(download(addr, words), [0, 2, 3, 4]);
+}
