@@ -94,6 +94,18 @@ fn set_attribute_of(handle: Handle, attribute: c_int, value: c_int) -> Res {
     set_attribute(tables.functions.get_mut(&function).ok_or(INVALID_HANDLE)?, attribute, value)
 }
 
+/// An error unless a device is that of the current context, for which attributes of kernels are.
+fn check_device(device: CUdevice) -> Res {
+    let world = world()?;
+    world.device(device)?;
+    let tables = world.lock();
+    if tables.device_of(tables.current()?)? == device as usize {
+        return Ok(());
+    }
+    crate::symbols::report_once("an attribute of a kernel on another device than the current context's");
+    Err(NOT_SUPPORTED)
+}
+
 /// Blocks of this shape that fit on a multiprocessor.
 fn blocks_per_sm(kernel: &Kernel, threads: u32, dynamic_shared: u64) -> u32 {
     let shared = dynamic_shared.saturating_add(u64::from(kernel.static_shared_bytes()));
@@ -258,15 +270,15 @@ api! {
         set_attribute_of(function, attribute, value)
     }
 
-    /// An attribute of a kernel.
+    /// An attribute of a kernel on the device of the current context.
     fn cuKernelGetAttribute(value: Out<c_int>, asked: c_int, kernel: Handle, device: CUdevice) {
-        world()?.device(device)?;
+        check_device(device)?;
         attribute_of(value, asked, kernel)
     }
 
-    /// Sets an attribute of a kernel, in the current context.
+    /// Sets an attribute of a kernel on the device of the current context, and in that context.
     fn cuKernelSetAttribute(attribute: c_int, value: c_int, kernel: Handle, device: CUdevice) {
-        world()?.device(device)?;
+        check_device(device)?;
         set_attribute_of(kernel, attribute, value)
     }
 

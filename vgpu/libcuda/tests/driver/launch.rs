@@ -243,6 +243,17 @@ fn libraries_are_loaded_into_each_context_that_uses_them() {
         ));
         assert_eq!(download(addr, 2), [6, 7]);
     }
+    // The attributes of a kernel are those of the current context's device.
+    const MAX_DYNAMIC_SHARED: i32 = 8;
+    let (mut bytes, second) = (0, Context::on(1));
+    for (device, code) in [(0, NOT_SUPPORTED), (1, 0), (2, 101)] {
+        let set = cu!(cuKernelSetAttribute(MAX_DYNAMIC_SHARED => i32, 1024 => i32, kernel => Handle, device => i32));
+        let got = cu!(cuKernelGetAttribute(
+            &mut bytes => *mut i32, MAX_DYNAMIC_SHARED => i32, kernel => Handle, device => i32
+        ));
+        assert_eq!((set, got), (code, code), "device {device}");
+    }
+    drop(second);
     ok!(cuLibraryUnload(library => Handle));
 }
 
