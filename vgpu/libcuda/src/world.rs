@@ -394,6 +394,8 @@ pub(crate) struct Function {
 /// A library: a module that is loaded into each context at its first use there.
 pub(crate) struct Library {
     pub(crate) ptx: Arc<str>,
+    /// In no context.
+    pub(crate) parsed: Arc<Module>,
     pub(crate) modules: HashMap<Handle, Handle>,
     pub(crate) kernels: HashMap<String, Handle>,
 }

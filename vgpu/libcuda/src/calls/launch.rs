@@ -236,14 +236,19 @@ static NAMES: Mutex<Vec<(Handle, &'static CStr)>> = Mutex::new(vec![]);
 fn name_of(to: Out<*const c_char>, handle: Handle) -> Res {
     let world = world()?;
     to.required()?;
-    let function = function_of(world, &mut world.lock(), handle)?;
+    let mut tables = world.lock();
+    // A kernel of a library has a name in no context too.
+    let name = match tables.kernels.get(&handle) {
+        Some((_, name)) => name.clone(),
+        None => function_of(world, &mut tables, handle)?.kernel.name().to_owned(),
+    };
+    drop(tables);
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
     let known = names.iter().find(|(own, _)| *own == handle).map(|(_, name)| *name);
     let name = match known {
         Some(name) => name,
         None => {
-            let name: &'static CStr =
-                Box::leak(CString::new(function.kernel.name()).map_err(|_| UNKNOWN)?.into_boxed_c_str());
+            let name: &'static CStr = Box::leak(CString::new(name).map_err(|_| UNKNOWN)?.into_boxed_c_str());
             names.push((handle, name));
             name
         }

@@ -186,10 +186,10 @@ fn new_library(to: Out<Handle>, ptx: String, options: &Options) -> Res {
     let world = world()?;
     to.required()?;
     // Errors of the text show here, and not at its first use.
-    parse(&ptx, options)?;
+    let parsed = parse(&ptx, options)?;
     let mut tables = world.lock();
     let handle = tables.new_handle();
-    let library = Library { ptx: ptx.into(), modules: HashMap::new(), kernels: HashMap::new() };
+    let library = Library { ptx: ptx.into(), parsed, modules: HashMap::new(), kernels: HashMap::new() };
     tables.libraries.insert(handle, library);
     to.put(handle)
 }
@@ -340,11 +340,11 @@ api! {
         kernel.required()?;
         let name = name.text()?;
         let mut tables = world.lock();
-        if let Some(known) = tables.libraries.get(&library).ok_or(INVALID_HANDLE)?.kernels.get(&name) {
+        let own = tables.libraries.get(&library).ok_or(INVALID_HANDLE)?;
+        if let Some(known) = own.kernels.get(&name) {
             return kernel.put(*known);
         }
-        let module = module_of(world, &mut tables, library)?;
-        function(&mut tables, module, &name)?;
+        own.parsed.kernel(&name).ok_or(NOT_FOUND)?;
         let handle = tables.new_handle();
         tables.kernels.insert(handle, (library, name.clone()));
         if let Some(library) = tables.libraries.get_mut(&library) {
@@ -355,10 +355,8 @@ api! {
 
     /// The number of kernels of a library.
     fn cuLibraryGetKernelCount(count: Out<c_uint>, library: Handle) {
-        let world = world()?;
-        let mut tables = world.lock();
-        let module = module_of(world, &mut tables, library)?;
-        count.put(tables.modules.get(&module).ok_or(INVALID_HANDLE)?.module.kernels().count() as c_uint)
+        let tables = world()?.lock();
+        count.put(tables.libraries.get(&library).ok_or(INVALID_HANDLE)?.parsed.kernels().count() as c_uint)
     }
 
     /// A variable of a library in the current context.

@@ -258,6 +258,29 @@ fn libraries_are_loaded_into_each_context_that_uses_them() {
 }
 
 #[test]
+fn kernels_of_a_library_are_named_and_counted_without_a_context() {
+    let text = CString::new(PTX).unwrap();
+    let (mut library, mut kernel, mut other, mut count) = (0, 0, 0, 0u32);
+    let (keys, values): (*const i32, *const usize) = (std::ptr::null(), std::ptr::null());
+    assert_eq!(cu!(cuCtxSynchronize()), INVALID_CONTEXT);
+    ok!(cuLibraryLoadData(
+        &mut library => *mut Handle, text.as_ptr() => *const i8, keys => *const i32, values => *const usize, 0 => u32,
+        keys => *const i32, values => *const usize, 0 => u32,
+    ));
+    ok!(cuLibraryGetKernelCount(&mut count => *mut u32, library => Handle));
+    assert_eq!(count as usize, PTX.matches(".entry").count());
+    ok!(cuLibraryGetKernel(&mut kernel => *mut Handle, library => Handle, c"add".as_ptr() => *const i8));
+    let missing =
+        cu!(cuLibraryGetKernel(&mut other => *mut Handle, library => Handle, c"sub".as_ptr() => *const i8));
+    assert_eq!(missing, 500, "CUDA_ERROR_NOT_FOUND");
+    let mut name = std::ptr::null::<std::ffi::c_char>();
+    ok!(cuKernelGetName(&mut name => *mut *const std::ffi::c_char, kernel => Handle));
+    // SAFETY: the library returns a C string that lives as long as the process.
+    assert_eq!(unsafe { CStr::from_ptr(name) }, c"add");
+    ok!(cuLibraryUnload(library => Handle));
+}
+
+#[test]
 fn the_newest_function_that_a_version_has_is_found() {
     let find = |name: &CStr, version: i32| {
         let (mut addr, mut status) = (0usize, -1);
