@@ -62,7 +62,8 @@ fn find(name: &str) -> Option<*const ()> {
     all.into_iter().find(|(own, _)| *own == name).map(|(_, symbol)| symbol.0)
 }
 
-/// The newest function of a name that a program of this version of the API may call.
+/// The newest function of a name that a program of this version of the API may call. `c_int::MAX`
+/// stands for every version.
 fn newest(name: &str, version: c_int) -> Option<*const ()> {
     let allowed = |name: &str| SINCE.iter().all(|(own, since)| *own != name || version >= *since);
     let suffixes = ["_v4", "_v3", "_v2", ""];
@@ -88,21 +89,29 @@ pub(crate) fn report_once(name: &'static str) {
     }
 }
 
-fn look_up(name: In<c_char>, to: Out<*const c_void>, version: c_int) -> Res<bool> {
+/// Looks a function up. The status is 0 where it is found, 1 where none has the name, and 2
+/// where one of a newer version has.
+fn look_up(name: In<c_char>, to: Out<*const c_void>, version: c_int, status: Out<c_int>) -> Res {
     let name = name.text()?;
     to.required()?;
     let found = newest(&name, version);
     to.put(found.unwrap_or(std::ptr::null()).cast())?;
-    Ok(found.is_some())
+    status.put_optional(match found {
+        Some(_) => 0,
+        None if newest(&name, c_int::MAX).is_some() => 2,
+        None => 1,
+    });
+    found.map(drop).ok_or(NOT_FOUND)
 }
 
 api! {
     /// The address of a function. Flags for per-thread default streams change nothing.
     fn cuGetProcAddress(name: In<c_char>, to: Out<*const c_void>, version: c_int, _flags: c_ulonglong) {
-        if look_up(name, to, version)? { Ok(()) } else { Err(NOT_FOUND) }
+        look_up(name, to, version, Out::null())
     }
 
-    /// The same; a name that is not found is no error, but a status.
+    /// The same, with a status that says why a function is not found. The code is then
+    /// `CUDA_ERROR_NOT_FOUND`.
     fn cuGetProcAddress_v2(
         name: In<c_char>,
         to: Out<*const c_void>,
@@ -110,9 +119,7 @@ api! {
         _flags: c_ulonglong,
         status: Out<c_int>,
     ) {
-        let found = look_up(name, to, version)?;
-        status.put_optional(c_int::from(!found));
-        if found { Ok(()) } else { Err(NOT_FOUND) }
+        look_up(name, to, version, status)
     }
 }
 

@@ -299,6 +299,8 @@ fn the_newest_function_that_a_version_has_is_found() {
     assert_eq!(find(c"cuCtxCreate", 13000), (0, symbol(b"cuCtxCreate_v4"), 0));
     assert_eq!(find(c"cuEventElapsedTime", 12000), (0, symbol(b"cuEventElapsedTime"), 0));
     assert_eq!(find(c"cuNoSuchFunction", 13000), (500, 0, 1));
+    // CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+    assert_eq!(find(c"cuCtxCreate_v4", 11000), (500, 0, 2));
 }
 
 /// `CUlaunchAttribute`.
