@@ -563,6 +563,7 @@ api! {
         if !matches!(flags, 1 | 2) {
             return Err(INVALID_VALUE);
         }
+        world()?.lock().forbid_while_capturing()?;
         to.put(allocate(Kind::Managed, bytes, flags)?)
     }
 
@@ -608,12 +609,14 @@ api! {
         if flags > 7 {
             return Err(INVALID_VALUE);
         }
+        world()?.lock().forbid_while_capturing()?;
         to.put(allocate(Kind::Host, bytes, flags)?)
     }
 
     /// The same without flags.
     fn cuMemAllocHost_v2(to: Out<u64>, bytes: usize) {
         to.required()?;
+        world()?.lock().forbid_while_capturing()?;
         to.put(allocate(Kind::Host, bytes, 0)?)
     }
 

@@ -400,8 +400,11 @@ fn a_forbidden_call_ends_all_captures_that_it_involves() {
     let path = folder.path().join("kernels.ptx");
     std::fs::write(&path, PTX).unwrap();
     let path = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
-    let calls: [&dyn Fn() -> Code; 2] = [
+    let calls: [&dyn Fn() -> Code; 5] = [
         &|| cu!(cuMemAlloc_v2(&mut 0 => *mut u64, 4 => usize)),
+        &|| cu!(cuMemHostAlloc(&mut 0 => *mut u64, 4 => usize, 0 => u32)),
+        &|| cu!(cuMemAllocHost_v2(&mut 0 => *mut u64, 4 => usize)),
+        &|| cu!(cuMemAllocManaged(&mut 0 => *mut u64, 4 => usize, 1 => u32)),
         &|| cu!(cuModuleLoad(&mut 0 => *mut Handle, path.as_ptr() => *const i8)),
     ];
     // The library does not order captures.
