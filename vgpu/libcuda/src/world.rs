@@ -804,9 +804,10 @@ impl Tables {
         Ok(Some((capture, lane)))
     }
 
-    /// An error, and the end of the capture's validity, if the stream is captured.
+    /// An error, and the end of the capture's validity, if the stream is captured. The error is
+    /// another one where the capture is not valid any more.
     pub(crate) fn forbid_on_captured(&mut self, stream: Handle) -> Res {
-        self.forbid_beside_captures(stream)?;
+        self.recording(stream)?;
         let Some((id, _)) = self.stream(stream)?.queue.capture else { return Ok(()) };
         self.invalidate(id);
         Err(STREAM_CAPTURE_UNSUPPORTED)

@@ -83,6 +83,12 @@ fn synchronise(context: Handle) -> Res {
     tables.observe(context)?;
     tables.forbid_while_capturing()?;
     let streams = tables.streams_of(context);
+    let captures = streams.iter().filter_map(|stream| tables.streams.get(stream)?.queue.capture);
+    let captures: Vec<u64> = captures.map(|(id, _)| id).collect();
+    if !captures.is_empty() {
+        captures.into_iter().for_each(|id| tables.invalidate(id));
+        return Err(STREAM_CAPTURE_UNSUPPORTED);
+    }
     world.synchronise(tables, &streams).map(drop)
 }
 

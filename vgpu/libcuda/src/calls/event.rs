@@ -36,7 +36,8 @@ fn record(event: Handle, stream: Handle) -> Res {
     Ok(())
 }
 
-/// The mark of an event's last record; `None` if it was never recorded.
+/// The mark of an event's last record; `None` if it was never recorded. One in a capture is an
+/// error, which ends the capture's validity.
 fn last_mark(tables: &mut Tables, event: Handle) -> Res<Option<Arc<Mark>>> {
     let event = tables.event(event)?;
     let (context, last) = (event.context, event.last.clone());
@@ -44,7 +45,10 @@ fn last_mark(tables: &mut Tables, event: Handle) -> Res<Option<Arc<Mark>>> {
     match last {
         LastRecord::Never => Ok(None),
         LastRecord::Stream(mark) => Ok(Some(mark)),
-        LastRecord::Capture(..) => Err(CAPTURED_EVENT),
+        LastRecord::Capture(id, _) => {
+            tables.invalidate(id);
+            Err(CAPTURED_EVENT)
+        }
     }
 }
 

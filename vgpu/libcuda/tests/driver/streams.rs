@@ -413,3 +413,32 @@ fn a_forbidden_call_ends_all_captures_that_it_involves() {
         assert_eq!((call(), end(first), end(second)), (900, 901, 901), "call {index}");
     }
 }
+
+/// CUDA's documentation: queries of a captured stream, of an event of a capture, and of the context
+/// of either, are errors that end the capture, in each mode.
+#[test]
+fn a_query_of_what_is_captured_ends_the_capture() {
+    let _context = Context::on(0);
+    let (own, inside) = (stream(1), event());
+    let calls: [(&dyn Fn() -> Code, Code); 6] = [
+        (&|| cu!(cuEventQuery(inside => Handle)), 907),
+        (&|| cu!(cuEventSynchronize(inside => Handle)), 907),
+        (&|| cu!(cuStreamQuery(own => Handle)), 900),
+        (&|| cu!(cuStreamSynchronize(own => Handle)), 900),
+        (&|| cu!(cuCtxSynchronize()), 900),
+        (&|| cu!(cuMemsetD32Async(64 => u64, 0 => u32, 0 => usize, own => Handle)), 0),
+    ];
+    for (index, (call, code)) in calls.into_iter().enumerate() {
+        begin(own, 2);
+        record(inside, own);
+        let ended = if code == 0 { 0 } else { 901 };
+        assert_eq!((call(), end(own)), (code, ended), "call {index}");
+    }
+    // A capture that has ended so has an error of its own.
+    begin(own, 2);
+    let query = || cu!(cuStreamQuery(own => Handle));
+    assert_eq!((query(), query(), end(own), query()), (900, 901, 901, 0));
+    let blocking = stream(0);
+    begin(blocking, 2);
+    assert_eq!((cu!(cuCtxSynchronize()), end(blocking)), (900, 901));
+}
