@@ -804,14 +804,24 @@ impl Hooks for CheckHooks<'_> {
             }
             return;
         }
-        patterns.before.clone_from(&patterns.last);
         // A release write followed by strong writes of the same thread is still a release pattern,
-        // and so is a chain of read-modify-writes.
-        let goes_on = sem == Sem::Relaxed && release.is_none();
-        patterns.last.retain(|r| rmw || goes_on && r.by == own && !r.shared);
-        for mut new in release.into_iter().chain(wider) {
-            world.chains += 1;
-            new.chain = world.chains;
+        // of the last write's scope, and so is a chain of read-modify-writes.
+        let mut kept = vec![];
+        if rmw {
+            patterns.before.clone_from(&patterns.last);
+        } else {
+            std::mem::swap(&mut patterns.before, &mut patterns.last);
+            patterns.last.clear();
+            if sem == Sem::Relaxed {
+                let of_thread = patterns.before.iter().filter(|r| r.by == own && !r.shared);
+                kept.extend(of_thread.map(|r| Release { scope: r.scope.min(scope), ..r.clone() }));
+            }
+        }
+        for mut new in kept.into_iter().chain(release).chain(wider) {
+            if new.chain == 0 {
+                world.chains += 1;
+                new.chain = world.chains;
+            }
             // A chain of read-modify-writes continues the releases before it.
             let same_chain =
                 |r: &&mut Release| r.scope == new.scope && world.grids.same_scopes(new.scope, r.by, new.by);
