@@ -848,13 +848,15 @@ impl BlockCheck {
     }
 
     /// The causal past that an arrival of a lane at an mbarrier releases: a relaxed one that of its
-    /// last fence.
-    pub(crate) fn arrival(&mut self, warp: u32, lane: usize, order: Order) -> CausalPast {
+    /// last fence. `reach` is the narrowest scope that includes the block of the mbarrier: a
+    /// relaxed arrival of a narrower one releases nothing, and narrower fences do not count.
+    pub(crate) fn arrival(&mut self, warp: u32, lane: usize, order: Order, reach: Scope) -> CausalPast {
         let warp = &mut self.warps[warp as usize];
         if !order.relaxed {
             return warp.publish(1 << lane);
         }
-        warp.fence(lane).map_or_else(CausalPast::default, |(_, past)| past.clone())
+        let reaches = |(scope, _): &&Fenced| order.scope.min(*scope) >= reach;
+        warp.fences(lane).iter().rfind(reaches).map_or_else(CausalPast::default, |(_, past)| past.clone())
     }
 
     /// A lane arrives at an mbarrier and releases this to its block.

@@ -867,7 +867,8 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn arrive_mbarrier(&mut self, lane: usize, pc: u32, offset: u64, order: Order) {
-        let past = self.block.arrival(self.warp, lane, order);
+        let reach = if self.peers.is_remote(offset) { Scope::Cluster } else { Scope::Cta };
+        let past = self.block.arrival(self.warp, lane, order, reach);
         self.peers.of(self.block, offset).arrive_mbarrier(&past, pc, offset_of(offset));
     }
 
