@@ -13,7 +13,7 @@ use crate::check::world::World;
 use crate::check::{CausalPast, Checker, Past, Report, Reports, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
-use crate::exec::bulk_queue::BulkQueue;
+use crate::exec::bulk_queue::{BulkQueue, Landed};
 use crate::exec::cluster::{RANK_SHIFT, map_shared, offset_of};
 use crate::exec::copies::CopyQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
@@ -1057,7 +1057,8 @@ impl Grid {
     /// Reports the progress of a block's copies to the checks.
     fn note_landed(&mut self, slot: u32) {
         let landed = std::mem::take(&mut self.blocks[slot as usize].state.landed);
-        if !landed.is_empty() && !self.resting.warps.is_empty() {
+        let ends_wait = |landed: &Landed| !matches!(landed, Landed::Copy { .. });
+        if !self.resting.warps.is_empty() && landed.iter().any(ends_wait) {
             // Its warps may wait for these copies.
             self.resting.recall(&mut self.ready, |rest| rest.warp.block == slot);
         }

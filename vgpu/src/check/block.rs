@@ -10,6 +10,7 @@ use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
 use super::releases::{Fenced, Release, ReleaseMap};
 use super::shadow::Shadow;
 use crate::exec::bulk_queue::Landed;
+use crate::exec::cluster::offset_of;
 use crate::exec::lanes::lanes;
 use crate::ir::{BARRIERS, FULL, Fence, Order, Scope};
 
@@ -191,6 +192,11 @@ struct Mbarrier {
     arrival: Option<u32>,
     /// Phases completed.
     phases: u32,
+    /// Bulk copies that complete on it and have not landed.
+    under_way: u32,
+    /// The last phase behind which all copies that were issued up to its end had landed. A phase
+    /// with copies whose bytes are not expected completes without them.
+    covered: u32,
     /// Joined causal pasts of the lanes that have arrived in this phase.
     arrived: CausalPast,
     /// Joined causal pasts of the lanes that arrived in the last phase, and of its copies.
@@ -839,11 +845,12 @@ impl BlockCheck {
     }
 
     pub(crate) fn init_mbarrier(&mut self, pc: u32, offset: u64) {
-        let index = self.mbarriers.get(&offset).map_or(self.mbarriers.len(), |m| (m.key & 0x7fff) as usize);
-        let phases = self.mbarriers.get(&offset).map_or(0, |m| m.phases + 1);
+        let old = self.mbarriers.get(&offset);
+        let index = old.map_or(self.mbarriers.len(), |m| (m.key & 0x7fff) as usize);
+        let (phases, under_way, covered) = old.map_or((0, 0, 0), |m| (m.phases + 1, m.under_way, m.covered));
         let key = clock::mbarrier(self.warps[0].key, index);
         let (arrived, completed) = (CausalPast::default(), CausalPast::default());
-        let fresh = Mbarrier { key, init: pc, arrival: None, phases, arrived, completed };
+        let fresh = Mbarrier { key, init: pc, arrival: None, phases, under_way, covered, arrived, completed };
         self.mbarriers.insert(offset, fresh);
     }
 
@@ -876,13 +883,19 @@ impl BlockCheck {
         if let Some(m) = self.mbarriers.get_mut(&offset) {
             m.phases += 1;
             m.completed = std::mem::take(&mut m.arrived);
-            m.completed.raise(m.key, m.phases);
+            if m.under_way == 0 {
+                m.covered = m.phases;
+            }
+            m.completed.raise(m.key, m.covered);
         }
     }
 
-    /// The actor of a bulk load that completes on this mbarrier, and its tick.
-    pub(crate) fn load_actor(&self, offset: u64) -> (Key, u32) {
-        self.mbarriers.get(&offset).map_or((0, 0), |m| (m.key, m.phases + 1))
+    /// The actor of a bulk copy that is issued and completes on this mbarrier, and its tick.
+    pub(crate) fn load_actor(&mut self, offset: u64) -> (Key, u32) {
+        self.mbarriers.get_mut(&offset).map_or((0, 0), |m| {
+            m.under_way += 1;
+            (m.key, m.phases + 1)
+        })
     }
 
     /// The lanes of a mask have observed that the last phase is complete: they acquire it, or a
@@ -960,7 +973,12 @@ impl BlockCheck {
                     m.arrived.all.raise(key, copies);
                 }
             }
-            Landed::Phase { offset } => self.complete_mbarrier(offset),
+            Landed::Copy { offset } => {
+                if let Some(m) = self.mbarriers.get_mut(&offset_of(offset)) {
+                    m.under_way = m.under_way.saturating_sub(1);
+                }
+            }
+            Landed::Phase { offset } => self.complete_mbarrier(offset_of(offset)),
         }
     }
 

@@ -8,7 +8,7 @@ use super::past::CausalPast;
 use super::record::How;
 use super::report;
 use crate::exec::bulk_queue::Landed;
-use crate::exec::cluster::{offset_of, rank_of};
+use crate::exec::cluster::rank_of;
 use crate::exec::lanes::lanes;
 use crate::ir::CLUSTER_BARRIER;
 
@@ -55,7 +55,7 @@ impl<'a> Peers<'a> {
     pub(crate) fn landed(&mut self, own: &mut BlockCheck, landed: &Landed) {
         match *landed {
             Landed::Copies { .. } => own.landed(landed),
-            Landed::Phase { offset } => self.of(own, offset).complete_mbarrier(offset_of(offset)),
+            Landed::Copy { offset } | Landed::Phase { offset } => self.of(own, offset).landed(landed),
         }
     }
 

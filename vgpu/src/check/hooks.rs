@@ -905,7 +905,7 @@ impl Hooks for CheckHooks<'_> {
         let read = How { strong: None, size: 0, rmw: Update::No, ..how };
         let (reads, writes) = match completion {
             Completion::Mbarrier(offset) | Completion::Store(offset) => {
-                let actor = self.peers.at(self.block, offset).load_actor(offset_of(offset));
+                let actor = self.peers.of(self.block, offset).load_actor(offset_of(offset));
                 (actor, actor)
             }
             Completion::Group(committed) => {

@@ -17,6 +17,8 @@ pub(crate) enum Landed {
     /// The first `copies` copies of a lane have happened, and the lane arrives on the mbarrier at
     /// `offset` for it.
     Copies { offset: u64, warp: u32, lane: usize, copies: u32 },
+    /// A bulk copy that completes on the mbarrier at this offset has landed.
+    Copy { offset: u64 },
     /// A phase of the mbarrier at this offset is complete.
     Phase { offset: u64 },
 }

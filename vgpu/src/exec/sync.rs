@@ -594,6 +594,7 @@ impl BlockState {
         let mut b = Mbarrier::from_bits(bits).map_err(|message| FaultKind::Mbarrier { offset, message })?;
         let phase = b.phase;
         b.complete_tx(bytes).map_err(|message| FaultKind::Mbarrier { offset, message })?;
+        self.landed.push(Landed::Copy { offset });
         if b.phase != phase {
             self.landed.push(Landed::Phase { offset });
         }
