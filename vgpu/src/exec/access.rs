@@ -1051,9 +1051,10 @@ impl<W: Hooks> Exec<'_, W> {
                 if a.d != SINK {
                     self.watch.observe(place, 1 << i, self.pc, a.sem, a.scope, false);
                 }
-                let failed = a.op == Rmw::Cas && old != x;
-                let sem = if failed { Sem::Acquire } else { a.sem };
-                self.watch.wrote(place, i, self.pc, sem, a.scope, true);
+                // A compare-and-swap that fails writes nothing, so that it releases nothing.
+                if a.op != Rmw::Cas || old == x {
+                    self.watch.wrote(place, i, self.pc, a.sem, a.scope, true);
+                }
             }
             changed |= modify(op, a.bytes, old, x, y) & limit != old;
             seen = seen.rotate_left(7) ^ old;
