@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
     AcceptList, Array, Assumptions, Cause, CheckConfig, Class, Cluster, ClusterSizes, Coverage, DeviceConfig,
-    Explore, GridConfig, LaunchError, Machine, MachineError, Module, Path, Refusal, Report,
+    Explore, GridConfig, LaunchError, Machine, MachineError, Module, Path, Refusal, Report, ReportPlace,
+    UnwrittenRegister,
 };
 use serde_json::{Map, Value, json};
 
@@ -150,8 +151,8 @@ impl epoxide_vgpu::Argument for Packed {
 #[derive(Default)]
 struct Outcome {
     reports: Vec<Report>,
-    /// A launch that check mode rejects.
-    other: Option<Finding>,
+    /// A launch that check mode rejects, and the line that it names.
+    other: Option<(Finding, ReportPlace)>,
     /// The requested buffers.
     outputs: Vec<Output>,
 }
@@ -300,31 +301,28 @@ impl Args {
             // The fault or the hang is among the reports.
             Err(MachineError::Fault(_) | MachineError::Stuck(_)) => {}
             Err(MachineError::Launch(LaunchError::UnwrittenRegister { read, .. })) => {
-                let place = Place {
-                    kernel: names::readable(kernel),
-                    ptx: self.file.clone(),
-                    ptx_line: read.ptx_line,
-                    ptx_text: read.ptx_text.trim().to_owned(),
-                    source: read.source.clone(),
-                };
+                let text = read.to_string();
+                let UnwrittenRegister { ptx_line, ptx_text, source, inlined, .. } = *read;
+                let ptx_text = ptx_text.trim().to_owned();
+                let place = ReportPlace { kernel: kernel.to_owned(), ptx_line, ptx_text, source, inlined };
                 outcome.other =
-                    Some(Args::other("unwritten-register", Class::Lifetime, format!("{read}"), Some(place)));
+                    Some((self.other("unwritten-register", Class::Lifetime, &text, &place), place));
             }
             Err(error) => return Err(error.into()),
         }
         Ok(outcome)
     }
 
-    fn other(kind: &str, class: Class, text: String, place: Option<Place>) -> Finding {
+    fn other(&self, kind: &str, class: Class, text: &str, place: &ReportPlace) -> Finding {
         Finding {
             kind: kind.into(),
             class,
             text: format!("  {text}"),
-            places: place.into_iter().collect(),
+            places: vec![Place::of(&self.file, place.clone())],
             occurrences: 1,
             seeds: vec![],
             accepted: None,
-            ended_run: false,
+            ended_run: true,
             gaps: vec![],
             cause: None,
         }
@@ -365,14 +363,14 @@ impl Runs {
 struct Collected {
     reports: Vec<Report>,
     seeds: Vec<Vec<u64>>,
-    others: Vec<Finding>,
+    others: Vec<(Finding, ReportPlace)>,
 }
 
 impl Collected {
     /// The numbers of an exploration's runs are no seeds.
     fn forget_seeds(&mut self) {
         self.seeds.iter_mut().for_each(Vec::clear);
-        self.others.iter_mut().for_each(|other| other.seeds.clear());
+        self.others.iter_mut().for_each(|(other, _)| other.seeds.clear());
     }
 
     fn add(&mut self, seed: u64, Outcome { reports, other, .. }: &Outcome) {
@@ -383,13 +381,13 @@ impl Collected {
             self.seeds.resize(self.reports.len(), vec![]);
             note(&mut self.seeds[at], seed);
         }
-        if let Some(other) = other {
-            match self.others.iter_mut().find(|known| known.kind == other.kind) {
-                Some(known) => {
+        if let Some((other, place)) = other {
+            match self.others.iter_mut().find(|(known, _)| known.kind == other.kind) {
+                Some((known, _)) => {
                     known.occurrences += 1;
                     note(&mut known.seeds, seed);
                 }
-                None => self.others.push(Finding { seeds: vec![seed], ..other.clone() }),
+                None => self.others.push((Finding { seeds: vec![seed], ..other.clone() }, place.clone())),
             }
         }
     }
@@ -466,12 +464,11 @@ pub fn run(args: &Args) -> Result<Verdict> {
         document.findings.push(Finding { seeds: seeds.clone(), accepted, ..finding });
     }
     let causes = causes(&open_reports, &mut document);
-    document.findings.extend(
-        collected
-            .others
-            .into_iter()
-            .map(|finding| Finding { text: names::make_readable(&finding.text, &module), ..finding }),
-    );
+    for (finding, place) in collected.others {
+        let accepted = accepts.accepts_at(&finding.kind, &[place], &names::readable);
+        let text = names::make_readable(&finding.text, &module);
+        document.findings.push(Finding { text, accepted, ..finding });
+    }
     document.findings.sort_by_key(|finding| finding.class);
     let outputs = write_outputs(args, &last, &mut document)?;
     if let Some((one, other)) = differs {

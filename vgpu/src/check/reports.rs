@@ -278,8 +278,7 @@ pub struct Accepted {
 }
 
 impl Accepted {
-    fn fits(&self, report: &Report, name_of: &dyn Fn(&str) -> String) -> bool {
-        let places = report.places();
+    fn fits(&self, kind: &str, places: &[ReportPlace], name_of: &dyn Fn(&str) -> String) -> bool {
         let kernel = |place: &ReportPlace| {
             self.kernel == "*"
                 || place.kernel.contains(&self.kernel)
@@ -292,12 +291,12 @@ impl Accepted {
                 full.strip_suffix(text.as_str()).is_some_and(|head| head.is_empty() || head.ends_with('/'))
             }),
         };
-        let fit = match (self.places.as_slice(), places.as_slice()) {
+        let fit = match (self.places.as_slice(), places) {
             ([one], all) => all.iter().any(|place| at(one, place)),
             ([a, b], [x, y]) => at(a, x) && at(b, y) || at(a, y) && at(b, x),
             _ => false,
         };
-        fit && (self.kind == "*" || self.kind == report.kind()) && places.iter().any(kernel)
+        fit && (self.kind == "*" || self.kind == kind) && places.iter().any(kernel)
     }
 }
 
@@ -358,8 +357,19 @@ impl AcceptList {
     /// The reason for which a report is accepted, if it is. `name_of` gives the readable name of a
     /// kernel. All entries that fit count as used.
     pub fn accepts(&mut self, report: &Report, name_of: &dyn Fn(&str) -> String) -> Option<String> {
+        self.accepts_at(report.kind(), &report.places(), name_of)
+    }
+
+    /// The same for a report of a kind at these places, such as that of a launch which check mode
+    /// rejects.
+    pub fn accepts_at(
+        &mut self,
+        kind: &str,
+        places: &[ReportPlace],
+        name_of: &dyn Fn(&str) -> String,
+    ) -> Option<String> {
         let mut reason = None;
-        for entry in self.0.iter_mut().filter(|entry| entry.fits(report, name_of)) {
+        for entry in self.0.iter_mut().filter(|entry| entry.fits(kind, places, name_of)) {
             entry.used = true;
             reason.get_or_insert_with(|| entry.reason.clone());
         }
