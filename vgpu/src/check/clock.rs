@@ -61,6 +61,12 @@ pub(crate) fn lane(warp: Key, lane: usize) -> Key {
     warp + LANE + lane as Key
 }
 
+/// The warp and the number of a lane; `None` where the key is no lane's.
+pub(crate) fn lane_of(key: Key) -> Option<(Key, usize)> {
+    let lane = (key & WITHIN_WARP).wrapping_sub(LANE) as usize;
+    (!is_timeline(key) && is_lane(key as Within)).then_some((key & !WITHIN_WARP, lane))
+}
+
 /// The reading side of the bulk stores of a lane: done once their sources may be overwritten.
 pub(crate) fn store_reads(warp: Key, lane: usize) -> Key {
     warp + STORE_READS + lane as Key

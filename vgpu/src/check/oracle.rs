@@ -1,4 +1,4 @@
-//! The shadow against a plain model: for each byte, its last write and every read since, and for
+//! The shadow against a plain model: for each byte, its last writes and every read since, and for
 //! each warp a clock with an entry for each thread.
 
 use super::clock::{self, Key, VectorClock};
@@ -42,6 +42,8 @@ struct Byte {
     reads: Vec<Event>,
     /// Strong reads of the last write by threads that nothing had ordered behind it.
     seen: Vec<Event>,
+    /// Writes before the last one that it is not ordered behind, and the strong reads of them.
+    earlier: Vec<(Event, Vec<Event>)>,
 }
 
 /// The first byte with a violation: of a race, whether it is with a write, and the accesses that it
@@ -81,9 +83,16 @@ impl Model {
         for at in at..at + bytes {
             let byte = self.bytes[(at - START) as usize].clone();
             let races = |other: &&Event| !(self.after(warp, me.thread, other) || me.strong && other.strong);
-            let observed = byte.seen.iter().any(|s| s.thread == me.thread || self.after(warp, me.thread, s));
-            let last = byte.write.iter().filter(races).copied().collect::<Vec<_>>();
-            let mut race = (!last.is_empty() && !observed).then_some((true, last));
+            let unordered = |(write, seen): &(Event, Vec<Event>)| {
+                let observed = |s: &Event| s.thread == me.thread || self.after(warp, me.thread, s);
+                !self.after(warp, me.thread, write) && !seen.iter().any(observed)
+            };
+            let mut unordered_writes = byte.earlier;
+            unordered_writes.extend(byte.write.map(|write| (write, byte.seen)));
+            unordered_writes.retain(unordered);
+            let raced: Vec<_> =
+                unordered_writes.iter().map(|(write, _)| *write).filter(|w| races(&w)).collect();
+            let mut race = (!raced.is_empty()).then_some((true, raced));
             match write {
                 None if !byte.written => {
                     found = found.or(Some((at, None)));
@@ -97,7 +106,8 @@ impl Model {
                     race = race.filter(|_| !unchanged(at & !3));
                     let reads: Vec<_> = byte.reads.iter().filter(races).copied().collect();
                     race = race.or((!reads.is_empty()).then_some((false, reads)));
-                    let fresh = Byte { written: true, write: Some(me), ..Byte::default() };
+                    let earlier = if race.is_some() { vec![] } else { unordered_writes };
+                    let fresh = Byte { written: true, write: Some(me), earlier, ..Byte::default() };
                     self.bytes[(at - START) as usize] = fresh;
                 }
             }

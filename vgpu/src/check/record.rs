@@ -153,6 +153,20 @@ impl Record {
         lanes(mask).map(move |l| clock::lane(actor, l)).chain(lone)
     }
 
+    /// The writes of these actors, each by itself.
+    pub(super) fn each_write(&self) -> impl Iterator<Item = Record> + use<> {
+        let write = *self;
+        self.actors().map(move |actor| Record { actor, lanes: 0, ..write })
+    }
+
+    /// The write of a lane in the form for several lanes of its warp. Other accesses as they are.
+    pub(super) fn in_warp(self) -> Self {
+        match clock::lane_of(self.actor) {
+            Some((actor, lane)) => Self { actor, lanes: 1 << lane, ..self },
+            None => self,
+        }
+    }
+
     /// Whether both are by lanes of one warp.
     fn same_warp(&self, other: &Record) -> bool {
         self.actor & !clock::WITHIN_WARP == other.actor & !clock::WITHIN_WARP

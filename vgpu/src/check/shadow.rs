@@ -342,9 +342,10 @@ impl Shadow {
             if *id == last {
                 continue;
             }
-            let History { written, write, .. } = self.histories.get(*id);
+            let history = self.histories.get(*id);
+            let History { written, write, .. } = history;
             let in_order = write.actor == 0 || *write == fine || who.follows(grids, write);
-            if !written || !in_order {
+            if !written || !in_order || !history.earlier().is_empty() {
                 return false;
             }
             (last, fine) = (*id, *write);
@@ -493,15 +494,18 @@ impl Shadow {
     pub(crate) fn take(&mut self, grids: &Grids, at: u64, bytes: u64, who: &Accessor) -> Violations {
         let mut violations = Violations::default();
         self.runs(at, bytes, |histories, run| {
-            let last = histories.get(run.id()).write;
-            if last.actor == 0 || who.follows(grids, &last) {
+            let history = histories.get(run.id());
+            let earlier = history.earlier().iter().map(|e| &e.write);
+            let writes = std::iter::once(&history.write).chain(earlier);
+            if writes.clone().all(|write| write.actor == 0 || who.follows(grids, write)) {
                 return;
             }
             for at in (0..).map(|i| run.at + i * run.each).take(run.ids.len()) {
-                let other = last.at(at, Kind::Write);
-                for (lane, who) in who.at(at, Kind::Read) {
-                    if !who.after(grids, other.actor, &other) {
-                        violations.note(lane, (at, Violation::Race { other, wrote: true }));
+                for other in writes.clone().flat_map(|write| write.at(at, Kind::Write).each_write()) {
+                    for (lane, who) in who.at(at, Kind::Read) {
+                        if other.actor != 0 && !who.after(grids, other.actor, &other) {
+                            violations.note(lane, (at, Violation::Race { other, wrote: true }));
+                        }
                     }
                 }
             }
@@ -544,16 +548,22 @@ impl Shadow {
                     strong_before |= who.lane_bit(at);
                 }
             }
-            if !unchecked && !old.is_free(grids, &who, &mut fine) {
-                for at in units {
-                    let mut old = old.clone();
-                    old.narrow(at);
+            let replaces_all = unchecked
+                || old.is_free(grids, &who, &mut fine)
+                    && (!fine.unordered || who.record.how.is_rmw())
+                    && old.earlier().is_empty();
+            if !replaces_all {
+                let write = who.record;
+                return run.each(histories, |history, at| {
+                    let mut after = None;
                     for (lane, who) in who.at(at, Kind::Write) {
-                        if let Some(violation) = old.clash(grids, &who, || unchanged(at & !3)) {
-                            violations.note(lane, (at, violation));
+                        match history.clash(grids, &who, || unchanged(at & !3)) {
+                            Some(violation) => violations.note(lane, (at, violation)),
+                            None => after = Some(history.overwritten(grids, &who, write, before.is_some())),
                         }
                     }
-                }
+                    *history = after.unwrap_or_else(|| History::written_by(write, before.is_some()));
+                });
             }
             let id = match new {
                 Some((mask, id)) if mask == run.mask => id,

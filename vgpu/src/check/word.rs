@@ -1,4 +1,5 @@
-//! The history of a word: its last write and the reads since. Words with equal histories share one.
+//! The history of a word: its last write, earlier writes that this one is not ordered behind, and
+//! the reads since. Words with equal histories share one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -33,6 +34,33 @@ struct More {
     seen: Vec<Seen>,
     /// Reads by `ld.global.nc` since the last write, the first of each kernel.
     read_only: Vec<Record>,
+    /// Writes that the last one is not ordered behind, and need not be: strong ones, or ones of an
+    /// equal value. The last [`MOST_EARLIER`].
+    earlier: Vec<Earlier>,
+}
+
+/// Writes before the last one that are kept.
+const MOST_EARLIER: usize = 16;
+
+/// A write before the last one, or those of several lanes of a warp by one instruction, and the
+/// lanes that have observed it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Earlier {
+    pub(super) write: Record,
+    seen: Vec<Seen>,
+}
+
+impl Earlier {
+    /// The first of these writes that an access of a lone actor does not come after.
+    fn not_before(&self, grids: &Grids, who: &Accessor) -> Option<Record> {
+        let write = self.write.each_write().find(|write| !who.after(grids, write.actor, write))?;
+        (!is_observed(self.seen.iter().copied(), grids, who)).then_some(write)
+    }
+}
+
+/// Whether an access of a lone actor comes after one of these strong reads of a write.
+fn is_observed(mut seen: impl Iterator<Item = Seen>, grids: &Grids, who: &Accessor) -> bool {
+    seen.any(|seen| seen.by == who.own || who.after_tick(grids, seen.by, seen.tick))
 }
 
 /// A lane that has observed a write, and its tick; or a row of lanes of the warp `by`, of which
@@ -108,7 +136,7 @@ pub(super) enum Noted {
 pub(super) struct Fine {
     pub(super) write: Record,
     pub(super) read: Record,
-    /// Some are not ordered, and need not be.
+    /// Some are not ordered, and need not be. For a write: whether that holds for `write`.
     pub(super) unordered: bool,
     /// For a write to whole words: the readers besides `read`.
     more: Option<Arc<More>>,
@@ -136,6 +164,11 @@ impl History {
 
     fn readers(&self) -> &[Record] {
         self.more.as_ref().map_or(&[], |more| &more.readers.all)
+    }
+
+    /// Writes that the last one is not ordered behind.
+    pub(super) fn earlier(&self) -> &[Earlier] {
+        self.more.as_ref().map_or(&[], |more| &more.earlier)
     }
 
     /// The last reads since the last write.
@@ -174,6 +207,11 @@ impl History {
                 }
             }
             fine.write = *last;
+        }
+        let in_order =
+            |e: &Earlier| who.order(grids, &e.write) == Order::After || who.morally_strong(grids, &e.write);
+        if !self.earlier().iter().all(in_order) {
+            return None;
         }
         if old.actor == 0 || *old == fine.read {
             return Some(Noted::Read(me));
@@ -231,7 +269,14 @@ impl History {
         } else {
             self.more().readers.add(grids, who);
         }
-        (!fine).then_some(Violation::Race { other: last, wrote: true })
+        let other = if fine { self.earlier_race(grids, who) } else { Some(last) }?;
+        Some(Violation::Race { other, wrote: true })
+    }
+
+    /// A write before the last one that an access of a lone actor races with.
+    fn earlier_race(&self, grids: &Grids, who: &Accessor) -> Option<Record> {
+        let races = |write: &Record| !who.morally_strong(grids, write);
+        self.earlier().iter().find_map(|e| e.not_before(grids, who).filter(races))
     }
 
     /// Whether a write computes with an old value that nothing has written.
@@ -249,10 +294,11 @@ impl History {
             other.actor == 0 || who.order(grids, other) == Order::After || who.morally_strong(grids, other)
         };
         if self.write != fine.write {
-            if !free(&self.write) {
+            let after = self.write.actor == 0 || who.order(grids, &self.write) == Order::After;
+            if !after && !who.morally_strong(grids, &self.write) {
                 return false;
             }
-            fine.write = self.write;
+            (fine.write, fine.unordered) = (self.write, !after);
         }
         if self.read != fine.read {
             if !free(&self.read) {
@@ -266,6 +312,7 @@ impl History {
             return true;
         }
         let free = more.readers.all.iter().all(free)
+            && more.earlier.iter().all(|e| free(&e.write))
             && more.read_only.iter().all(|r| who.after_kernel_of(grids, r.actor));
         if free && who.record.bytes == 15 {
             fine.more = Some(more.clone());
@@ -279,7 +326,7 @@ impl History {
         &self,
         grids: &Grids,
         who: &Accessor,
-        unchanged: impl FnOnce() -> bool,
+        unchanged: impl Fn() -> bool,
     ) -> Option<Violation> {
         let (me, last) = (&who.record, &self.write);
         if self.lacks_old_value(me) {
@@ -293,6 +340,11 @@ impl History {
         if !fine {
             return Some(Violation::Race { other: *last, wrote: true });
         }
+        if let Some(other) = self.earlier_race(grids, who)
+            && !equal_values()
+        {
+            return Some(Violation::Race { other, wrote: true });
+        }
         let clashes =
             |r: &&Record| r.actor != 0 && r.actors().any(|key| !who.does_not_race_with(grids, key, r));
         let in_use = |r: &&Record| !who.after_kernel_of(grids, r.actor);
@@ -300,6 +352,32 @@ impl History {
             .or_else(|| std::iter::once(&self.read).find(clashes))
             .or_else(|| self.readers().iter().find(clashes))?;
         Some(Violation::Race { other: *other, wrote: false })
+    }
+
+    /// The history behind a write by the lone actor `who` that breaks no rule; `write` is its
+    /// record, or that of its row. The history is that of one word or byte ([`History::narrow`]).
+    /// Writes that the new one is not ordered behind are kept: an access behind the new one alone
+    /// may race with them.
+    pub(super) fn overwritten(&self, grids: &Grids, who: &Accessor, write: Record, before: bool) -> History {
+        let kept = |e: &&Earlier| e.not_before(grids, who).is_some();
+        let mut earlier: Vec<Earlier> = self.earlier().iter().filter(kept).cloned().collect();
+        let last = Earlier { write: self.write.in_warp(), seen: self.seen().collect() };
+        // A read-modify-write observes the last write.
+        if last.write.actor != 0 && !write.how.is_rmw() && kept(&&last) {
+            let same = |e: &&mut Earlier| e.write.joins(&last.write) && e.seen == last.seen;
+            match earlier.iter_mut().find(same) {
+                Some(e) => e.write.lanes |= last.write.lanes,
+                None => earlier.push(last),
+            }
+            if earlier.len() > MOST_EARLIER {
+                earlier.remove(0);
+            }
+        }
+        let mut new = History::written_by(write, before);
+        if !earlier.is_empty() {
+            new.more().earlier = earlier;
+        }
+        new
     }
 
     /// Whether a read by `ld.global.nc` of this actor's kernel is noted.
@@ -380,13 +458,12 @@ impl History {
     /// Whether an access of a lone actor comes after a strong read of the last write, so after that
     /// write. The history is that of one word or byte ([`History::narrow`]).
     pub(super) fn is_observed(&self, grids: &Grids, who: &Accessor) -> bool {
-        self.seen().any(|seen| seen.by == who.own || who.after_tick(grids, seen.by, seen.tick))
+        is_observed(self.seen(), grids, who)
     }
 
     /// The same for the byte `at` of a range with this history.
     pub(super) fn is_observed_at(&self, grids: &Grids, who: &Accessor, at: u64) -> bool {
-        let mut seen = self.seen().map(|seen| seen.at(at));
-        seen.any(|seen| seen.by == who.own || who.after_tick(grids, seen.by, seen.tick))
+        is_observed(self.seen().map(|seen| seen.at(at)), grids, who)
     }
 
     /// Lanes and rows that have observed the last write.
