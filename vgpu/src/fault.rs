@@ -420,6 +420,38 @@ impl fmt::Display for Gap {
     }
 }
 
+/// The kinds of the two accesses of a race, the later one first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Hazard {
+    /// The later access reads what the earlier one writes.
+    #[default]
+    ReadAfterWrite,
+    /// The later access overwrites what the earlier one reads.
+    WriteAfterRead,
+    /// Both write. An atomic operation counts as a write.
+    WriteAfterWrite,
+}
+
+impl Hazard {
+    pub(crate) fn new(later_writes: bool, earlier_wrote: bool) -> Self {
+        match (later_writes, earlier_wrote) {
+            (false, _) => Hazard::ReadAfterWrite,
+            (true, false) => Hazard::WriteAfterRead,
+            (true, true) => Hazard::WriteAfterWrite,
+        }
+    }
+
+    /// The name in reports and files, such as `read-after-write`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Hazard::ReadAfterWrite => "read-after-write",
+            Hazard::WriteAfterRead => "write-after-read",
+            Hazard::WriteAfterWrite => "write-after-write",
+        }
+    }
+}
+
 /// Two accesses without an order between them, at least one of them a write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -437,6 +469,8 @@ pub struct Race {
     pub access: String,
     /// The access before it.
     pub other: Party,
+    /// The kinds of the two.
+    pub hazard: Hazard,
     /// The synchronisation that would have ordered the two.
     pub missing: String,
     /// The synchronisation that was observed between the two, from the earlier access to the later.
@@ -459,6 +493,7 @@ impl Default for Race {
             part: String::new(),
             access: String::new(),
             other: Party::default(),
+            hazard: Hazard::default(),
             missing: String::new(),
             attempts: vec![],
             gaps: vec![],
@@ -469,7 +504,7 @@ impl Default for Race {
 
 impl fmt::Display for Race {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, label, offset, part, access, other, missing, attempts, gaps, class: _ } = self;
+        let Self { space, label, offset, part, access, other, missing, attempts, gaps, hazard: _, class: _ } = self;
         let place = Spot { label, offset: *offset, part };
         write!(
             f,

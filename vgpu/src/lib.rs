@@ -99,7 +99,7 @@ pub use device::{
 };
 pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{
-    Attempt, Fault, FaultKind, Gap, GapKind, Launch, LaunchError, Party, PtxError, Race, Side, StuckReport,
+    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, LaunchError, Party, PtxError, Race, Side, StuckReport,
     StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
 };
 pub use grid::{Grid, Progress, Residency, Stats};

@@ -67,6 +67,7 @@ pub fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal)
     Finding {
         kind: "refused".into(),
         class: Class::Stopped,
+        hazard: None,
         text: message,
         places: vec![place],
         occurrences: 1,

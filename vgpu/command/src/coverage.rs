@@ -95,6 +95,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
         document.findings.push(Finding {
             kind: "unsupported-opcode".into(),
             class: Class::Stopped,
+            hazard: None,
             text: format!(
                 "  {name}, in {kernels} kernels or functions, first at {}",
                 place.unwrap_or_default()

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use epoxide_vgpu::{Class, Gap, Party, Report, ReportPlace, Side};
+use epoxide_vgpu::{Class, Gap, Hazard, Party, Report, ReportPlace, Side};
 use serde_json::{Value, json};
 
 use crate::names::readable;
@@ -88,6 +88,8 @@ impl Place {
 pub struct Finding {
     pub kind: String,
     pub class: Class,
+    /// The kinds of the accesses of a race, such as `read-after-write`.
+    pub hazard: Option<&'static str>,
     pub text: String,
     pub places: Vec<Place>,
     pub occurrences: u64,
@@ -112,6 +114,7 @@ impl Finding {
         Self {
             kind: report.kind().to_owned(),
             class: report.class(),
+            hazard: report.hazard().map(Hazard::name),
             text,
             places: report.places().into_iter().map(|place| Place::of(ptx, place)).collect(),
             occurrences: report.occurrences,
@@ -155,6 +158,7 @@ impl Finding {
         json!({
             "kind": self.kind,
             "class": self.class.name(),
+            "hazard": self.hazard,
             "text": self.text,
             "places": self.places.iter().map(Place::json).collect::<Vec<_>>(),
             "occurrences": self.occurrences,
@@ -179,6 +183,7 @@ impl Finding {
             "occurrenceCount": self.occurrences,
             "properties": {
                 "class": self.class.name(),
+                "hazard": self.hazard,
                 "seeds": self.seeds,
                 "ended_run": self.ended_run,
                 "gaps": self.gaps,
@@ -194,8 +199,8 @@ impl Finding {
             result["relatedLocations"] = json!(related);
             let mut lines: Vec<_> = self.places.iter().map(Place::fingerprint).collect();
             lines.sort();
-            let print = format!("{} {}", self.kind, lines.join(" "));
-            result["partialFingerprints"] = json!({ "vgpuLines/v1": print });
+            let print = format!("{} {} {}", self.kind, self.hazard.unwrap_or_default(), lines.join(" "));
+            result["partialFingerprints"] = json!({ "vgpuLines/v2": print });
         }
         if let Some(reason) = &self.accepted {
             result["suppressions"] = json!([{ "kind": "external", "justification": reason }]);

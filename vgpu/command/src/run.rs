@@ -319,6 +319,7 @@ impl Args {
             class,
             text: format!("  {text}"),
             places: vec![Place::of(&self.file, place.clone())],
+            hazard: None,
             occurrences: 1,
             seeds: vec![],
             accepted: None,

@@ -128,6 +128,7 @@ impl Report {
             FaultKind::Race(race) => format!(" on '{}'", race.label),
             _ => String::new(),
         };
+        let hazard = self.hazard().map_or_else(String::new, |hazard| format!(" {}", hazard.name()));
         let place = |place: &ReportPlace| match (&place.source, place.kernel.as_str()) {
             (_, "") => "the host".to_owned(),
             (Some((file, line)), _) => format!("{file}:{line}"),
@@ -141,7 +142,7 @@ impl Report {
             .collect();
         kernels.dedup();
         format!(
-            "{} ({}){on} at {} in kernel {}, {} times",
+            "{} ({}){hazard}{on} at {} in kernel {}, {} times",
             self.kind(),
             self.class(),
             places.iter().map(place).collect::<Vec<_>>().join(" and "),

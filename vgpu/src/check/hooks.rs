@@ -461,13 +461,14 @@ impl CheckHooks<'_> {
         let own = self.own(blamed.lane);
         let here = self.line(own, blamed.pc);
         match blamed.violation.1 {
-            Violation::Unwritten => ("unwritten-read", [here; 2]),
-            Violation::Race { other, .. } => {
+            Violation::Unwritten => ("unwritten-read", [here; 2], None),
+            Violation::Race { other, wrote } => {
                 let there = self.line(other.actor, other.pc);
                 // A missing proxy fence is another report than a missing order.
                 let proxy = report::lacks_proxy_fence(grids, blamed.how, own, past, &other);
                 let kind = if proxy { "missing-proxy-fence" } else { "race" };
-                (kind, [here.min(there), here.max(there)])
+                let hazard = report::hazard((blamed.how, blamed.write), (other.how, wrote));
+                (kind, [here.min(there), here.max(there)], Some(hazard))
             }
         }
     }
@@ -882,7 +883,7 @@ impl Hooks for CheckHooks<'_> {
             return None;
         }
         let (own, kind) = (self.own(lane), FaultKind::NarrowArrival);
-        let pair = (kind.name(), [self.line(own, pc); 2]);
+        let pair = (kind.name(), [self.line(own, pc); 2], None);
         if self.world.reports.count_again(&pair) {
             return None;
         }

@@ -16,7 +16,7 @@ use super::reports::Class;
 use super::world::World;
 use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
-use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Launch, Party, Race, Side, Trace, TraceStep};
+use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Party, Race, Side, Trace, TraceStep};
 use crate::ir::{MbarOp, Op, Scope, Sem, WarpOp};
 use crate::kernel::Kernel;
 use crate::memory_error::Spot;
@@ -60,6 +60,11 @@ pub(super) fn manner(how: How, wrote: bool) -> String {
         (false, None) => format!("weak {what}"),
         (false, Some(scope)) => format!("strong {what} of scope {}", scope_name(scope)),
     }
+}
+
+/// The kinds of two accesses, the later one first. Its read does not make an atomic a reader.
+pub(super) fn hazard((how, wrote): (How, bool), (other, other_wrote): (How, bool)) -> Hazard {
+    Hazard::new(wrote || how.is_rmw(), other_wrote || other.is_rmw())
 }
 
 /// Describes the actor of `access` by instruction `pc`, as seen from the lane `me`.
@@ -520,6 +525,7 @@ pub(crate) fn fault(
                 part,
                 access: manner(me.record.how, me.wrote),
                 other: party(grids, manner(other.how, other_wrote), actor_of(&other), other.pc, me.own),
+                hazard: hazard((me.record.how, me.wrote), (other.how, other_wrote)),
                 missing,
                 attempts,
                 gaps,

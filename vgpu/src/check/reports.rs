@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::fault::{Fault, FaultKind, Party};
+use crate::fault::{Fault, FaultKind, Hazard, Party};
 use crate::ptx::SourceLine;
 
 /// The kind of error that a report shows, the worst first. Each class has a rule that the checker
@@ -129,13 +129,13 @@ impl ReportPlace {
     }
 }
 
-/// A report that was collected: the first occurrence at a pair of lines, and how many there were.
-/// [`ReportPlace::is_same_line`] defines which lines are the same.
+/// A report that was collected: the first occurrence of its [`Hazard`] at a pair of lines, and how
+/// many there were. [`ReportPlace::is_same_line`] defines which lines are the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// The first occurrence.
     pub fault: Fault,
-    /// Occurrences at this pair of lines, the first one included.
+    /// Occurrences, the first one included.
     pub occurrences: u64,
     /// A run has ended with it: no kernel has executed anything behind it.
     pub ended_run: bool,
@@ -175,7 +175,17 @@ impl Report {
         vec![here, ReportPlace::of(&race.other)]
     }
 
-    /// Whether it is of the same kind at the same pair of lines, in either order.
+    /// The kinds of the two accesses of a race; `None` for other kinds.
+    #[must_use]
+    pub fn hazard(&self) -> Option<Hazard> {
+        match &self.fault.kind {
+            FaultKind::Race(race) => Some(race.hazard),
+            _ => None,
+        }
+    }
+
+    /// Whether it is of the same kind and [`Hazard`] at the same pair of lines, in either order. So
+    /// a read after a write and a write after a read are two reports: each has its own remedy.
     #[must_use]
     pub fn is_alike(&self, other: &Report) -> bool {
         let same = match (self.places().as_slice(), other.places().as_slice()) {
@@ -185,11 +195,11 @@ impl Report {
             }
             _ => false,
         };
-        same && self.kind() == other.kind()
+        same && self.kind() == other.kind() && self.hazard() == other.hazard()
     }
 
-    /// Adds the reports `more` of another run to `all`. A report at a pair of lines that is there
-    /// already raises the count, and replaces the old report if its class is worse.
+    /// Adds the reports `more` of another run to `all`. A report that is there already
+    /// ([`Report::is_alike`]) raises the count, and replaces the old report if its class is worse.
     pub fn merge(all: &mut Vec<Report>, more: Vec<Report>) {
         for report in more {
             match all.iter_mut().find(|known| known.is_alike(&report)) {
@@ -210,8 +220,8 @@ impl Report {
 ///
 /// [`Kernel::lines`]: crate::Kernel
 pub(super) type Line = (usize, [SourceLine; 2]);
-/// A pair of lines in order, and the kind.
-pub(super) type Pair = (&'static str, [Line; 2]);
+/// The kind, a pair of lines in order, and the kinds of the accesses of a race.
+pub(super) type Pair = (&'static str, [Line; 2], Option<Hazard>);
 
 /// The reports that a checker has collected.
 #[derive(Debug, Default)]

@@ -348,7 +348,7 @@ READER:
         let text = summary.to_string();
         for part in [
             "cause: 2 reports, 2 times: the writer's fence has scope .cta, which leaves the reader out",
-            "fence.acq_rel.cta;, in kernel 'k()')\n  race (corrupts) on 'buf' at PTX line ",
+            "fence.acq_rel.cta;, in kernel 'k()')\n  race (corrupts) read-after-write on 'buf' at PTX line ",
             "cause: 1 report, 1 times: read of 4 bytes of unwritten shared memory",
         ] {
             assert!(text.contains(part), "without '{part}': {text}");

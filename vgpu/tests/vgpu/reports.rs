@@ -1,7 +1,8 @@
 //! Collected reports: how runs continue behind one, how they are counted, and what ends a run.
 
 use epoxide_vgpu::{
-    CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module, Report,
+    AcceptList, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine, MachineError, Module,
+    Report,
 };
 
 use crate::cases::SHARED;
@@ -93,6 +94,41 @@ fn a_bad_address_ends_its_run_and_what_was_collected_stays() {
     // Without checks too, the fault is among the reports.
     let (_, reports, _) = run(&module, launch(8, 1), 3, None);
     assert_eq!(kinds(&reports), ["out-of-bounds"]);
+}
+
+#[test]
+fn a_read_after_a_write_and_a_write_after_a_read_are_two_reports() {
+    // The schedule decides which of the two blocks is first.
+    let module = parse(
+        "
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra WRITE;
+    ld.global.u64 %rd1, [%rd40];
+    ret;
+WRITE:
+    st.global.u64 [%rd40], %rd40;",
+    );
+    let mut all = vec![];
+    for seed in 0..20 {
+        let (outcome, reports, _) = run(&module, launch(2, 1), seed, Some(CheckConfig::collecting()));
+        outcome.unwrap();
+        Report::merge(&mut all, reports);
+    }
+    let mut hazards: Vec<_> =
+        all.iter().map(|report| report.hazard().map(Hazard::name).unwrap_or_default()).collect();
+    hazards.sort_unstable();
+    assert_eq!(hazards, ["read-after-write", "write-after-read"]);
+    let text = Report::summary(&all, &|kernel| kernel.to_owned()).to_string();
+    assert!(text.contains("race (corrupts) write-after-read on 'buf' at PTX line "), "{text}");
+    // One line of a list accepts both directions.
+    let lines = |hazard| {
+        let of = all.iter().find(|report| report.hazard() == Some(hazard)).unwrap().places();
+        format!("race k ptx:{} ptx:{} -- known", of[0].ptx_line, of[1].ptx_line)
+    };
+    let mut list = AcceptList::parse(&lines(Hazard::ReadAfterWrite)).unwrap();
+    let accepted = all.iter().filter(|report| list.accepts(report, &|kernel| kernel.to_owned()).is_some());
+    assert_eq!(accepted.count(), 2);
 }
 
 /// A bulk store that outlives its block.
