@@ -4,6 +4,8 @@ use std::io::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::check::Assumptions;
+
 /// Where `%globaltimer` comes from.
 #[derive(Clone, Debug, Default)]
 pub enum Clock {
@@ -141,6 +143,11 @@ pub struct DeviceConfig {
     /// ([`Machine::reports`](crate::Machine::reports) has them). All other faults end the launch.
     /// In check mode [`CheckConfig::collect`](crate::CheckConfig::collect) counts instead.
     pub collect: usize,
+    /// Without check mode: the properties that kernels rely on. With
+    /// [`Assumptions::converged_warps`] lanes meet where the arms of a branch join; otherwise the seed
+    /// lets some stay apart. The others change no results. In check mode
+    /// [`CheckConfig::assume`](crate::CheckConfig::assume) counts instead.
+    pub assume: Assumptions,
 }
 
 /// Default of [`DeviceConfig::livelock_limit`] in check mode and on a
@@ -161,6 +168,7 @@ impl Default for DeviceConfig {
             livelock_limit: None,
             output: Output::default(),
             collect: 0,
+            assume: Assumptions::default(),
         }
     }
 }

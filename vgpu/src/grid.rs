@@ -369,10 +369,10 @@ impl Grid {
             clock: dev.clock.clone(),
             poison: memory.poison(),
             output: dev.output.clone(),
-            apart_one_in: match memory.checker() {
-                Some(checker) if checker.world().config.assume.converged_warps => 0,
-                Some(_) => 4,
-                None => 16,
+            apart_one_in: match (memory.checker().map(|checker| checker.world().config.assume), dev.assume) {
+                (Some(assume), _) | (None, assume) if assume.converged_warps => 0,
+                (Some(_), _) => 4,
+                (None, _) => 16,
             },
             executed: 0,
             kernel,

@@ -179,20 +179,21 @@ impl Output {
 }
 
 impl Args {
-    fn check_config(&self) -> Result<Option<CheckConfig>> {
+    fn assumptions(&self) -> Result<Assumptions> {
         let mut assume = Assumptions::default();
         for name in &self.assume {
             assume.state(name).map_err(anyhow::Error::msg)?;
         }
-        let base = CheckConfig { assume, collect: self.reports, ..CheckConfig::default() };
+        Ok(assume)
+    }
+
+    fn check_config(&self) -> Result<Option<CheckConfig>> {
+        let base = CheckConfig { assume: self.assumptions()?, collect: self.reports, ..CheckConfig::default() };
         Ok(match (self.check, self.weak) {
             (true, _) => Some(base),
             (_, true) => Some(CheckConfig { races: false, ..base }),
             _ => {
-                ensure!(
-                    self.assume.is_empty() && self.accept.is_none(),
-                    "--assume and --accept are for --check"
-                );
+                ensure!(self.accept.is_none(), "--accept is for --check");
                 None
             }
         })
@@ -220,6 +221,7 @@ impl Args {
             livelock_limit: self.steps,
             sm_count: self.sms,
             collect: self.reports,
+            assume: self.assumptions()?,
             ..DeviceConfig::default()
         };
         let check = check.map(|check| CheckConfig { weak_memory: (!check.races).then_some(seed), ..check });
@@ -317,9 +319,9 @@ impl Args {
         Finding {
             kind: kind.into(),
             class,
+            hazard: None,
             text: format!("  {text}"),
             places: vec![Place::of(&self.file, place.clone())],
-            hazard: None,
             occurrences: 1,
             seeds: vec![],
             accepted: None,

@@ -2,7 +2,7 @@
 //! `barrier.sync` for itself; an H200 let lanes pass while others of their warp still waited in a
 //! loop (docs/KERNELS.md). So a program must make the warp converge first.
 
-use epoxide_vgpu::{DeviceConfig, Fault, FaultKind};
+use epoxide_vgpu::{Assumptions, DeviceConfig, Fault, FaultKind};
 
 use crate::common::*;
 
@@ -53,6 +53,25 @@ fn lanes_that_wait_are_not_left_behind_at_a_barrier() {
             assert_eq!(run(meeting).unwrap()[..64], [7; 64], "{meeting}");
         }
     }
+}
+
+#[test]
+fn lanes_meet_behind_a_branch_without_checks_where_the_device_assumes_so() {
+    let module = kernel(
+        "",
+        "setp.ne.u32 %p1, %r40, 0; @%p1 bra MEET; add.u32 %r1, %r40, 1;
+         MEET: activemask.b32 %r2; cvt.u64.u32 %rd1, %r2; st.global.u64 [%rd42], %rd1;",
+    );
+    let all_meet = |seed, converged_warps| {
+        let mut assume = Assumptions::default();
+        assume.converged_warps = converged_warps;
+        let device = DeviceConfig { schedule_seed: Some(seed), assume, ..DeviceConfig::default() };
+        let mut run = Run::new(&module, &[0; 66], launch(1, 32), &device);
+        run.finish().unwrap();
+        run.words()[..32] == [u64::from(u32::MAX); 32]
+    };
+    assert!((0..200).all(|seed| all_meet(seed, true)));
+    assert!((0..200).any(|seed| !all_meet(seed, false)));
 }
 
 /// The fault of these two warps in the first run that ends by one, if any; the same on every

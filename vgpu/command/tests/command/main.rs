@@ -413,7 +413,7 @@ fn bad_usage_ends_with_2_and_says_what_is_wrong() {
             [&LAST_BLOCK[..], &["--check", "--assume", "Nothing"]].concat(),
             "FenceBeforeBarrier, ConvergedWarps, ClusterArrivals",
         ),
-        ([&LAST_BLOCK[..], &["--assume", "ConvergedWarps"]].concat(), "are for --check"),
+        ([&LAST_BLOCK[..], &["--accept", "Cargo.toml"]].concat(), "--accept is for --check"),
         (arguments(&["--seeds", "3..3"]), "has no seed"),
         // Calls that would run nothing.
         ([&LAST_BLOCK[..], &["--check", "--explore", "1", "--runs", "0"]].concat(), "--runs <N>"),
