@@ -983,10 +983,17 @@ impl Grid {
             }
             let fault = self.late_fault(slot, late);
             let FaultKind::CopyOutlivesBlock { .. } = fault.kind else { return Err(fault) };
-            match locked.world() {
-                Some(world) => world.reports.note(fault)?,
-                None => self.collected.note(fault)?,
-            }
+            let (reports, setting) = match locked.world() {
+                Some(world) => (&mut world.reports, "CheckConfig::collect"),
+                None => (&mut self.collected, "DeviceConfig::collect"),
+            };
+            let limit = reports.limit;
+            reports.note(fault).map_err(|mut fault| {
+                if let FaultKind::CopyOutlivesBlock { message } = &mut fault.kind {
+                    *message += &format!("\n  the run ends here, because {setting} is {limit}: a larger limit lets it continue");
+                }
+                fault
+            })?;
             // The shared memory is still there.
             let state = &mut self.blocks[slot as usize].state;
             let done = state.progress(&self.env.table, None);

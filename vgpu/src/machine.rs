@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::check::{CheckConfig, Checker, Past, Report, Timeline};
+use crate::check::{CheckConfig, Checker, MOST_COLLECTED, Past, Report, Timeline};
 use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig};
 use crate::explore::{Actor, Path};
 use crate::fault::{Fault, FaultKind, HANG, LaunchError, StuckReport, StuckWarp};
@@ -378,10 +378,11 @@ impl Machine {
     }
 
     /// The same with a seed: the order of warps and devices, and when bulk copies land, are drawn
-    /// from it.
+    /// from it. A run continues behind up to 100 copies that outlive their blocks, which
+    /// [`Machine::reports`] lists.
     #[must_use]
     pub fn seeded(devices: usize, seed: u64) -> Machine {
-        Machine::with_config(devices, seeded(seed), None)
+        Machine::with_config(devices, DeviceConfig { collect: MOST_COLLECTED, ..seeded(seed) }, None)
     }
 
     /// A machine in check mode: races between lanes, blocks, devices, bulk copies and the host are

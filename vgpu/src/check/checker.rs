@@ -10,6 +10,9 @@ use super::reports::Report;
 use super::stores::{Loaded, Stored};
 use super::world::{ACTING, Host, World};
 
+/// Reports that are collected where a caller names no number.
+pub(crate) const MOST_COLLECTED: usize = 100;
+
 /// Configuration of check mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckConfig {
@@ -79,7 +82,7 @@ impl CheckConfig {
     /// Checks races and collects up to 100 reports.
     #[must_use]
     pub fn collecting() -> Self {
-        Self { collect: 100, ..Self::default() }
+        Self { collect: MOST_COLLECTED, ..Self::default() }
     }
 }
 

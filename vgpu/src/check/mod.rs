@@ -61,6 +61,7 @@ mod word;
 pub(crate) mod world;
 
 pub use causes::{Cause, Summary};
+pub(crate) use checker::MOST_COLLECTED;
 pub use checker::{Assumptions, CheckConfig, Checker, host_meets};
 pub(crate) use past::CausalPast;
 pub use past::{Past, Timeline};

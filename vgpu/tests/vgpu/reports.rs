@@ -164,7 +164,8 @@ fn fast_mode_collects_copies_that_outlive_their_blocks_and_marks_what_ended_the_
             machine.launch_with(0, &outlives, "k", launch(3, 1), &[&buf]).unwrap();
             machine.launch_with(0, &beyond, "k", launch(1, 1), &[&buf]).unwrap();
             let outcome = machine.run();
-            assert!(matches!(outcome, Err(MachineError::Fault(_))), "{outcome:?}");
+            let Err(MachineError::Fault(fault)) = outcome else { panic!("{outcome:?}") };
+            assert_eq!(fault.to_string().contains("because DeviceConfig::collect is 0: "), collect == 0);
             let reports: Vec<_> = machine
                 .reports()
                 .iter()
@@ -173,6 +174,11 @@ fn fast_mode_collects_copies_that_outlive_their_blocks_and_marks_what_ended_the_
             (reports, buf.download().unwrap()[..3].to_vec())
         };
         assert_eq!(run(0).0, [("copy-outlives-block", 1, true)]);
+        let mut machine = Machine::seeded(1, seed);
+        let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+        machine.launch_with(0, &outlives, "k", launch(3, 1), &[&buf]).unwrap();
+        machine.run().unwrap();
+        assert_eq!(kinds(&machine.reports()), ["copy-outlives-block"]);
         let (reports, words) = run(4);
         assert_eq!(reports, [("copy-outlives-block", 3, false), ("out-of-bounds", 1, true)]);
         assert_eq!(words, [7, 7, 0], "the copies have landed");
