@@ -221,6 +221,8 @@ pub struct Party {
     pub lane: Option<u32>,
     /// The launch.
     pub launch: Launch,
+    /// The device, where its [`Machine`](crate::Machine) has several.
+    pub device: Option<u32>,
     /// Line in the PTX text, from 1.
     pub ptx_line: usize,
     /// The PTX line.
@@ -246,6 +248,11 @@ impl Party {
     }
 }
 
+/// ` of device 2`, or nothing.
+pub(crate) fn of_device(device: Option<u32>) -> String {
+    device.map_or_else(String::new, |device| format!(" of device {device}"))
+}
+
 impl fmt::Display for Party {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.kernel.is_empty() {
@@ -254,9 +261,11 @@ impl fmt::Display for Party {
         let launch = match self.launch {
             Launch::Same => "",
             Launch::Other => ", in another launch",
+            Launch::OtherDevice if self.device.is_some() => "",
             Launch::OtherDevice => " of another device",
         };
-        write!(f, "{} in kernel '{}'{launch}, block {:?}", self.access, self.kernel, self.block)?;
+        let Self { access, kernel, block, device, .. } = self;
+        write!(f, "{access} in kernel '{kernel}'{}{launch}, block {block:?}", of_device(*device))?;
         if let Some(warp) = self.warp {
             write!(f, ", warp {warp}")?;
         }
@@ -932,6 +941,8 @@ fn lane_numbers(mask: u32) -> String {
 pub struct Fault {
     /// Kernel name.
     pub kernel: String,
+    /// The device, where its [`Machine`](crate::Machine) has several.
+    pub device: Option<u32>,
     /// Block index.
     pub block: [u32; 3],
     /// Warp index within the block.
@@ -957,8 +968,12 @@ impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{}\n  in kernel '{}', block {:?}, warp {}",
-            self.kind, self.kernel, self.block, self.warp
+            "{}\n  in kernel '{}'{}, block {:?}, warp {}",
+            self.kind,
+            self.kernel,
+            of_device(self.device),
+            self.block,
+            self.warp
         )?;
         if let Some(lane) = self.lane {
             write!(f, ", lane {lane}")?;

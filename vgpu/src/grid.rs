@@ -258,6 +258,8 @@ pub struct Grid {
     stats: Stats,
     /// Reports without check mode.
     collected: Reports,
+    /// The device as faults name it.
+    device: Option<u32>,
     livelock_limit: u64,
     /// Warp instructions when a block last began or ended, or all warps only waited.
     progress_at: u64,
@@ -444,6 +446,7 @@ impl Grid {
             digest: 0,
             stats: Stats::default(),
             collected: Reports::new(dev.collect),
+            device: None,
             livelock_limit,
             progress_at: 0,
             epoch: 1,
@@ -1089,6 +1092,7 @@ impl Grid {
         let kernel = self.env.kernel.name.clone();
         let traces = self.traces(at, pc, &kind);
         Box::new(Fault {
+            device: self.device,
             kernel,
             block,
             warp: at.warp,
@@ -1141,6 +1145,11 @@ impl Grid {
 
     fn deadlock(&self, at: WarpRef, pc: u32) -> Box<Fault> {
         self.fault_at(at, pc, None, FaultKind::Deadlock(self.stuck_report()))
+    }
+
+    /// Has faults name the device.
+    pub(crate) fn on_device(self, device: Option<u32>) -> Self {
+        Self { device, ..self }
     }
 
     /// The reports after which the grid continued without check mode ([`DeviceConfig::collect`]).

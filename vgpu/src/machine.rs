@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::check::{CheckConfig, Checker, MOST_COLLECTED, Past, Report, Timeline};
 use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig};
 use crate::explore::{Actor, Path};
-use crate::fault::{Fault, FaultKind, HANG, LaunchError, StuckReport, StuckWarp};
+use crate::fault::{Fault, FaultKind, HANG, LaunchError, StuckReport, StuckWarp, of_device};
 use crate::grid::{Grid, Progress, Residency, Step};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region, Reservation};
@@ -301,6 +301,8 @@ struct Launch {
 /// A device, with one stream of kernels.
 struct Device {
     memory: Memory,
+    /// Its number, where the machine has several.
+    number: Option<u32>,
     queue: VecDeque<Launch>,
     running: Option<Grid>,
     /// Memory of the arguments of the kernel that runs.
@@ -407,8 +409,9 @@ impl Machine {
         let livelock_limit = config.livelock_limit.or(Some(CHECKED_LIVELOCK_LIMIT));
         let checker = check.map(Checker::new);
         let clock_ns = Arc::new(AtomicU64::new(0));
-        let device = |_| Device {
+        let device = |number| Device {
             memory: Memory::checked(seed, checker.clone()),
+            number: (devices > 1).then_some(number as u32),
             queue: VecDeque::new(),
             running: None,
             arguments: vec![],
@@ -417,8 +420,13 @@ impl Machine {
             collected: vec![],
             spins: false,
         };
+        let devices: Vec<Device> = (0..devices).map(device).collect();
+        if let (Some(checker), 2..) = (&checker, devices.len()) {
+            (0..).zip(&devices).for_each(|(number, device)| checker.number_device(&device.memory, number));
+            checker.world().grids.names_devices = true;
+        }
         Machine {
-            devices: (0..devices).map(device).collect(),
+            devices,
             config: DeviceConfig { clock: Clock::Virtual(clock_ns.clone()), livelock_limit, ..config },
             checker,
             clock_ns,
@@ -480,14 +488,16 @@ impl Machine {
         self.devices.get(device).ok_or(MachineError::NoDevice { device, devices: self.devices.len() })
     }
 
-    /// Memory of a device for `len` numbers, which hold poison. `label` names it in reports.
+    /// Memory of a device for `len` numbers, which hold poison. `label` names it in reports, with the
+    /// device where the machine has several.
     ///
     /// # Errors
     /// No such device, or no memory.
     pub fn alloc<T: Number>(&self, device: usize, label: &str, len: usize) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         // No memory has as many bytes as the product is cut to.
-        let region = memory.alloc(len.saturating_mul(size_of::<T>()) as u64, label)?;
+        let bytes = len.saturating_mul(size_of::<T>()) as u64;
+        let region = memory.alloc(bytes, &format!("{label}{}", of_device(self.devices[device].number)))?;
         Ok(Array { memory, region: Arc::new(region), offset: 0, len, of: PhantomData })
     }
 
@@ -542,7 +552,10 @@ impl Machine {
         object: &MulticastObject,
     ) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
-        let region = Arc::new(memory.multicast(object, array.region.label())?);
+        // The addresses are those of all devices.
+        let label = array.region.label();
+        let label = label.strip_suffix(&of_device(self.devices[device].number)).unwrap_or(label);
+        let region = Arc::new(memory.multicast(object, label)?);
         Ok(Array { memory, region, offset: array.offset, len: array.len, of: PhantomData })
     }
 
@@ -793,11 +806,14 @@ impl Machine {
     /// A hang as a fault, at the place of the first wait.
     fn hang(&self) -> Option<Fault> {
         let waits = self.waits();
-        let (report, first) = waits.iter().find_map(|(_, report)| Some((report, report.warps.first()?)))?;
+        let (at, report, first) =
+            waits.iter().find_map(|(at, report)| Some((*at, report, report.warps.first()?)))?;
+        let device = self.devices[at].number;
         let StuckWarp { block, warp, ptx_line, ptx_text, source, inlined, .. } = first.clone();
         let (kernel, kind) = (report.kernel.clone(), FaultKind::Hang(waits));
         Some(Fault {
             kernel,
+            device,
             block,
             warp,
             lane: None,
@@ -832,7 +848,8 @@ impl Device {
         let Launch { residency, kernel, shape, params, memory: arguments, .. } = launch;
         self.arguments = arguments;
         let memory = self.memory.clone();
-        self.running = Some(Grid::launch(residency, kernel, memory, config, shape, &params, order)?);
+        let grid = Grid::launch(residency, kernel, memory, config, shape, &params, order)?;
+        self.running = Some(grid.on_device(self.number));
         self.spins = false;
         Ok(())
     }
@@ -949,8 +966,23 @@ mod tests {
         machine.launch_with(1, &module, "add", ONE, &[&peer]).unwrap();
         let error = machine.run().unwrap_err();
         assert!(matches!(error, MachineError::Fault(_)), "{error}");
-        assert!(error.to_string().contains("data race"), "{error}");
+        for part in ["data race in global memory at 'word of device 0' + 0x0", "'add' of device 0, block", "'add' of device 1, block"] {
+            assert!(error.to_string().contains(part), "{error}");
+        }
         assert_eq!(format!("{error:?}"), error.to_string());
+    }
+
+    #[test]
+    fn faults_name_the_device_where_there_are_several() {
+        let module = module();
+        for (devices, named) in [(1, false), (2, true)] {
+            let mut machine = Machine::new(devices);
+            let word = machine.upload(0, "word", &[0u32, 0]).unwrap();
+            machine.launch_with(devices - 1, &module, "add", ONE, &[&(word.addr() + 4096)]).unwrap();
+            let error = machine.run().unwrap_err().to_string();
+            assert_eq!(error.contains("in kernel 'add' of device 1, block [0, 0, 0]"), named, "{error}");
+            assert_eq!(error.contains("in kernel 'add', block [0, 0, 0]"), !named, "{error}");
+        }
     }
 
     /// The test is for miri, which reports a data race of Rust's memory model.

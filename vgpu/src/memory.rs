@@ -857,7 +857,7 @@ impl Memory {
 impl Checker {
     /// Gives a device the number that [`Stored`](crate::Stored) has for it; 0 otherwise.
     pub fn number_device(&self, memory: &Memory, number: u32) {
-        self.world().devices.insert(memory.id(), number);
+        self.world().grids.devices.insert(memory.id(), number);
     }
 }
 

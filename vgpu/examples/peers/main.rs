@@ -68,7 +68,11 @@ fn named(fault: &Fault) -> String {
         None => format!("kernel '{kernel}'"),
     };
     let here = at(&fault.source, &fault.kernel);
-    let memory = |label: &str| if label.is_empty() { "shared memory".to_owned() } else { label.to_owned() };
+    // The schedule decides which device comes first.
+    let memory = |label: &str| match label.split(" of device ").next().unwrap_or_default() {
+        "" => "shared memory".to_owned(),
+        label => label.to_owned(),
+    };
     match &fault.kind {
         FaultKind::Race(race) => {
             // The schedule decides which of the two comes second.
@@ -77,9 +81,7 @@ fn named(fault: &Fault) -> String {
                 format!("{} at {}", race.other.access, at(&race.other.source, &race.other.kernel)),
             ];
             ends.sort();
-            // So does the device whose memory comes first at a multicast address.
-            let label = race.label.split(" of device ").next().unwrap_or_default();
-            format!("race on {}: {}, {}", memory(label), ends[0], ends[1])
+            format!("race on {}: {}, {}", memory(&race.label), ends[0], ends[1])
         }
         FaultKind::Unwritten { label, .. } => format!("unwritten {}: read at {here}", memory(label)),
         // The place and the number of instructions depend on the schedule.

@@ -1,11 +1,19 @@
 //! The grids of a checker, and the actors that a scope includes.
 
+use std::collections::HashMap;
+
 use super::clock::{self, Key, Passed, VectorClock};
 use crate::ir::Scope;
 
 /// Facts about the grids: the timeline and the device that each ran on.
 #[derive(Debug, Default)]
-pub(crate) struct Grids(pub(crate) Vec<GridFacts>);
+pub(crate) struct Grids {
+    pub(crate) all: Vec<GridFacts>,
+    /// Numbers of devices, by the identity of their memory.
+    pub(crate) devices: HashMap<u64, u32>,
+    /// Whether reports name devices.
+    pub(crate) names_devices: bool,
+}
 
 #[derive(Debug)]
 pub(crate) struct GridFacts {
@@ -19,12 +27,17 @@ pub(crate) struct GridFacts {
 }
 
 impl Grids {
+    /// The number of a device, where reports name devices.
+    pub(crate) fn number_of(&self, device: u64) -> Option<u32> {
+        self.devices.get(&device).copied().filter(|_| self.names_devices)
+    }
+
     pub(crate) fn facts(&self, key: Key) -> Option<&GridFacts> {
         if clock::is_timeline(key) {
             return None;
         }
         // Numbers begin with 1.
-        self.0.get((clock::grid_of(key) as usize).checked_sub(1)?)
+        self.all.get((clock::grid_of(key) as usize).checked_sub(1)?)
     }
 
     /// Whether `clock` includes tick `tick` of `key`.

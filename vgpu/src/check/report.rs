@@ -82,6 +82,7 @@ pub(super) fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key)
     Party {
         access,
         kernel: facts.kernel.name.clone(),
+        device: grids.number_of(facts.device),
         block: [block % x, block / x % y, block / x / y].map(|v| v as u32),
         warp: within.map(|w| w.0),
         lane: within.and_then(|w| w.1),
@@ -478,12 +479,12 @@ pub(crate) fn collected(
     pc: u32,
     recent: impl Iterator<Item = RecentStep>,
 ) -> Fault {
-    let Party { kernel, block, warp, lane, ptx_line, ptx_text, source, inlined, .. } =
+    let Party { kernel, device, block, warp, lane, ptx_line, ptx_text, source, inlined, .. } =
         party(grids, String::new(), own, pc, own);
     let warp = warp.unwrap_or_default();
     let steps = grids.facts(own).map(|facts| TraceStep::list(&facts.kernel, recent)).unwrap_or_default();
     let traces = if steps.is_empty() { vec![] } else { vec![Trace { block, warp, steps }] };
-    Fault { kernel, block, warp, lane, ptx_line, ptx_text, source, inlined, kind, traces }
+    Fault { kernel, device, block, warp, lane, ptx_line, ptx_text, source, inlined, kind, traces }
 }
 
 /// The fault for a violation at a place that `label` names.

@@ -410,6 +410,7 @@ mod tests {
         let race = Race { other, class: Class::Corrupts, ..Race::default() };
         Report::new(Fault {
             kernel: here.0.into(),
+            device: None,
             block: [0; 3],
             warp: 0,
             lane: None,

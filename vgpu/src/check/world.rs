@@ -44,8 +44,6 @@ pub(crate) struct World {
     pub(super) loads: Counts,
     /// Reads and writes of lanes so far.
     pub(crate) accesses: u64,
-    /// Numbers of devices, by the identity of their memory.
-    pub(crate) devices: HashMap<u64, u32>,
     /// Release patterns that a read of the location may observe.
     pub(crate) releases: ReleaseMap,
     /// Chains of releases so far: the number of the last.
@@ -82,7 +80,6 @@ impl World {
             stores: Counts::default(),
             loads: Counts::default(),
             accesses: 0,
-            devices: HashMap::new(),
             backings: HashMap::new(),
             free_shadows: vec![],
             releases: ReleaseMap::default(),
@@ -175,8 +172,8 @@ impl World {
     ) -> u32 {
         let timeline = timeline.map_or_else(|| self.new_timeline(), |t| t.0);
         let tick = self.next_tick();
-        self.grids.0.push(GridFacts { timeline, tick, device, kernel, grid: shape, cluster });
-        let number = self.grids.0.len() as u32;
+        self.grids.all.push(GridFacts { timeline, tick, device, kernel, grid: shape, cluster });
+        let number = self.grids.all.len() as u32;
         start.all.begin_grid(number, (timeline, tick));
         start.publish_all();
         number
@@ -190,7 +187,7 @@ impl World {
 
     /// Ends a grid: `known` then includes all of it.
     pub(crate) fn end_grid(&mut self, grid: u32, past: &mut CausalPast) {
-        if let Some(facts) = self.grids.0.get(grid as usize - 1) {
+        if let Some(facts) = self.grids.all.get(grid as usize - 1) {
             past.all.raise(facts.timeline, facts.tick);
         }
         past.publish_all();
@@ -246,13 +243,13 @@ impl World {
 
     /// The number that a device was given.
     fn device_number(&self, device: u64) -> u32 {
-        self.devices.get(&device).copied().unwrap_or_default()
+        self.grids.devices.get(&device).copied().unwrap_or_default()
     }
 
     /// The device of a grid, and the kernel.
     fn kernel_of(&self, grid: u32) -> Option<(u32, String)> {
         // Numbers begin with 1.
-        let facts = self.grids.0.get((grid as usize).checked_sub(1)?)?;
+        let facts = self.grids.all.get((grid as usize).checked_sub(1)?)?;
         Some((self.device_number(facts.device), facts.kernel.name().to_owned()))
     }
 

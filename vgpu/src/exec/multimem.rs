@@ -160,8 +160,10 @@ impl<W: Hooks> Exec<'_, W> {
         how: How,
         write: bool,
     ) -> Run<()> {
-        let label = format!("{} of device {device}", target.label);
-        self.blame_in(label, place(target, 0), violation, lane, (how, write))
+        // The label of memory of a machine names its device.
+        let of = format!(" of device {device}");
+        let label = target.label.strip_suffix(&of).unwrap_or(&target.label);
+        self.blame_in(format!("{label}{of}"), place(target, 0), violation, lane, (how, write))
     }
 
     /// The value of register `e` of lane `i`.

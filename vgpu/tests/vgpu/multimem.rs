@@ -602,7 +602,7 @@ fn a_report_names_the_device_of_the_memory() {
             race.label
         })
         .collect();
-    assert_eq!(labels, ["words", "words of device 2"].map(str::to_owned).into());
+    assert_eq!(labels, ["words of device 2".to_owned()].into());
     assert_eq!(run_bodies(&[idle; 3], &mut machine).unwrap(), [0; 12]);
 }
 
@@ -669,7 +669,7 @@ fn multimem_is_for_multicast_addresses_alone() {
     };
     let found = kind("multimem.st.global.u32 [%rd2+4], %r1;");
     let FaultKind::Multicast { message } = found else { panic!("{found}") };
-    assert!(message.ends_with("which is no multicast address but 'words' + 0x4"), "{message}");
+    assert!(message.ends_with("which is no multicast address but 'words of device 0' + 0x4"), "{message}");
     let found = kind("mov.u64 %rd3, 64;\nmultimem.red.global.add.u32 [%rd3], %r1;");
     assert!(matches!(found, FaultKind::OutOfBounds { addr: 64, bytes: 4, .. }), "{found}");
     let found = kind("multimem.st.global.u32 [%rd1+2], %r1;");
