@@ -922,18 +922,23 @@ impl fmt::Display for TraceStep {
 
 /// The lanes of a mask, as in `lanes 0-3, 8`.
 fn lane_numbers(mask: u32) -> String {
+    let lanes = (0..32).filter(|lane| mask >> lane & 1 != 0);
+    format!("{} {}", if mask.is_power_of_two() { "lane" } else { "lanes" }, ranges(lanes))
+}
+
+/// Numbers in rising order, as in `0-3, 8`.
+fn ranges(numbers: impl IntoIterator<Item = u32>) -> String {
     let mut ranges: Vec<[u32; 2]> = vec![];
-    for lane in (0..32).filter(|lane| mask >> lane & 1 != 0) {
+    for number in numbers {
         match ranges.last_mut() {
-            Some([_, last]) if *last + 1 == lane => *last = lane,
-            _ => ranges.push([lane; 2]),
+            Some([_, last]) if *last + 1 == number => *last = number,
+            _ => ranges.push([number; 2]),
         }
     }
     let range = |[first, last]: [u32; 2]| {
         if first == last { first.to_string() } else { format!("{first}-{last}") }
     };
-    let ranges: Vec<String> = ranges.into_iter().map(range).collect();
-    format!("{} {}", if mask.is_power_of_two() { "lane" } else { "lanes" }, ranges.join(", "))
+    ranges.into_iter().map(range).collect::<Vec<_>>().join(", ")
 }
 
 /// A kernel that was stopped, and where.
@@ -1058,9 +1063,17 @@ pub enum WaitingFor {
     },
 }
 
-impl fmt::Display for WaitingFor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl WaitingFor {
+    /// Writes it with the name of the place, where it has one.
+    fn write(&self, f: &mut fmt::Formatter<'_>, place: &str) -> fmt::Result {
         match self {
+            WaitingFor::Mbarrier { pending, pending_bytes, phase, .. } if !place.is_empty() => write!(
+                f,
+                "waits on mbarrier {place}: phase {phase}, {pending} arrivals and {pending_bytes} bytes missing"
+            ),
+            WaitingFor::Memory { value, .. } if !place.is_empty() => {
+                write!(f, "spins on {place}, last value {value:#x} ({value})")
+            }
             WaitingFor::Nothing => write!(f, "running"),
             WaitingFor::Barrier { barrier, arrived, expected } => {
                 write!(f, "waits at {}: {arrived} of {expected} threads have arrived", name_of(*barrier))
@@ -1080,6 +1093,12 @@ impl fmt::Display for WaitingFor {
                 write!(f, "spins on {addr:#x}, last value {value:#x} ({value})")
             }
         }
+    }
+}
+
+impl fmt::Display for WaitingFor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write(f, "")
     }
 }
 
@@ -1103,9 +1122,20 @@ pub struct StuckWarp {
     pub inlined: Option<(String, u32)>,
     /// The event that it waits for.
     pub waiting: WaitingFor,
+    /// The word or the mbarrier that it waits for, as in `'buffers' + 0x4`. Empty where it has no name.
+    pub place: String,
     /// Check mode, for a wait on an mbarrier: the instructions that initialised it and arrived
     /// last.
     pub mbarrier: Vec<TraceStep>,
+}
+
+impl StuckWarp {
+    /// Whether both wait at the same place for the same event.
+    fn waits_like(&self, other: &StuckWarp) -> bool {
+        let event = |of: &StuckWarp| (of.ptx_line, of.lanes);
+        event(self) == event(other)
+            && (&self.waiting, &self.place, &self.mbarrier) == (&other.waiting, &other.place, &other.mbarrier)
+    }
 }
 
 /// Every live warp of a grid, and the event that it waits for.
@@ -1120,8 +1150,19 @@ pub struct StuckReport {
 impl fmt::Display for StuckReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "kernel '{}': {} groups of lanes are alive", self.kernel, self.warps.len())?;
-        for w in &self.warps {
-            write!(f, "\n  block {:?} warp {} lanes {:#010x}: {}", w.block, w.warp, w.lanes, w.waiting)?;
+        // Warps of a block that differ in nothing else are one line.
+        let mut lines: Vec<(&StuckWarp, Vec<u32>)> = vec![];
+        for warp in &self.warps {
+            let mut of_block = lines.iter_mut().rev().take_while(|(first, _)| first.block == warp.block);
+            match of_block.find(|(first, _)| first.waits_like(warp)) {
+                Some((_, all)) => all.push(warp.warp),
+                None => lines.push((warp, vec![warp.warp])),
+            }
+        }
+        for (w, all) in lines {
+            let warps = if all.len() == 1 { "warp" } else { "warps" };
+            write!(f, "\n  block {:?} {warps} {} lanes {:#010x}: ", w.block, ranges(all), w.lanes)?;
+            w.waiting.write(f, &w.place)?;
             if let Some(source) = &w.source {
                 write!(f, " {}", At(source, w.inlined.as_ref()))?;
             }

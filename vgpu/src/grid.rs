@@ -14,7 +14,8 @@ use crate::check::{CausalPast, Checker, Past, Report, Reports, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
 use crate::exec::bulk_queue::{BulkQueue, Landed};
-use crate::exec::cluster::{RANK_SHIFT, map_shared, offset_of};
+use crate::exec::access::{SHARED_TAG, TAG};
+use crate::exec::cluster::{RANK_SHIFT, map_shared, offset_of, rank_of};
 use crate::exec::copies::CopyQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
@@ -1158,6 +1159,27 @@ impl Grid {
         self.collected.all()
     }
 
+    /// The word or the mbarrier that lanes of a block wait for, with a name. Empty without one.
+    fn place_of(&self, block: &Block, waiting: &WaitingFor) -> String {
+        let at = match *waiting {
+            WaitingFor::Mbarrier { offset, .. } => offset,
+            WaitingFor::Memory { addr, .. } if addr & TAG == SHARED_TAG => addr & !TAG,
+            // No global memory lies in the range of the shared windows.
+            WaitingFor::Memory { addr, .. } if addr >> 32 == 0 => addr,
+            WaitingFor::Memory { addr, .. } => return self.env.table.place_of(addr).unwrap_or_default(),
+            _ => return String::new(),
+        };
+        let place = match self.env.kernel.shared_part(at) {
+            part if part.is_empty() => format!("shared offset {:#x}", offset_of(at)),
+            part => format!("'{part}' in shared memory"),
+        };
+        let remote = block.state.cluster.as_ref().filter(|_| block.state.is_remote(at));
+        match remote.and_then(|cluster| cluster.ctaid(rank_of(at))) {
+            Some(block) => format!("{place} of block {block:?}"),
+            None => place,
+        }
+    }
+
     /// Every live group of lanes, and the event that it waits for.
     #[must_use]
     pub fn stuck_report(&self) -> StuckReport {
@@ -1190,6 +1212,7 @@ impl Grid {
                     let pcs = past.into_iter().flat_map(|(init, arrival)| [Some(init), arrival]).flatten();
                     let mbarrier = pcs.map(|pc| TraceStep::at(kernel, pc)).collect();
                     warps.push(StuckWarp {
+                        place: self.place_of(block, &waiting),
                         block: block.state.ctaid,
                         warp: warp.index,
                         lanes: g.mask,

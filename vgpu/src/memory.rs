@@ -24,7 +24,7 @@ use crate::check::record::ViolationAt;
 use crate::check::shadow::{Names, Shadow};
 use crate::check::world::World;
 use crate::fault::FaultKind;
-use crate::memory_error::{MemoryError, NearRegion, PAGE};
+use crate::memory_error::{MemoryError, NearRegion, PAGE, Spot};
 use crate::module::Module;
 use crate::multicast::{MulticastObject, Target, Targets, Window};
 use crate::racing;
@@ -199,6 +199,12 @@ impl Table {
     fn entry_at(&self, addr: u64) -> Option<(&Entry, u64)> {
         let e = &self.entries[self.entries.partition_point(|e| e.addr <= addr).checked_sub(1)?];
         (addr - e.addr <= e.bytes).then_some((e, addr - e.addr))
+    }
+
+    /// An address as reports name it, as in `'buffers' + 0x4`, where it is in a region.
+    pub(crate) fn place_of(&self, addr: u64) -> Option<String> {
+        let (e, offset) = self.entry_at(addr).filter(|(e, offset)| *offset < e.bytes)?;
+        Some(Spot { label: &e.label, offset, part: "" }.to_string())
     }
 
     /// The multicast addresses that hold `addr`: their entry, the memory behind them, and the offset.

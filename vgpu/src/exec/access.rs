@@ -22,7 +22,7 @@ use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
 pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
 pub(crate) const LOCAL_TAG: u64 = 0xb0 << 56;
 pub(crate) const PARAM_TAG: u64 = 0xc0 << 56;
-pub(super) const TAG: u64 = 0xff << 56;
+pub(crate) const TAG: u64 = 0xff << 56;
 
 /// Reads `bytes` (1, 2, 4 or 8) zero-extended.
 ///

@@ -83,7 +83,7 @@ impl BlockState {
     }
 
     /// Whether an address is that of another block's shared memory.
-    pub(super) fn is_remote(&self, address: u64) -> bool {
+    pub(crate) fn is_remote(&self, address: u64) -> bool {
         self.cluster.is_some() && rank_of(address) != self.rank
     }
 

@@ -219,10 +219,22 @@ fn spinning_grids_say_so_and_go_on_when_memory_changes() {
         let report = run.grid.stuck_report();
         let addr = run.buf.addr();
         assert!(report.warps.iter().any(|w| w.waiting == WaitingFor::Memory { addr, value: 1 }), "{report}");
+        assert!(report.to_string().contains(": spins on 'buf' + 0x0, last value 0x1 (1)"), "{report}");
         run.memory.write(addr, &6u64.to_ne_bytes()).unwrap();
         run.finish().unwrap();
         assert_eq!(run.words(), [6, 6, 6]);
     }
+}
+
+#[test]
+fn warps_of_a_block_that_wait_alike_are_one_line() {
+    let body = "L: ld.acquire.sys.global.u64 %rd1, [%rd40]; setp.eq.u64 %p1, %rd1, 1; @%p1 bra L;";
+    let mut run = Run::new(&kernel("", body), &[1], launch(2, 96), &DeviceConfig::default());
+    while run.grid.step(1_000_000).unwrap() != Progress::Spinning {}
+    let report = run.grid.stuck_report();
+    let text = report.to_string();
+    assert_eq!((report.warps.len(), text.lines().count()), (6, 3), "{text}");
+    assert!(text.contains("\n  block [1, 0, 0] warps 0-2 lanes 0xffffffff: spins on 'buf' + 0x0"), "{text}");
 }
 
 #[test]
