@@ -7,6 +7,7 @@ use crate::exec::state::RecentStep;
 use crate::ir::CLUSTER_BARRIER;
 use crate::kernel::Kernel;
 use crate::memory_error::{MemoryError, NearRegion, Spot, place};
+use crate::names::readable_name;
 
 /// PTX that cannot be loaded, with the place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +35,7 @@ impl std::error::Error for PtxError {}
 #[non_exhaustive]
 pub enum LaunchError {
     /// The parameter block has the wrong length.
-    #[error("kernel '{kernel}' takes {expected} bytes of parameters, {actual} were given")]
+    #[error("kernel '{}' takes {expected} bytes of parameters, {actual} were given", readable_name(kernel))]
     ParamBytes {
         /// Kernel name.
         kernel: String,
@@ -44,7 +45,7 @@ pub enum LaunchError {
         actual: usize,
     },
     /// The number of arguments is not that of the parameters.
-    #[error("kernel '{kernel}' takes {expected} arguments, {actual} were given{}", indented(params))]
+    #[error("kernel '{}' takes {expected} arguments, {actual} were given{}", readable_name(kernel), indented(params))]
     ArgumentCount {
         /// Kernel name.
         kernel: String,
@@ -57,7 +58,7 @@ pub enum LaunchError {
     },
     /// An argument is larger or smaller than its parameter.
     #[error(
-        "parameter {param} of kernel '{kernel}' has {expected} bytes, its argument has {actual}{}",
+        "parameter {param} of kernel '{}' has {expected} bytes, its argument has {actual}{}", readable_name(kernel),
         indented(params)
     )]
     ArgumentBytes {
@@ -73,7 +74,7 @@ pub enum LaunchError {
         params: Vec<String>,
     },
     /// A grid or block dimension is zero or too large.
-    #[error("bad launch of '{kernel}': {what} is {value:?} (each must be from 1 to {max:?})")]
+    #[error("bad launch of '{}': {what} is {value:?} (each must be from 1 to {max:?})", readable_name(kernel))]
     Dimension {
         /// Kernel name.
         kernel: String,
@@ -85,7 +86,7 @@ pub enum LaunchError {
         max: [u32; 3],
     },
     /// More threads per block than the kernel or the hardware allows.
-    #[error("kernel '{kernel}' allows {max} threads per block, {threads} were asked for")]
+    #[error("kernel '{}' allows {max} threads per block, {threads} were asked for", readable_name(kernel))]
     TooManyThreads {
         /// Kernel name.
         kernel: String,
@@ -95,7 +96,7 @@ pub enum LaunchError {
         max: u32,
     },
     /// The block does not have the shape that `.reqntid` demands.
-    #[error("kernel '{kernel}' requires blocks of {required:?} threads, {block:?} was asked for")]
+    #[error("kernel '{}' requires blocks of {required:?} threads, {block:?} was asked for", readable_name(kernel))]
     BlockShape {
         /// Kernel name.
         kernel: String,
@@ -105,7 +106,7 @@ pub enum LaunchError {
         block: [u32; 3],
     },
     /// A cluster of blocks that the grid, the kernel or the device does not allow.
-    #[error("kernel '{kernel}' in clusters of {cluster:?} blocks: {message}")]
+    #[error("kernel '{}' in clusters of {cluster:?} blocks: {message}", readable_name(kernel))]
     Cluster {
         /// Kernel name.
         kernel: String,
@@ -116,7 +117,7 @@ pub enum LaunchError {
     },
     /// More shared memory than a block may have.
     #[error(
-        "kernel '{kernel}' needs {static_bytes} + {dynamic_bytes} bytes of shared memory, a block may have {max}"
+        "kernel '{}' needs {static_bytes} + {dynamic_bytes} bytes of shared memory, a block may have {max}", readable_name(kernel)
     )]
     SharedMemory {
         /// Kernel name.
@@ -130,7 +131,7 @@ pub enum LaunchError {
     },
     /// A cooperative launch of more blocks than the device holds at a time.
     #[error(
-        "cooperative launch of '{kernel}': {blocks} blocks, of which the device holds {resident} at a time; launch fewer blocks, or smaller ones"
+        "cooperative launch of '{}': {blocks} blocks, of which the device holds {resident} at a time; launch fewer blocks, or smaller ones", readable_name(kernel)
     )]
     NotResident {
         /// Kernel name.
@@ -142,7 +143,7 @@ pub enum LaunchError {
     },
     /// Too many blocks for the keys of check mode.
     #[error(
-        "kernel '{kernel}' has {blocks} blocks: check mode tells 2^20 of a grid apart, and 2^27 grids; check a smaller launch"
+        "kernel '{}' has {blocks} blocks: check mode tells 2^20 of a grid apart, and 2^27 grids; check a smaller launch", readable_name(kernel)
     )]
     TooLargeToCheck {
         /// Kernel name.
@@ -151,7 +152,7 @@ pub enum LaunchError {
         blocks: u64,
     },
     /// Check mode: the kernel reads a register that nothing has written.
-    #[error("kernel '{kernel}' reads {read}")]
+    #[error("kernel '{}' reads {read}", readable_name(kernel))]
     UnwrittenRegister {
         /// Kernel name.
         kernel: String,
@@ -265,7 +266,7 @@ impl fmt::Display for Party {
             Launch::OtherDevice => " of another device",
         };
         let Self { access, kernel, block, device, .. } = self;
-        write!(f, "{access} in kernel '{kernel}'{}{launch}, block {block:?}", of_device(*device))?;
+        write!(f, "{access} in kernel '{}'{}{launch}, block {block:?}", readable_name(kernel), of_device(*device))?;
         if let Some(warp) = self.warp {
             write!(f, ", warp {warp}")?;
         }
@@ -975,7 +976,7 @@ impl fmt::Display for Fault {
             f,
             "{}\n  in kernel '{}'{}, block {:?}, warp {}",
             self.kind,
-            self.kernel,
+            readable_name(&self.kernel),
             of_device(self.device),
             self.block,
             self.warp
@@ -1149,7 +1150,7 @@ pub struct StuckReport {
 
 impl fmt::Display for StuckReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "kernel '{}': {} groups of lanes are alive", self.kernel, self.warps.len())?;
+        write!(f, "kernel '{}': {} groups of lanes are alive", readable_name(&self.kernel), self.warps.len())?;
         // Warps of a block that differ in nothing else are one line.
         let mut lines: Vec<(&StuckWarp, Vec<u32>)> = vec![];
         for warp in &self.warps {

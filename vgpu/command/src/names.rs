@@ -2,15 +2,7 @@
 
 use anyhow::{Result, bail};
 use epoxide_vgpu::Module;
-
-/// The name of a kernel in its source. A name that no compiler has mangled is returned as it is.
-pub fn readable(name: &str) -> String {
-    if let Ok(rust) = rustc_demangle::try_demangle(name) {
-        // Without the hash behind it.
-        return format!("{rust:#}");
-    }
-    cpp_demangle::Symbol::new(name).ok().and_then(|symbol| symbol.demangle().ok()).unwrap_or(name.to_owned())
-}
+pub use epoxide_vgpu::readable_name as readable;
 
 /// Replaces the quoted names in a report by readable ones.
 pub fn make_readable(text: &str, module: &Module) -> String {

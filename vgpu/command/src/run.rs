@@ -288,8 +288,7 @@ impl Args {
             }
             let arguments: Vec<&dyn epoxide_vgpu::Argument> =
                 packed.iter().map(|packed| packed as &dyn epoxide_vgpu::Argument).collect();
-            let launched = machine.launch_with(device, module, kernel, shape, &arguments);
-            launched.map_err(|error| anyhow::Error::msg(names::make_readable(&error.to_string(), module)))?;
+            machine.launch_with(device, module, kernel, shape, &arguments)?;
         }
         let ended = machine.run();
         let mut outcome = Outcome { reports: machine.reports(), ..Outcome::default() };
@@ -458,7 +457,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let mut document = Document { command: "run", findings: vec![], notes: vec![], more: Map::new() };
     let mut open_reports = vec![];
     for (report, seeds) in collected.reports.iter().zip(&collected.seeds) {
-        let text = names::make_readable(&format!("  {}", report.fault), &module);
+        let text = format!("  {}", report.fault);
         let accepted = accepts.accepts(report, &names::readable);
         let finding = Finding::of(&args.file, report, text);
         if accepted.is_none() {
@@ -511,7 +510,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
 /// notes list all causes. Returns them as JSON.
 fn causes(open: &[(usize, Report)], document: &mut Document) -> Value {
     let reports: Vec<Report> = open.iter().map(|(_, report)| report.clone()).collect();
-    let summary = Report::summary(&reports, &names::readable);
+    let summary = Report::summary(&reports);
     for (number, cause) in summary.causes.iter().enumerate() {
         cause.reports.iter().for_each(|at| document.findings[open[*at].0].cause = Some(number));
     }

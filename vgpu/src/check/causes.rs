@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::reports::{Report, ReportPlace};
 use crate::fault::{Fault, FaultKind, Gap, Party};
+use crate::names::readable_name;
 
 /// Reports that one change of the kernel would fix: races with the same gaps, or races of the same
 /// flags without gaps. Each report of another kind has its own cause.
@@ -69,21 +70,20 @@ impl Report {
         self.is_alike(other) || same_flags && a.missing == b.missing
     }
 
-    /// Groups reports by their causes. `name_of` gives the readable name of a kernel. Displayed, a
-    /// summary has a line for each cause, and one for each of its reports.
+    /// Groups reports by their causes. Displayed, a summary has a line for each cause, and one for each of its reports.
     ///
     /// ```
     /// use epoxide_vgpu::{Machine, Report};
     ///
     /// let machine = Machine::checked(2, 0);
     /// // Behind `machine.run()`:
-    /// print!("{}", Report::summary(&machine.reports(), &|kernel| kernel.to_owned()));
+    /// print!("{}", Report::summary(&machine.reports()));
     /// ```
     #[must_use]
-    pub fn summary(reports: &[Report], name_of: &dyn Fn(&str) -> String) -> Summary {
+    pub fn summary(reports: &[Report]) -> Summary {
         let mut summary = Summary::default();
         for (at, report) in reports.iter().enumerate() {
-            summary.reports.push(report.line(name_of));
+            summary.reports.push(report.line());
             let known = |cause: &&mut Cause| reports[cause.reports[0]].has_cause_of(report);
             match summary.causes.iter_mut().find(known) {
                 Some(cause) => {
@@ -91,7 +91,7 @@ impl Report {
                     cause.occurrences += report.occurrences;
                 }
                 None => summary.causes.push(Cause {
-                    text: report.cause(name_of),
+                    text: report.cause(),
                     gaps: report.gaps().to_vec(),
                     reports: vec![at],
                     occurrences: report.occurrences,
@@ -110,9 +110,9 @@ impl Report {
         }
     }
 
-    fn cause(&self, name_of: &dyn Fn(&str) -> String) -> String {
+    fn cause(&self) -> String {
         let gap = |gap: &Gap| {
-            format!("{} ({}, in kernel '{}')", gap.sentence(), gap.place(), name_of(&gap.at.kernel))
+            format!("{} ({}, in kernel '{}')", gap.sentence(), gap.place(), readable_name(&gap.at.kernel))
         };
         match &self.fault.kind {
             FaultKind::Race(race) if race.gaps.is_empty() => format!("missing: {}", race.missing),
@@ -121,7 +121,7 @@ impl Report {
         }
     }
 
-    fn line(&self, name_of: &dyn Fn(&str) -> String) -> String {
+    fn line(&self) -> String {
         let Fault { kind, .. } = &self.fault;
         let on = match kind {
             FaultKind::Race(race) if race.space == "shared" => " on shared memory".to_owned(),
@@ -138,7 +138,7 @@ impl Report {
         let mut kernels: Vec<String> = places
             .iter()
             .filter(|at| !at.kernel.is_empty())
-            .map(|at| format!("'{}'", name_of(&at.kernel)))
+            .map(|at| format!("'{}'", readable_name(&at.kernel)))
             .collect();
         kernels.dedup();
         format!(

@@ -20,6 +20,7 @@ use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Part
 use crate::ir::{MbarOp, Op, Scope, Sem, WarpOp};
 use crate::kernel::Kernel;
 use crate::memory_error::Spot;
+use crate::names::readable_name;
 
 /// The access that was stopped, and the causal past of its lane.
 pub(crate) struct Me<'a> {
@@ -563,7 +564,7 @@ fn line_of(world: &World, actor: Key, pc: u32) -> String {
     let (ptx_line, _, source) = facts.kernel.origin(pc);
     let source =
         source.map_or_else(|| format!("PTX line {ptx_line}"), |(file, line)| format!("{file}:{line}"));
-    format!("kernel '{}' at {source}", facts.kernel.name)
+    format!("kernel '{}' at {source}", readable_name(&facts.kernel.name))
 }
 
 /// Identifies an instruction of a kernel.

@@ -341,14 +341,14 @@ READER:
         machine.launch_with(0, &module, "k", launch(2, 1), &[&buf]).unwrap();
         machine.run().unwrap();
         let reports = machine.reports();
-        let summary = Report::summary(&reports, &|name| format!("{name}()"));
+        let summary = Report::summary(&reports);
         let [narrow, unwritten] = summary.causes.as_slice() else { panic!("{summary}") };
         assert_eq!((narrow.reports.as_slice(), narrow.occurrences), ([0, 1].as_slice(), 2), "{summary}");
         assert_eq!((narrow.gaps[0].kind, unwritten.gaps.len()), (NarrowFence, 0), "{summary}");
         let text = summary.to_string();
         for part in [
             "cause: 2 reports, 2 times: the writer's fence has scope .cta, which leaves the reader out",
-            "fence.acq_rel.cta;, in kernel 'k()')\n  race (corrupts) read-after-write on 'buf' at PTX line ",
+            "fence.acq_rel.cta;, in kernel 'k')\n  race (corrupts) read-after-write on 'buf' at PTX line ",
             "cause: 1 report, 1 times: read of 4 bytes of unwritten shared memory",
         ] {
             assert!(text.contains(part), "without '{part}': {text}");

@@ -119,7 +119,7 @@ WRITE:
         all.iter().map(|report| report.hazard().map(Hazard::name).unwrap_or_default()).collect();
     hazards.sort_unstable();
     assert_eq!(hazards, ["read-after-write", "write-after-read"]);
-    let text = Report::summary(&all, &|kernel| kernel.to_owned()).to_string();
+    let text = Report::summary(&all).to_string();
     assert!(text.contains("race (corrupts) write-after-read on 'buf' at PTX line "), "{text}");
     // One line of a list accepts both directions.
     let lines = |hazard| {
