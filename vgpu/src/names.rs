@@ -1,5 +1,10 @@
 //! Readable names of kernels.
 
+/// A number of things, as in `1 report` or `3 reports`.
+pub(crate) fn counted(number: u64, thing: &str) -> String {
+    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
+}
+
 /// The name of a kernel in its source, as reports show it: without a compiler's mangling, and without
 /// the hash of a Rust function. A name that no compiler has mangled is returned as it is, and so are
 /// all names without the crate's feature `demangle`.

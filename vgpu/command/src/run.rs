@@ -395,6 +395,11 @@ impl Collected {
     }
 }
 
+/// A number of things, as in `1 run` or `20 runs`.
+fn counted(number: u64, thing: &str) -> String {
+    format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
+}
+
 fn note(seeds: &mut Vec<u64>, seed: u64) {
     if seeds.len() < MOST_SEEDS {
         seeds.push(seed);
@@ -485,9 +490,10 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let open = document.findings.iter().filter(|finding| finding.accepted.is_none()).count();
     let accepted = document.findings.len() - open;
     document.notes.push(format!(
-        "{}: {} runs, {open} reports{}",
+        "{}: {}, {}{}",
         names::readable(&kernel),
-        explored.map_or(args.seeds.end - args.seeds.start, |(runs, _)| runs),
+        counted(explored.map_or(args.seeds.end - args.seeds.start, |(runs, _)| runs), "run"),
+        counted(open as u64, "report"),
         if accepted == 0 { String::new() } else { format!(", {accepted} accepted") }
     ));
     if let Some((_, coverage)) = explored {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::reports::{Report, ReportPlace};
 use crate::fault::{Fault, FaultKind, Gap, Party};
-use crate::names::readable_name;
+use crate::names::{counted, readable_name};
 
 /// Reports that one change of the kernel would fix: races with the same gaps, or races of the same
 /// flags without gaps. Each report of another kind has its own cause.
@@ -22,7 +22,7 @@ pub struct Cause {
 }
 
 /// Reports by their causes, as [`Report::summary`] groups them. Its text has a line for each cause
-/// and each report.
+/// and each report, each with a newline at its end.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Summary {
@@ -115,10 +115,24 @@ impl Report {
             format!("{} ({}, in kernel '{}')", gap.sentence(), gap.place(), readable_name(&gap.at.kernel))
         };
         match &self.fault.kind {
-            FaultKind::Race(race) if race.gaps.is_empty() => format!("missing: {}", race.missing),
+            FaultKind::Race(race) if race.gaps.is_empty() => {
+                format!("missing: {} (in kernel {})", race.missing, self.kernels())
+            }
             FaultKind::Race(race) => race.gaps.iter().map(gap).collect::<Vec<_>>().join("; "),
-            kind => kind.to_string().lines().next().unwrap_or_default().to_owned(),
+            kind => {
+                let text = kind.to_string();
+                format!("{} (in kernel {})", text.lines().next().unwrap_or_default(), self.kernels())
+            }
         }
+    }
+
+    /// The names of the kernels of its places.
+    fn kernels(&self) -> String {
+        let places = self.places();
+        let kernels = places.iter().filter(|at| !at.kernel.is_empty());
+        let mut kernels: Vec<String> = kernels.map(|at| format!("'{}'", readable_name(&at.kernel))).collect();
+        kernels.dedup();
+        kernels.join(" and ")
     }
 
     fn line(&self) -> String {
@@ -134,20 +148,13 @@ impl Report {
             (Some((file, line)), _) => format!("{file}:{line}"),
             (None, _) => format!("PTX line {}", place.ptx_line),
         };
-        let places = self.places();
-        let mut kernels: Vec<String> = places
-            .iter()
-            .filter(|at| !at.kernel.is_empty())
-            .map(|at| format!("'{}'", readable_name(&at.kernel)))
-            .collect();
-        kernels.dedup();
         format!(
-            "{} ({}){hazard}{on} at {} in kernel {}, {} times",
+            "{} ({}){hazard}{on} at {} in kernel {}, {}",
             self.kind(),
             self.class(),
-            places.iter().map(place).collect::<Vec<_>>().join(" and "),
-            kernels.join(" and "),
-            self.occurrences
+            self.places().iter().map(place).collect::<Vec<_>>().join(" and "),
+            self.kernels(),
+            counted(self.occurrences, "time")
         )
     }
 }
@@ -155,17 +162,16 @@ impl Report {
 impl fmt::Display for Cause {
     /// The cause in one line, with the number of its reports.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let reports = if self.reports.len() == 1 { "report" } else { "reports" };
-        write!(f, "cause: {} {reports}, {} times: {}", self.reports.len(), self.occurrences, self.text)
+        let reports = counted(self.reports.len() as u64, "report");
+        write!(f, "cause: {reports}, {}: {}", counted(self.occurrences, "time"), self.text)
     }
 }
 
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, cause) in self.causes.iter().enumerate() {
-            write!(f, "{}{cause}", if at == 0 { "" } else { "\n" })?;
-            cause.reports.iter().try_for_each(|report| write!(f, "\n  {}", self.reports[*report]))?;
-        }
-        Ok(())
+        self.causes.iter().try_for_each(|cause| {
+            writeln!(f, "{cause}")?;
+            cause.reports.iter().try_for_each(|report| writeln!(f, "  {}", self.reports[*report]))
+        })
     }
 }

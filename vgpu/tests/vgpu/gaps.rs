@@ -349,10 +349,20 @@ READER:
         for part in [
             "cause: 2 reports, 2 times: the writer's fence has scope .cta, which leaves the reader out",
             "fence.acq_rel.cta;, in kernel 'k')\n  race (corrupts) read-after-write on 'buf' at PTX line ",
-            "cause: 1 report, 1 times: read of 4 bytes of unwritten shared memory",
+            "cause: 1 report, 1 time: read of 4 bytes of unwritten shared memory",
+            "DATA + 0x0) (in kernel 'k')\n",
         ] {
             assert!(text.contains(part), "without '{part}': {text}");
         }
+        assert!(text.ends_with("in kernel 'k', 1 time\n"), "{text}");
+        // Without gaps a race's cause names the kernel as well.
+        let mut bare = reports[0].clone();
+        if let FaultKind::Race(race) = &mut bare.fault.kind {
+            race.gaps.clear();
+        }
+        let bare = Report::summary(&[bare]).to_string();
+        let cause = bare.lines().next().unwrap_or_default();
+        assert!(cause.contains(": missing: ") && cause.ends_with("(in kernel 'k')"), "{bare}");
         // One change would not also fix a race with another gap.
         let mut other = reports[1].clone();
         if let FaultKind::Race(race) = &mut other.fault.kind {

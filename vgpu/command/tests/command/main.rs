@@ -101,7 +101,7 @@ fn without_checks_a_kernel_runs_and_its_buffers_are_printed_or_written() {
     let (code, text) = last_block(&["--out", "2", "--out", &written]);
     assert_eq!(code, 0, "{text}");
     assert!(text.contains("argument 2: 6\n"), "{text}");
-    assert!(text.ends_with("last_block(float*, unsigned int*, float*): 1 runs, 0 reports\n"), "{text}");
+    assert!(text.ends_with("last_block(float*, unsigned int*, float*): 1 run, 0 reports\n"), "{text}");
     let parts: Vec<u8> = (0..4).flat_map(|part| (part as f32).to_ne_bytes()).collect();
     assert_eq!(std::fs::read(&path).unwrap(), parts);
     // The file is an input as well.
@@ -164,7 +164,7 @@ fn a_race_is_reported_with_names_lines_seeds_and_a_class() {
         "at kernels/last_block.cu:7",
         "in kernel 'last_block(float*, unsigned int*, float*)', block",
         "no fence stands before it",
-        "20 runs, 1 reports",
+        "20 runs, 1 report",
     ] {
         assert!(text.contains(part), "without '{part}': {text}");
     }
@@ -324,7 +324,7 @@ fn reports_of_one_cause_are_grouped() {
         "; the flag's read is no acquire, and the reader has no fence behind it: it needs one of scope .gpu or wider \
          (kernels/last_block.cu:5, PTX line ",
         ", in kernel 'last_block(float*, unsigned int*, float*)')\n",
-        "1 runs, 2 reports\n",
+        "1 run, 2 reports\n",
     ] {
         assert!(text.contains(part), "without '{part}': {text}");
     }
