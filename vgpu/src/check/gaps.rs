@@ -9,6 +9,7 @@ use super::clock::{self, Key};
 use super::grids::Grids;
 use super::history::{FenceSite, Fenced, Sight, Step, Strong};
 use super::hooks::Place;
+use super::past::CausalPast;
 use super::record::Record;
 use super::releases::{OWN, Release, Releases};
 use super::report::{Me, actor_of, party, scope_name};
@@ -119,7 +120,9 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
     }
     let found = releases_at(world, me, read.place);
     let ahead = found.and_then(Releases::ahead);
-    let ahead = ahead.filter(|(_, past)| first && grids.includes_tick(&past.all, theirs, other.tick));
+    // A copy has no fences of its own.
+    let covers_theirs = |past: &CausalPast| grids.includes_tick(&past.all, theirs, other.tick);
+    let ahead = ahead.filter(|(_, past)| first && !other.how.late && covers_theirs(past));
     // Whether the writer's own release covers the earlier access, where it has one.
     let covers = |release: &Release| grids.includes_tick(&release.past.all, theirs, other.tick);
     let by_writer = |release: &&Release| release.by == by || release.shared;

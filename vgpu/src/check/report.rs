@@ -16,7 +16,9 @@ use super::reports::Class;
 use super::world::World;
 use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
-use crate::fault::{Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Party, Race, Side, Trace, TraceStep};
+use crate::fault::{
+    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Party, Race, Side, Trace, TraceStep,
+};
 use crate::ir::{MbarOp, Op, Scope, Sem, WarpOp};
 use crate::kernel::Kernel;
 use crate::memory_error::Spot;
@@ -439,10 +441,21 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let assumed = assumption(world, me, other, way.as_deref().unwrap_or_default());
     let (grids, how) = (&world.grids, me.record.how);
     let is_proxy = lacks_proxy_fence(grids, how, me.own, me.past, other);
+    // A flag orders a copy only behind its thread's wait; ahead of the flag in the code, if the
+    // thread sets it itself.
+    let copied_by = thread_of(theirs).filter(|_| other.how.bulk && !other.how.product);
+    let may_order = |step: &Step| {
+        let ahead = |wait: &Wait| step.write.is_none_or(|w| Some(w.by) != copied_by || wait.pc < w.pc);
+        let is_enough = |wait: &Wait| wait.group >= other.tick && (wait.landed || !other_wrote);
+        let mut waits = copied_by.into_iter().flat_map(|thread| world.history.waits_of(thread));
+        waits.any(|wait| is_enough(wait) && ahead(wait))
+    };
+    let needs_flag = !other.how.late || way.as_ref().and_then(|way| way.first()).is_some_and(may_order);
     let (steps, judged) = match (way, of) {
-        (Some(way), Some(of)) if !is_proxy && !how.read_only && !other.how.read_only && !other.how.late => {
+        (Some(way), Some(of)) if !is_proxy && !how.read_only && !other.how.read_only && needs_flag => {
             // The assumption holds for this way alone.
-            let flags = world.history.steps_to(here, of, writes).filter(|_| assumed.is_none());
+            let flags = world.history.steps_to(here, of, writes);
+            let flags = flags.filter(|flag| assumed.is_none() && (!other.how.late || may_order(flag)));
             gaps::closest(world, me, other, way, flags)
         }
         (way, _) => (way.unwrap_or_else(|| world.history.last_reads(here, of, writes)), None),

@@ -314,6 +314,48 @@ fn a_missing_proxy_fence_names_the_fence_that_stands_in_its_place() {
 }
 
 #[test]
+fn a_bulk_store_that_was_waited_for_has_the_gaps_of_its_flag() {
+    let body = |wait: &str| {
+        format!(
+            "
+    mov.u32 %r1, %ctaid.x;
+    mov.u32 %r2, DATA;
+    mov.u64 %rd1, 7;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    st.shared.u64 [%r2], %rd1;
+    st.shared.u64 [%r2+8], %rd1;
+    fence.proxy.async;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r2], 16;
+    cp.async.bulk.commit_group;
+    {wait}
+    st.relaxed.gpu.global.u64 [%rd40+64], %rd1;
+    cp.async.bulk.wait_group 0;
+    ret;
+READER:
+    ld.relaxed.gpu.global.u64 %rd1, [%rd40+64];
+    setp.eq.u64 %p3, %rd1, 0;
+    @%p3 bra READER;
+    ld.global.u64 %rd1, [%rd40];"
+        )
+    };
+    for (wait, expected) in [("cp.async.bulk.wait_group 0;", &[(W, NoFence), (R, NoFence)][..]), ("", &[])] {
+        let module = Module::parse(&kernel(SHARED, &body(wait))).unwrap();
+        for_each_seed(broken_seeds(), |seed| {
+            let mut machine = Machine::with_config(1, device(seed), Some(CheckConfig::collecting()));
+            let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+            machine.launch_with(0, &module, "k", launch(2, 1), &[&buf]).unwrap();
+            machine.run().unwrap();
+            for report in machine.reports() {
+                let gaps: Vec<_> = report.gaps().iter().map(|gap| (gap.side, gap.kind)).collect();
+                assert_eq!(gaps, expected, "{}", report.fault);
+            }
+            assert!(!machine.reports().is_empty());
+        });
+    }
+}
+
+#[test]
 fn reports_with_the_same_gaps_have_one_cause() {
     // Two words behind a narrow fence, and one without any order.
     let body = "
