@@ -52,11 +52,17 @@ pub struct Assumptions {
     /// to that block. By the model it is of scope `.cta`, which leaves the block out, and such
     /// arrivals are reports. CUTLASS arrives so.
     pub cluster_arrivals: bool,
+    /// A bulk copy may overwrite what ordinary instructions have read, where the reads are ordered
+    /// before it: consumers read shared memory and arrive on an mbarrier, and behind it the producer
+    /// fills the memory again. By the manual, accesses of two proxies need a `fence.proxy.async`
+    /// between them. CUTLASS's pipelines have none there.
+    pub reads_before_bulk_copies: bool,
 }
 
 impl Assumptions {
     /// Their names.
-    pub const NAMES: [&str; 3] = ["FenceBeforeBarrier", "ConvergedWarps", "ClusterArrivals"];
+    pub const NAMES: [&str; 4] =
+        ["FenceBeforeBarrier", "ConvergedWarps", "ClusterArrivals", "ReadsBeforeBulkCopies"];
 
     /// Adds the assumption of this name.
     ///
@@ -67,6 +73,7 @@ impl Assumptions {
             "FenceBeforeBarrier" => self.fence_before_barrier = true,
             "ConvergedWarps" => self.converged_warps = true,
             "ClusterArrivals" => self.cluster_arrivals = true,
+            "ReadsBeforeBulkCopies" => self.reads_before_bulk_copies = true,
             _ => {
                 return Err(format!(
                     "no assumption is called '{name}': there are {}",

@@ -921,8 +921,12 @@ impl Hooks for CheckHooks<'_> {
         dst.iter().for_each(|&(dst, bytes)| self.world.stores.add(warp, dst, bytes));
         let record = |(actor, tick), how| Record::of(actor, tick, pc, how);
         self.block.join_acquired(self.warp, lane);
-        let past = self.block.past(self.warp, lane);
+        let mut past = self.block.past(self.warp, lane);
         let published = [SHARED, GLOBAL].map(|space| self.block.published(self.warp, lane, &past, space));
+        let after_reads = how.bulk && self.world.config.assume.reads_before_bulk_copies;
+        if after_reads {
+            past.all.raise(self.own(lane), self.block.tick(self.warp));
+        }
         let who = |place, actor, how: How| {
             let space = if matches!(place, Place::Shared { .. }) { SHARED } else { GLOBAL };
             Accessor {
@@ -978,7 +982,7 @@ impl Hooks for CheckHooks<'_> {
             violations.extend(self.unless_only_weak(read).map(|violation| (src, false, violation)));
         }
         for &(dst, bytes) in dst {
-            let writer = who(dst, writes, how);
+            let writer = who(dst, writes, How { after_reads, ..how });
             if let Place::Shared { offset } = dst
                 && let Some(peer) = self.peers.other(offset)
             {

@@ -79,6 +79,9 @@ pub(crate) struct How {
     pub(crate) read_only: bool,
     /// The initialisation of an mbarrier, which `fence.mbarrier_init` orders.
     pub(crate) init: bool,
+    /// A write by a bulk copy that comes after reads of the generic proxy without a proxy fence:
+    /// `Assumptions::reads_before_bulk_copies`.
+    pub(crate) after_reads: bool,
 }
 
 impl How {
@@ -92,6 +95,7 @@ impl How {
         product: false,
         read_only: false,
         init: false,
+        after_reads: false,
     };
     pub(crate) const BULK: How = How { bulk: true, late: true, ..How::WEAK };
     pub(crate) const PRODUCT: How = How { product: true, ..How::BULK };
@@ -206,6 +210,12 @@ impl<'a> Accessor<'a> {
         let lone = (!wide).then_some((record.lanes.trailing_zeros() as usize % 32, self));
         let narrow = move |l| (l, Self { record: record.by(l, kind), own: clock::lane(own, l), ..self });
         lanes(if wide { mask } else { 0 }).map(narrow).chain(lone)
+    }
+
+    /// The same where it is compared with reads.
+    pub(super) fn beside_reads(&self) -> Self {
+        let published = self.published.filter(|_| !self.record.how.after_reads);
+        Self { published, ..*self }
     }
 
     /// Whether a lone access comes after the access `record` of the actor `key`.

@@ -214,6 +214,11 @@ fn missing(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
             format!("the copy was not seen to complete: {NO_COMMIT}, {wait}, and from there {}", order())
         }
         (_, true) => format!("the copy was not seen to complete: its mbarrier's phase, or {wait} by its own thread, and from there {}", order()),
+        (true, false) if ordered && me.wrote && !other_wrote => {
+            "a fence.proxy.async between the ordering and the bulk copy, which overwrites what was read (assume \
+             ReadsBeforeBulkCopies to rely on the ordering)"
+                .into()
+        }
         (true, false) if ordered => {
             "a fence.proxy.async (of both spaces, or of the space accessed) between the ordering and the bulk copy or wgmma".into()
         }
@@ -391,6 +396,12 @@ fn mbarrier_test(op: &Op) -> Option<(&'static str, &'static str)> {
     Some(("test of an mbarrier", "orders the copies of the phase that it has seen complete"))
 }
 
+/// A barrier, or a wait for arrivals at an mbarrier.
+fn meeting(op: &Op) -> Option<(&'static str, &'static str)> {
+    let arrivals = "orders what came before the arrivals of the phase that it has seen complete";
+    barrier(op).or_else(|| mbarrier_test(op).map(|(what, _)| (what, arrivals)))
+}
+
 /// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
@@ -468,7 +479,8 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let last = match () {
         () if how.read_only || other.how.read_only => None,
         () if other.how.bulk && !other.how.product && of == Some(here) => last_step(world, me, mbarrier_test),
-        () if is_proxy || within && !other.how.late => last_step(world, me, barrier),
+        () if is_proxy => last_step(world, me, meeting),
+        () if within && !other.how.late => last_step(world, me, barrier),
         () => None,
     };
     let acquired = is_proxy.then(|| last_step(world, me, acquire)).flatten();

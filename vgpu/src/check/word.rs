@@ -293,6 +293,9 @@ impl History {
         let free = |other: &Record| {
             other.actor == 0 || who.order(grids, other) == Order::After || who.morally_strong(grids, other)
         };
+        let free_of_read = |read: &Record| {
+            free(read) || who.record.how.after_reads && who.beside_reads().order(grids, read) == Order::After
+        };
         if self.write != fine.write {
             let after = self.write.actor == 0 || who.order(grids, &self.write) == Order::After;
             if !after && !who.morally_strong(grids, &self.write) {
@@ -301,7 +304,7 @@ impl History {
             (fine.write, fine.unordered) = (self.write, !after);
         }
         if self.read != fine.read {
-            if !free(&self.read) {
+            if !free_of_read(&self.read) {
                 return false;
             }
             fine.read = self.read;
@@ -311,7 +314,7 @@ impl History {
         if who.record.bytes == 15 && fine.more.as_ref() == Some(more) {
             return true;
         }
-        let free = more.readers.all.iter().all(free)
+        let free = more.readers.all.iter().all(free_of_read)
             && more.earlier.iter().all(|e| free(&e.write))
             && more.read_only.iter().all(|r| who.after_kernel_of(grids, r.actor));
         if free && who.record.bytes == 15 {
@@ -345,8 +348,9 @@ impl History {
         {
             return Some(Violation::Race { other, wrote: true });
         }
+        let beside = who.beside_reads();
         let clashes =
-            |r: &&Record| r.actor != 0 && r.actors().any(|key| !who.does_not_race_with(grids, key, r));
+            |r: &&Record| r.actor != 0 && r.actors().any(|key| !beside.does_not_race_with(grids, key, r));
         let in_use = |r: &&Record| !who.after_kernel_of(grids, r.actor);
         let other = (self.read_only().iter().find(in_use))
             .or_else(|| std::iter::once(&self.read).find(clashes))

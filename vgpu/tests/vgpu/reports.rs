@@ -1,7 +1,7 @@
 //! Collected reports: how runs continue behind one, how they are counted, and what ends a run.
 
 use epoxide_vgpu::{
-    AcceptList, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine, MachineError, Module,
+    AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine, MachineError, Module,
     Report,
 };
 
@@ -248,6 +248,80 @@ fn a_missing_proxy_fence_has_a_class_of_its_own() {
     outcome.unwrap();
     assert_eq!(kinds(&reports), ["missing-proxy-fence"], "{}", reports[0].fault);
     assert_eq!(reports[0].class(), Class::Proxy);
+}
+
+/// Thread 0 fills a slot of shared memory twice by bulk loads. Thread 32 reads it, and arrives on the
+/// mbarrier that thread 0 waits for by `wait` ahead of the second load.
+fn pipeline(wait: &str) -> Module {
+    let full = |label: &str, parity: u32| {
+        format!("{label}: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], {parity};\n@!%p2 bra {label};")
+    };
+    let load = "mbarrier.arrive.expect_tx.shared.b64 %rd1, [%r2], 16;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd40], 16, [%r2];";
+    let shared =
+        ".shared .align 16 .b8 SLOT[16];\n.shared .align 8 .b8 FULL[8];\n.shared .align 8 .b8 EMPTY[8];\n";
+    let body = format!(
+        "
+    mov.u32 %r1, SLOT;
+    mov.u32 %r2, FULL;
+    mov.u32 %r3, EMPTY;
+    setp.ne.u32 %p1, %r40, 0;
+    @%p1 bra INITIALISED;
+    mbarrier.init.shared.b64 [%r2], 1;
+    mbarrier.init.shared.b64 [%r3], 1;
+    fence.mbarrier_init.release.cluster;
+INITIALISED:
+    bar.sync 0;
+    setp.eq.u32 %p1, %r40, 32;
+    @%p1 bra CONSUMER;
+    setp.ne.u32 %p1, %r40, 0;
+    @%p1 ret;
+    {load}
+    {wait}
+    {load}
+    ret;
+CONSUMER:
+    {}
+    ld.shared.u64 %rd1, [%r1];
+    st.global.u64 [%rd40+64], %rd1;
+    mbarrier.arrive.shared.b64 %rd2, [%r3];
+    {}
+    ld.shared.u64 %rd1, [%r1];
+    st.global.u64 [%rd40+72], %rd1;",
+        full("FIRST", 0),
+        full("SECOND", 1)
+    );
+    let ptx = kernel(shared, &body);
+    Module::parse(&ptx).unwrap_or_else(|e| panic!("{e}\n{ptx}"))
+}
+
+#[test]
+fn a_bulk_load_may_overwrite_what_was_read_where_that_is_assumed() {
+    let waits = pipeline("EMPTIED: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0;\n@!%p2 bra EMPTIED;");
+    let mut assume = Assumptions::default();
+    assume.state("ReadsBeforeBulkCopies").unwrap();
+    let assuming = CheckConfig { assume, ..CheckConfig::collecting() };
+    for seed in 0..20 {
+        let (outcome, reports, _) = run(&waits, launch(1, 64), seed, Some(CheckConfig::collecting()));
+        outcome.unwrap();
+        assert_eq!(kinds(&reports), ["missing-proxy-fence"]);
+        let text = reports[0].fault.to_string();
+        // Its order is that of the wait for the mbarrier, not of the barrier ahead of it.
+        let seen = text.split("seen: ").nth(1).unwrap_or_default();
+        assert!(seen.starts_with("test of an mbarrier") && seen.contains("[%r3], 0"), "{text}");
+        assert!(text.contains("assume ReadsBeforeBulkCopies"), "{text}");
+        let (outcome, reports, _) = run(&waits, launch(1, 64), seed, Some(assuming));
+        outcome.unwrap();
+        assert_eq!(reports, []);
+    }
+    // An order is still needed: here thread 0 waits for the first load alone.
+    let early = pipeline("LANDED: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0;\n@!%p2 bra LANDED;");
+    let raced = (0..20).any(|seed| {
+        // The consumer may miss the first phase, and then waits for ever.
+        let (_, reports, _) = run(&early, launch(1, 64), seed, Some(assuming));
+        reports.iter().any(|report| report.kind() == "race")
+    });
+    assert!(raced);
 }
 
 #[test]
