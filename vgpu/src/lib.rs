@@ -5,6 +5,7 @@
 //!
 //! - [`Machine`] is devices with their memory and a stream each: ten lines from PTX to a result.
 //!   The items below are its parts.
+//! - [`Trial`] runs a program in several modes under several seeds, and merges its reports.
 //! - [`Report`]s are what check mode collects, with a [`Class`] each; [`Assumptions`] and an
 //!   [`AcceptList`] leave some out.
 //! - [`Module::parse`] turns PTX text into [`Kernel`]s. An unknown instruction is an error that
@@ -89,6 +90,7 @@ mod seeds;
 pub mod stream;
 mod symmetric;
 mod tensor_map;
+mod trial;
 
 pub use check::{
     AcceptList, Accepted, Assumptions, Cause, CheckConfig, Checker, Class, Loaded, Past, Report, ReportPlace,
@@ -100,8 +102,8 @@ pub use device::{
 };
 pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{
-    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, LaunchError, Party, PtxError, Race, Side, StuckReport,
-    StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
+    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, LaunchError, Party, PtxError, Race, Side,
+    StuckReport, StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
 };
 pub use grid::{Grid, Progress, Residency, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
@@ -114,6 +116,7 @@ pub use names::readable_name;
 pub use seeds::for_each_seed;
 pub use symmetric::Symmetric;
 pub use tensor_map::{ElementType, Fill, PixelTensor, Swizzle, TensorMap, TensorMapError, TiledTensor};
+pub use trial::{FailedRuns, Mode, Trial, Tried};
 
 /// The examples of the README are compiled and run.
 #[cfg(doctest)]

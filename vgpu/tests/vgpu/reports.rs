@@ -1,8 +1,8 @@
 //! Collected reports: how runs continue behind one, how they are counted, and what ends a run.
 
 use epoxide_vgpu::{
-    AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine, MachineError, Module,
-    Report,
+    AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine,
+    MachineError, Mode, Module, Report, Trial,
 };
 
 use crate::cases::SHARED;
@@ -322,6 +322,48 @@ fn a_bulk_load_may_overwrite_what_was_read_where_that_is_assumed() {
         reports.iter().any(|report| report.kind() == "race")
     });
     assert!(raced);
+}
+
+#[test]
+fn a_trial_merges_the_reports_of_its_modes_and_seeds() {
+    let module = parse(
+        "
+    mov.u32 %r1, %ctaid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READER;
+    st.global.u64 [%rd40], 7;
+    st.relaxed.gpu.global.u64 [%rd40+8], 1;
+    ret;
+READER:
+    ld.relaxed.gpu.global.u64 %rd1, [%rd40+8];
+    setp.eq.u64 %p1, %rd1, 0;
+    @%p1 bra READER;
+    ld.global.u64 %rd1, [%rd40];
+    st.global.u64 [%rd40+16], %rd1;",
+    );
+    let run = |modes: &[Mode], body: &Module| {
+        Trial { modes: modes.to_vec(), ..Trial::default() }.run(|machine| {
+            let buf = machine.upload(0, "buf", &[0u64; 64])?;
+            machine.launch_with(0, body, "k", launch(2, 1), &[&buf])?;
+            machine.run()?;
+            match buf.download()?[2] {
+                7 => Ok(()),
+                _ => Err("another word than the writer's".into()),
+            }
+        })
+    };
+    assert!(run(&[Mode::Fast], &module).is_clean());
+    let tried = run(&Mode::ALL, &module);
+    assert_eq!((tried.runs, kinds(&tried.reports)), (60, vec!["race"]));
+    assert_eq!(tried.reports[0].occurrences, 20);
+    let [failed] = tried.failures.as_slice() else { panic!("{tried}") };
+    assert!(failed.mode == Mode::Weak && !failed.seeds.is_empty(), "{tried}");
+    let text = tried.to_string();
+    assert!(text.contains(": another word than the writer's\n60 runs, 1 report, 1 failure\n"), "{text}");
+    // A fault is a report and no failure.
+    let beyond = parse("add.s64 %rd3, %rd40, 65536;\nst.global.u32 [%rd3], %r40;");
+    let tried = run(&Mode::ALL, &beyond);
+    assert_eq!((kinds(&tried.reports), tried.failures.len()), (vec!["out-of-bounds"], 0), "{tried}");
 }
 
 #[test]

@@ -1,0 +1,192 @@
+//! A program that runs in several modes and under several seeds, with its reports merged.
+
+use std::error::Error;
+use std::fmt;
+use std::process::ExitCode;
+
+use crate::check::{CheckConfig, MOST_COLLECTED, Report};
+use crate::device::DeviceConfig;
+use crate::machine::{Machine, MachineError};
+use crate::names::counted;
+use crate::seeds::for_each_seed;
+
+/// The checks of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// No checks but those that cost nothing.
+    Fast,
+    /// Check mode.
+    Check,
+    /// Weak memory without race reports, so that a missing fence shows as a wrong result.
+    Weak,
+}
+
+impl Mode {
+    /// All of them.
+    pub const ALL: [Mode; 3] = [Mode::Fast, Mode::Check, Mode::Weak];
+
+    /// The name in texts, such as `check`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Mode::Fast => "fast",
+            Mode::Check => "check",
+            Mode::Weak => "weak",
+        }
+    }
+}
+
+/// Runs a program in several modes, in each under the same seeds, and merges the reports.
+///
+/// ```
+/// use epoxide_vgpu::{GridConfig, Module, Trial};
+///
+/// let module = Module::parse(
+///     ".version 8.4\n.target sm_90\n.address_size 64
+///      .visible .entry one(.param .u64 out) {
+///          .reg .b32 %r<2>; .reg .b64 %rd<2>;
+///          ld.param.u64 %rd1, [out];
+///          mov.u32 %r1, 1;
+///          st.global.u32 [%rd1], %r1;
+///          ret;
+///      }",
+/// )?;
+/// let trial = Trial { seeds: 3, ..Trial::default() };
+/// let tried = trial.run(|machine| {
+///     let out = machine.alloc::<u32>(0, "out", 1)?;
+///     machine.launch_with(0, &module, "one", GridConfig::new(1, 1, 0), &[&out])?;
+///     machine.run()?;
+///     if out.download()? != [1] {
+///         return Err("wrong".into());
+///     }
+///     Ok(())
+/// });
+/// assert_eq!(tried.to_string(), "9 runs, 0 reports, 0 failures\n");
+/// assert!(tried.is_clean());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Trial {
+    /// Devices of each machine.
+    pub devices: usize,
+    /// Seeds of each mode, from 0. With `EPOXIDE_VGPU_SEED` set, only that seed runs.
+    pub seeds: u64,
+    /// The modes, in order.
+    pub modes: Vec<Mode>,
+    /// The checks; [`Mode::Weak`] sets `races` and `weak_memory`.
+    pub check: CheckConfig,
+    /// The devices. Each run sets the seed and, in [`Mode::Fast`], the assumptions of `check`.
+    pub device: DeviceConfig,
+}
+
+impl Default for Trial {
+    /// One device, 20 seeds, all modes, up to 100 reports of a run.
+    fn default() -> Self {
+        Self {
+            devices: 1,
+            seeds: 20,
+            modes: Mode::ALL.to_vec(),
+            check: CheckConfig::collecting(),
+            device: DeviceConfig { collect: MOST_COLLECTED, ..DeviceConfig::default() },
+        }
+    }
+}
+
+/// A wrong result, or another error of the program that is no report.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FailedRuns {
+    /// The mode.
+    pub mode: Mode,
+    /// The seeds that had it.
+    pub seeds: Vec<u64>,
+    /// The text of the error.
+    pub text: String,
+}
+
+/// The outcome of a [`Trial`]. Displayed, it has the [`Summary`](crate::Summary) of the reports, a
+/// line for each failure, and the counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tried {
+    /// Runs of all modes.
+    pub runs: u64,
+    /// The reports of all runs, merged.
+    pub reports: Vec<Report>,
+    /// Errors of the program. A fault or a hang is a report and no failure.
+    pub failures: Vec<FailedRuns>,
+}
+
+impl Trial {
+    /// The machine of a run.
+    #[must_use]
+    pub fn machine(&self, mode: Mode, seed: u64) -> Machine {
+        let device =
+            DeviceConfig { schedule_seed: Some(seed), assume: self.check.assume, ..self.device.clone() };
+        let check = match mode {
+            Mode::Fast => None,
+            Mode::Check => Some(self.check),
+            Mode::Weak => Some(CheckConfig { races: false, weak_memory: Some(seed), ..self.check }),
+        };
+        Machine::with_config(self.devices, device, check)
+    }
+
+    /// Calls `program` with the machine of each run. It launches, runs and compares the results, and
+    /// returns an error where one is wrong.
+    ///
+    /// # Panics
+    /// If `program` does: the seed is printed, as by [`for_each_seed`].
+    pub fn run(&self, mut program: impl FnMut(&mut Machine) -> Result<(), Box<dyn Error>>) -> Tried {
+        let mut tried = Tried::default();
+        for &mode in &self.modes {
+            for_each_seed(self.seeds, |seed| {
+                let mut machine = self.machine(mode, seed);
+                let outcome = program(&mut machine);
+                tried.runs += 1;
+                Report::merge(&mut tried.reports, machine.reports());
+                let Err(error) = outcome else { return };
+                let is_report =
+                    |error: &MachineError| matches!(error, MachineError::Fault(_) | MachineError::Stuck(_));
+                if !error.downcast_ref().is_some_and(is_report) {
+                    tried.fail(mode, seed, error.to_string());
+                }
+            });
+        }
+        tried
+    }
+}
+
+impl Tried {
+    fn fail(&mut self, mode: Mode, seed: u64, text: String) {
+        match self.failures.iter_mut().find(|known| known.mode == mode && known.text == text) {
+            Some(known) => known.seeds.push(seed),
+            None => self.failures.push(FailedRuns { mode, seeds: vec![seed], text }),
+        }
+    }
+
+    /// Whether no run had a report or failed.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.reports.is_empty() && self.failures.is_empty()
+    }
+
+    /// Success if it is clean; else failure, as `vgpu run` has it.
+    #[must_use]
+    pub fn exit_code(&self) -> ExitCode {
+        if self.is_clean() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+}
+
+impl fmt::Display for Tried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", Report::summary(&self.reports))?;
+        for FailedRuns { mode, seeds, text } in &self.failures {
+            let numbers: Vec<String> = seeds.iter().map(u64::to_string).collect();
+            let seed = if seeds.len() == 1 { "seed" } else { "seeds" };
+            writeln!(f, "{}, {seed} {}: {text}", mode.name(), numbers.join(", "))?;
+        }
+        let [reports, failures] = [self.reports.len(), self.failures.len()].map(|number| number as u64);
+        let [runs, reports] = [counted(self.runs, "run"), counted(reports, "report")];
+        writeln!(f, "{runs}, {reports}, {}", counted(failures, "failure"))
+    }
+}
