@@ -45,7 +45,11 @@ pub enum LaunchError {
         actual: usize,
     },
     /// The number of arguments is not that of the parameters.
-    #[error("kernel '{}' takes {expected} arguments, {actual} were given{}", readable_name(kernel), indented(params))]
+    #[error(
+        "kernel '{}' takes {expected} arguments, {actual} were given{}",
+        readable_name(kernel),
+        indented(params)
+    )]
     ArgumentCount {
         /// Kernel name.
         kernel: String,
@@ -58,7 +62,8 @@ pub enum LaunchError {
     },
     /// An argument is larger or smaller than its parameter.
     #[error(
-        "parameter {param} of kernel '{}' has {expected} bytes, its argument has {actual}{}", readable_name(kernel),
+        "parameter {param} of kernel '{}' has {expected} bytes, its argument has {actual}{}",
+        readable_name(kernel),
         indented(params)
     )]
     ArgumentBytes {
@@ -74,7 +79,10 @@ pub enum LaunchError {
         params: Vec<String>,
     },
     /// A grid or block dimension is zero or too large.
-    #[error("bad launch of '{}': {what} is {value:?} (each must be from 1 to {max:?})", readable_name(kernel))]
+    #[error(
+        "bad launch of '{}': {what} is {value:?} (each must be from 1 to {max:?})",
+        readable_name(kernel)
+    )]
     Dimension {
         /// Kernel name.
         kernel: String,
@@ -96,7 +104,10 @@ pub enum LaunchError {
         max: u32,
     },
     /// The block does not have the shape that `.reqntid` demands.
-    #[error("kernel '{}' requires blocks of {required:?} threads, {block:?} was asked for", readable_name(kernel))]
+    #[error(
+        "kernel '{}' requires blocks of {required:?} threads, {block:?} was asked for",
+        readable_name(kernel)
+    )]
     BlockShape {
         /// Kernel name.
         kernel: String,
@@ -117,7 +128,8 @@ pub enum LaunchError {
     },
     /// More shared memory than a block may have.
     #[error(
-        "kernel '{}' needs {static_bytes} + {dynamic_bytes} bytes of shared memory, a block may have {max}", readable_name(kernel)
+        "kernel '{}' needs {static_bytes} + {dynamic_bytes} bytes of shared memory, a block may have {max}",
+        readable_name(kernel)
     )]
     SharedMemory {
         /// Kernel name.
@@ -131,7 +143,8 @@ pub enum LaunchError {
     },
     /// A cooperative launch of more blocks than the device holds at a time.
     #[error(
-        "cooperative launch of '{}': {blocks} blocks, of which the device holds {resident} at a time; launch fewer blocks, or smaller ones", readable_name(kernel)
+        "cooperative launch of '{}': {blocks} blocks, of which the device holds {resident} at a time; launch fewer blocks, or smaller ones",
+        readable_name(kernel)
     )]
     NotResident {
         /// Kernel name.
@@ -143,7 +156,8 @@ pub enum LaunchError {
     },
     /// Too many blocks for the keys of check mode.
     #[error(
-        "kernel '{}' has {blocks} blocks: check mode tells 2^20 of a grid apart, and 2^27 grids; check a smaller launch", readable_name(kernel)
+        "kernel '{}' has {blocks} blocks: check mode tells 2^20 of a grid apart, and 2^27 grids; check a smaller launch",
+        readable_name(kernel)
     )]
     TooLargeToCheck {
         /// Kernel name.
@@ -266,7 +280,12 @@ impl fmt::Display for Party {
             Launch::OtherDevice => " of another device",
         };
         let Self { access, kernel, block, device, .. } = self;
-        write!(f, "{access} in kernel '{}'{}{launch}, block {block:?}", readable_name(kernel), of_device(*device))?;
+        write!(
+            f,
+            "{access} in kernel '{}'{}{launch}, block {block:?}",
+            readable_name(kernel),
+            of_device(*device)
+        )?;
         if let Some(warp) = self.warp {
             write!(f, ", warp {warp}")?;
         }
@@ -514,7 +533,8 @@ impl Default for Race {
 
 impl fmt::Display for Race {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, label, offset, part, access, other, missing, attempts, gaps, hazard: _, class: _ } = self;
+        let Self { space, label, offset, part, access, other, missing, attempts, gaps, hazard: _, class: _ } =
+            self;
         let place = Spot { label, offset: *offset, part };
         write!(
             f,
@@ -1150,7 +1170,12 @@ pub struct StuckReport {
 
 impl fmt::Display for StuckReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "kernel '{}': {} groups of lanes are alive", readable_name(&self.kernel), self.warps.len())?;
+        write!(
+            f,
+            "kernel '{}': {} groups of lanes are alive",
+            readable_name(&self.kernel),
+            self.warps.len()
+        )?;
         // Warps of a block that differ in nothing else are one line.
         let mut lines: Vec<(&StuckWarp, Vec<u32>)> = vec![];
         for warp in &self.warps {

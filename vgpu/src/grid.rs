@@ -13,8 +13,8 @@ use crate::check::world::World;
 use crate::check::{CausalPast, Checker, Past, Report, Reports, Timeline};
 use crate::coverage;
 use crate::device::{Clock, DeviceConfig, GridConfig, Schedule};
-use crate::exec::bulk_queue::{BulkQueue, Landed};
 use crate::exec::access::{SHARED_TAG, TAG};
+use crate::exec::bulk_queue::{BulkQueue, Landed};
 use crate::exec::cluster::{RANK_SHIFT, map_shared, offset_of, rank_of};
 use crate::exec::copies::CopyQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
@@ -994,7 +994,9 @@ impl Grid {
             let limit = reports.limit;
             reports.note(fault).map_err(|mut fault| {
                 if let FaultKind::CopyOutlivesBlock { message } = &mut fault.kind {
-                    *message += &format!("\n  the run ends here, because {setting} is {limit}: a larger limit lets it continue");
+                    *message += &format!(
+                        "\n  the run ends here, because {setting} is {limit}: a larger limit lets it continue"
+                    );
                 }
                 fault
             })?;

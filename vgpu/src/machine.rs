@@ -966,7 +966,11 @@ mod tests {
         machine.launch_with(1, &module, "add", ONE, &[&peer]).unwrap();
         let error = machine.run().unwrap_err();
         assert!(matches!(error, MachineError::Fault(_)), "{error}");
-        for part in ["data race in global memory at 'word of device 0' + 0x0", "'add' of device 0, block", "'add' of device 1, block"] {
+        for part in [
+            "data race in global memory at 'word of device 0' + 0x0",
+            "'add' of device 0, block",
+            "'add' of device 1, block",
+        ] {
             assert!(error.to_string().contains(part), "{error}");
         }
         assert_eq!(format!("{error:?}"), error.to_string());

@@ -189,7 +189,8 @@ impl Args {
     }
 
     fn check_config(&self) -> Result<Option<CheckConfig>> {
-        let base = CheckConfig { assume: self.assumptions()?, collect: self.reports, ..CheckConfig::default() };
+        let base =
+            CheckConfig { assume: self.assumptions()?, collect: self.reports, ..CheckConfig::default() };
         Ok(match (self.check, self.weak) {
             (true, _) => Some(base),
             (_, true) => Some(CheckConfig { races: false, ..base }),

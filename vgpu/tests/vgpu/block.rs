@@ -413,7 +413,10 @@ fn a_block_that_waits_for_an_mbarrier_that_only_it_could_complete_is_a_deadlock(
     assert!(fault.ptx_text.contains("try_wait"), "{fault}");
     let waits = |w: &&StuckWarp| matches!(w.waiting, WaitingFor::Mbarrier { pending: 1, .. });
     assert_eq!(report.warps.iter().filter(waits).count(), 1, "{fault}");
-    assert!(fault.to_string().contains(": waits on mbarrier 'BAR + 0x0' in shared memory: phase 0, 1 "), "{fault}");
+    assert!(
+        fault.to_string().contains(": waits on mbarrier 'BAR + 0x0' in shared memory: phase 0, 1 "),
+        "{fault}"
+    );
 }
 
 #[test]
