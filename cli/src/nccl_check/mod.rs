@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use epoxide::group::FileStore;
 use epoxide_launch::current_exe;
-use epoxide_launch::{Process, RankExit, die_with_parent, heed_children};
+use epoxide_launch::{Process, RankExit, default_sigchld, die_with_parent};
 use epoxide_nccl::{Config, DEBUG_INFO_FILE, Library};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
@@ -103,7 +103,7 @@ fn run_all(args: &Args) -> Result<()> {
         )));
     }
     let version = library.version_text();
-    heed_children()?;
+    default_sigchld()?;
     output::text_line(&format!("NCCL {version} of {}, {size} ranks", library.path().display()))?;
     for act in Act::ALL {
         let folder = tempfile::tempdir()
@@ -146,7 +146,7 @@ impl Ranks {
         let mut open: Vec<usize> = (0..self.0.len()).collect();
         while let Some(&first) = open.first() {
             for index in open.clone() {
-                let Some(exit) = self.0[index].look()? else { continue };
+                let Some(exit) = self.0[index].try_wait()? else { continue };
                 open.retain(|other| *other != index);
                 let killed = index == last && act != Act::Together;
                 if !as_meant(exit, killed) {

@@ -2,14 +2,14 @@
 
 use std::process::{Command, Output, Stdio};
 
-use epoxide_launch::heed_interrupts;
+use epoxide_launch::default_interrupts;
 
 /// The command, which heeds SIGINT though these tests may be a script's background job, whose
 /// processes ignore it.
 pub fn epoxide(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_epoxide"));
     command.args(arguments).env_remove("OMP_NUM_THREADS").stdin(Stdio::null());
-    heed_interrupts(&mut command);
+    default_interrupts(&mut command);
     command
 }
 

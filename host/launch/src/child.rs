@@ -32,7 +32,7 @@ pub fn die_with_parent(command: &mut Command) {
 /// Gives the child the default action for SIGINT and SIGQUIT. This process may ignore them, as a
 /// background job of a script does. The keys of a terminal do not reach a rank's process group, so
 /// such a signal is meant for the rank.
-pub fn heed_interrupts(command: &mut Command) {
+pub fn default_interrupts(command: &mut Command) {
     let prepare = || {
         for signal in [libc::SIGINT, libc::SIGQUIT] {
             // SAFETY: it may be called between fork and exec, takes no lock, and the default action

@@ -20,12 +20,12 @@ mod watched;
 use epoxide_base::{error, foreign, lock, own_file};
 use epoxide_group as group;
 
-pub use child::{current_exe, die_with_parent, heed_interrupts, one_test};
+pub use child::{current_exe, default_interrupts, die_with_parent, one_test};
 pub use exit::{FirstFailure, LaunchEnd, RankExit, RankExits};
 pub use plan::{Launch, Nodes};
 pub use processes::spawn_ranks;
 pub use rank_environment::RankEnvironment;
 pub use relay::Sinks;
-pub use signals::{Signals, heed_children};
+pub use signals::{Signals, default_sigchld};
 pub use store_directory::StoreDirectory;
 pub use watched::Process;

@@ -58,7 +58,7 @@ pub struct Launch {
     pub grace: Duration,
     /// How long the kernel may take to end it after SIGKILL. A rank in a driver call that does not
     /// return is then left behind.
-    pub killed: Duration,
+    pub kill_timeout: Duration,
     /// Each rank leads its own process group, which is killed when the launch fails. Otherwise
     /// ranks share the launcher's group and receive its signals, such as a terminal's. A rank with
     /// its own group ends at SIGINT and SIGQUIT even if the launcher ignores them, as a script's
@@ -94,7 +94,7 @@ impl Launch {
             max_restarts: 0,
             settle: Duration::from_secs(1),
             grace: Duration::from_secs(5),
-            killed: Duration::from_secs(10),
+            kill_timeout: Duration::from_secs(10),
             groups: true,
             relay: true,
             node_timeout: Duration::from_secs(30),
@@ -127,7 +127,7 @@ impl Launch {
 
     /// The longest time that the ranks of a host may take to end once one has failed.
     pub(super) fn longest_end(&self) -> Duration {
-        self.settle.saturating_add(self.grace).saturating_add(self.killed)
+        self.settle.saturating_add(self.grace).saturating_add(self.kill_timeout)
     }
 
     /// Rejects a launch that is not well formed.

@@ -74,7 +74,7 @@ fn set_action(signal: i32, action: Option<&libc::sigaction>) -> Result<libc::sig
 
 /// Sets SIGCHLD to its default action if this process ignores it, as a parent may have left it. The
 /// kernel keeps no exit status of the children of a process that ignores SIGCHLD.
-pub fn heed_children() -> Result<()> {
+pub fn default_sigchld() -> Result<()> {
     if set_action(libc::SIGCHLD, None)?.sa_sigaction == libc::SIG_IGN {
         // SAFETY: all zeros is a valid sigaction: the default action with an empty mask.
         let default: libc::sigaction = unsafe { std::mem::zeroed() };

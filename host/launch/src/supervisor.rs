@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::child::{die_with_parent, heed_interrupts};
+use super::child::{default_interrupts, die_with_parent};
 use super::exit::{FirstFailure, LaunchEnd, RankExit};
 use super::launchers::{Interrupted, Launchers, Trouble};
 use epoxide_base::deadline;
@@ -15,7 +15,7 @@ use epoxide_base::deadline;
 use super::plan::Launch;
 use super::rank_environment::RankEnvironment;
 use super::relay::{Kind, RankOutput, Relay};
-use super::signals::{Signals, ends, heed_children};
+use super::signals::{Signals, default_sigchld, ends};
 use super::store_directory::StoreDirectory;
 use super::watched::{Process, Watched};
 use crate::error::{Error, Result};
@@ -71,7 +71,7 @@ impl Launch {
         command: impl Fn(&RankEnvironment) -> Result<Command>,
     ) -> Result<LaunchEnd> {
         self.check()?;
-        heed_children()?;
+        default_sigchld()?;
         let interrupted = |why, restarts| match why {
             Interrupted::Signal(signal) => {
                 Ok(LaunchEnd { failure: None, signal: Some(signal), restarts, exits: Vec::new() })
@@ -191,7 +191,7 @@ impl Launch {
             streams[1] = child.stderr.take().map(OwnedFd::from);
             // Logs last: a running rank must be watched even if its logs fail.
             let process = Process::new(environment.rank(), environment.node, child);
-            ranks.0.push(if self.groups { process.leading_its_group() } else { process });
+            ranks.0.push(if self.groups { process.as_group_leader() } else { process });
             for (pipe, name, streams) in streams
                 .into_iter()
                 .zip([("stdout", &mut out), ("stderr", &mut err)])
@@ -274,7 +274,7 @@ impl Launch {
         }
         if self.groups {
             command.process_group(0);
-            heed_interrupts(&mut command);
+            default_interrupts(&mut command);
         }
         if self.relay {
             let reads = environment.local_rank == 0 && !std::io::IsTerminal::is_terminal(&std::io::stdin());
@@ -339,10 +339,10 @@ impl Launch {
                 } else if !matches!(phase, Phase::Killed(_)) {
                     // A second signal means: do not wait.
                     ranks.signal(libc::SIGKILL);
-                    phase = Phase::Killed(deadline(self.killed));
+                    phase = Phase::Killed(deadline(self.kill_timeout));
                 }
             }
-            if let Some(first) = ranks.look()?
+            if let Some(first) = ranks.try_wait()?
                 && failure.is_none()
                 && ended_by.is_none()
                 && !ended_elsewhere
@@ -365,11 +365,11 @@ impl Launch {
                 }
                 Phase::Ending(end) if Instant::now() >= end => {
                     ranks.signal(libc::SIGKILL);
-                    Phase::Killed(deadline(self.killed))
+                    Phase::Killed(deadline(self.kill_timeout))
                 }
                 Phase::Killed(end) if Instant::now() >= end && ranks.running() > 0 => {
                     let reason =
-                        format!("{:?} after SIGKILL there is still: {}", self.killed, ranks.give_up());
+                        format!("{:?} after SIGKILL there is still: {}", self.kill_timeout, ranks.give_up());
                     return Err(Error::os("kill", reason));
                 }
                 phase => phase,

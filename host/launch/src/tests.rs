@@ -115,7 +115,7 @@ fn exits_are_known_though_the_launcher_was_started_with_sigchld_ignored() {
 
 #[test]
 fn waits_may_be_longer_than_the_clock_can_tell() {
-    let long = Launch { grace: Duration::MAX, killed: Duration::MAX, relay: false, ..Launch::new(2) };
+    let long = Launch { grace: Duration::MAX, kill_timeout: Duration::MAX, relay: false, ..Launch::new(2) };
     for (settle, fails, other) in [
         // The other rank ends by itself.
         (Duration::MAX, "exit 7", "exit 0"),
@@ -134,8 +134,8 @@ fn waits_may_be_longer_than_the_clock_can_tell() {
 
 #[test]
 fn the_longest_end_has_every_phase() {
-    let [settle, grace, killed] = [60, 5, 10].map(Duration::from_secs);
-    let launch = Launch { settle, grace, killed, ..Launch::new(1) };
+    let [settle, grace, kill_timeout] = [60, 5, 10].map(Duration::from_secs);
+    let launch = Launch { settle, grace, kill_timeout, ..Launch::new(1) };
     assert_eq!(launch.longest_end(), Duration::from_secs(75));
     assert_eq!(Launch { grace: Duration::MAX, ..launch }.longest_end(), Duration::MAX);
 }
@@ -207,8 +207,8 @@ fn as_a_launcher() {
     let Some(meet) = std::env::var_os(MEET) else { return };
     let short = Duration::from_millis(500);
     // The kernel has to have made a zombie of the rank before that.
-    let killed = Duration::from_secs(3);
-    let launch = Launch { settle: short, grace: short, killed, relay: false, ..Launch::new(2) };
+    let kill_timeout = Duration::from_secs(3);
+    let launch = Launch { settle: short, grace: short, kill_timeout, relay: false, ..Launch::new(2) };
     let error = launch.run(None, |environment| {
         let mut command = Command::new("sh");
         let script = match environment.rank() {

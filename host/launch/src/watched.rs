@@ -59,7 +59,7 @@ impl Process {
     }
 
     /// The child was started as a process group of its own.
-    pub fn leading_its_group(mut self) -> Process {
+    pub fn as_group_leader(mut self) -> Process {
         self.leads = true;
         self
     }
@@ -75,7 +75,7 @@ impl Process {
     }
 
     /// Polls for its end, and returns how it ended.
-    pub fn look(&mut self) -> Result<Option<RankExit>> {
+    pub fn try_wait(&mut self) -> Result<Option<RankExit>> {
         if self.exit.is_some() {
             return Ok(self.exit);
         }
@@ -175,10 +175,10 @@ impl Watched {
 
     /// Records which have ended; returns one that failed. If several did, it is one that a signal
     /// ended: the others tend to fail because of it.
-    pub fn look(&mut self) -> Result<Option<FirstFailure>> {
+    pub fn try_wait(&mut self) -> Result<Option<FirstFailure>> {
         let mut failed: Option<FirstFailure> = None;
         for (local_rank, process) in (0u32..).zip(&mut self.0).filter(|(_, process)| process.exit.is_none()) {
-            let Some(exit) = process.look()? else { continue };
+            let Some(exit) = process.try_wait()? else { continue };
             let earlier = failed.as_ref().is_some_and(|failure| {
                 matches!(failure.exit, RankExit::Signal(_)) || matches!(exit, RankExit::Code(_))
             });

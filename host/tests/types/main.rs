@@ -89,7 +89,8 @@ fn describe(message: &Value, program: &Path, text: &mut String) {
     let code = message["code"]["code"].as_str().map_or(String::new(), |code| format!("[{code}]"));
     let said = string(&message["message"]);
     // Lists of types change with the library.
-    let said = if said.starts_with("the following") { said.lines().next().unwrap_or_default() } else { &said };
+    let said =
+        if said.starts_with("the following") { said.lines().next().unwrap_or_default() } else { &said };
     let _ = writeln!(text, "{}{code}: {said}", string(&message["level"]));
     for span in message["spans"].as_array().into_iter().flatten() {
         let file = PathBuf::from(string(&span["file_name"]));

@@ -106,7 +106,7 @@ impl Processes {
         die_with_parent(&mut command);
         let child = command.spawn().map_err(|error| Error::os("spawn", format!("rank {rank}: {error}")))?;
         let slot = Slot::file(&doing)?;
-        let process = Process::new(rank, environment.node, child).leading_its_group();
+        let process = Process::new(rank, environment.node, child).as_group_leader();
         Ok(Peer { process, control, line: Vec::new(), slot, thread: None, busy: false })
     }
 }
@@ -200,7 +200,7 @@ impl Ranks for Processes {
 impl Peer {
     /// The exit of the process, if it has ended.
     fn has_ended(&mut self) -> Option<RankExit> {
-        self.process.look().inspect_err(|error| tracing::warn!("{error}")).ok().flatten()
+        self.process.try_wait().inspect_err(|error| tracing::warn!("{error}")).ok().flatten()
     }
 
     /// Reads the rank's messages; returns the end of the test of this number.
