@@ -181,7 +181,7 @@ api! {
                     None => {
                         if tables.is_legacy(stream) {
                             tables.invalidate(id);
-                            return Err(STREAM_CAPTURE_UNSUPPORTED);
+                            return Err(STREAM_CAPTURE_IMPLICIT);
                         }
                         let (capture, _) = tables.captures.get_mut(&id).ok_or(CAPTURED_EVENT)?;
                         let lane = capture.join(stream as u64);

@@ -300,12 +300,12 @@ fn a_capture_ends_with_its_stream_and_with_the_context() {
     assert_eq!(download(upload(&[1]), 1), [1]);
 }
 
-fn begin(stream: Handle, mode: i32) {
+pub fn begin(stream: Handle, mode: i32) {
     ok!(cuStreamBeginCapture_v2(stream => Handle, mode => i32));
 }
 
 /// The code of the end of a capture.
-fn end(stream: Handle) -> Code {
+pub fn end(stream: Handle) -> Code {
     cu!(cuStreamEndCapture(stream => Handle, &mut 0 => *mut Handle))
 }
 
@@ -354,7 +354,7 @@ fn the_default_stream_does_not_join_a_capture() {
     let (own, fork, addr, word) = (stream(1), event(), upload(&[1]), 5u32);
     begin(own, 2);
     record(fork, own);
-    assert_eq!(cu!(cuStreamWaitEvent(0 => Handle, fork => Handle, 0 => u32)), 900);
+    assert_eq!(cu!(cuStreamWaitEvent(0 => Handle, fork => Handle, 0 => u32)), 906);
     ok!(cuMemcpyHtoD_v2(addr => u64, &raw const word => *const u32, 4 => usize));
     assert_eq!((download(addr, 1), end(own)), (vec![5], 901));
 }
