@@ -88,10 +88,7 @@ fn enter(world: &World, tables: &mut Tables, context: Handle, module: Arc<Module
 fn load(to: Out<Handle>, text: impl FnOnce() -> Res<String>, options: &Options) -> Res {
     let world = world()?;
     to.required()?;
-    let mut tables = world.lock();
-    let context = tables.current()?;
-    tables.forbid_while_capturing()?;
-    drop(tables);
+    let context = world.lock().current()?;
     let module = parse(&text()?, options)?;
     let mut tables = world.lock();
     to.put(enter(world, &mut tables, context, module)?)
