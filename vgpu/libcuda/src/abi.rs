@@ -50,6 +50,7 @@ codes! {
     FILE_NOT_FOUND = 301 "file not found",
     OPERATING_SYSTEM = 304 "OS call failed or operation not supported on this OS",
     INVALID_HANDLE = 400 "invalid resource handle",
+    ILLEGAL_STATE = 401 "the operation cannot be performed in the present state",
     NOT_FOUND = 500 "named symbol not found",
     NOT_READY = 600 "device not ready",
     ILLEGAL_ADDRESS = 700 "an illegal memory access was encountered",

@@ -205,6 +205,7 @@ impl Engine {
                         Ok(thread) => Running::Host(thread),
                         Err(_) => Running::Call(call),
                     },
+                    Work::Await(_) => Running::Nothing,
                     Work::Free(allocation) => {
                         drop(allocation.lock().unwrap_or_else(PoisonError::into_inner).take());
                         Running::Nothing

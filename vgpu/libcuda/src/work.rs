@@ -18,6 +18,8 @@ pub(crate) enum Work {
     Host(HostCall),
     /// Memory that is freed in stream order, once.
     Free(Arc<Mutex<Option<Allocation>>>),
+    /// Recorded alone: a launch of the graph waits for the last record of this event.
+    Await(Handle),
 }
 
 /// A kernel with its arguments, checked.

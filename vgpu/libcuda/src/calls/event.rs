@@ -7,6 +7,7 @@ use epoxide_vgpu::stream::{Mark, Op};
 
 use super::api;
 use crate::abi::*;
+use crate::work::Work;
 use crate::world::{Event, LastRecord, Tables, world};
 
 /// `CU_EVENT_DISABLE_TIMING`.
@@ -146,15 +147,18 @@ api! {
     }
 
     /// Has a stream wait for the last record of an event. A stream that waits for an event of a
-    /// capture joins it. The flag for a wait for events outside of the capture is not supported.
+    /// capture joins it. With `CU_EVENT_WAIT_EXTERNAL` each launch of the graph waits for the last
+    /// record outside of captures.
     fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) {
         let world = world()?;
         let mut tables = world.lock();
+        tables.event(event)?;
         let stream = tables.resolve(stream)?;
-        let is_recorded = tables.recording(stream)?.is_some();
-        if flags == WAIT_EXTERNAL && is_recorded {
-            crate::symbols::report_once("cuStreamWaitEvent with CU_EVENT_WAIT_EXTERNAL");
-            return Err(NOT_SUPPORTED);
+        let recording = tables.recording(stream)?;
+        if flags == WAIT_EXTERNAL {
+            let (capture, lane) = recording.ok_or(ILLEGAL_STATE)?;
+            capture.work(lane, Work::Await(event));
+            return Ok(());
         }
         if flags != 0 {
             return Err(INVALID_VALUE);

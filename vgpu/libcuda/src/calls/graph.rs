@@ -8,7 +8,10 @@ use epoxide_vgpu::stream::{Capture, Mark, Op, Queue};
 
 use super::api;
 use crate::abi::*;
-use crate::world::{CaptureMode, GLOBAL, RELAXED, Recorded, THREAD_LOCAL, THREAD_MODE, Tables, world};
+use crate::work::Work;
+use crate::world::{
+    CaptureMode, GLOBAL, LastRecord, RELAXED, Recorded, THREAD_LOCAL, THREAD_MODE, Tables, world,
+};
 
 fn begin(stream: Handle, mode: c_int) -> Res {
     let mut tables = world()?.lock();
@@ -72,7 +75,8 @@ fn instantiate(to: Out<Handle>, graph: Handle) -> Res {
     to.put(handle)
 }
 
-/// Launches a graph: each lane runs in the context of the stream that it was recorded on.
+/// Launches a graph: each lane runs in the context of the stream that it was recorded on. A wait
+/// for an event outside of the capture is one for the last record before this call.
 fn launch(exec: Handle, stream: Handle) -> Res {
     let world = world()?;
     let mut tables = world.lock();
@@ -93,6 +97,15 @@ fn launch(exec: Handle, stream: Handle) -> Res {
     }
     recorded.contexts.iter().try_for_each(|context| tables.usable(*context))?;
     let (mut ops, mut sides) = recorded.graph.launch(Clone::clone);
+    for op in ops.iter_mut().chain(sides.iter_mut().flat_map(|queue| &mut queue.ops)) {
+        if let Op::Work(Work::Await(event)) = op {
+            *op = match &tables.event(*event)?.last {
+                LastRecord::Stream(mark) => Op::Wait(mark.clone()),
+                // No stream waits for this mark.
+                LastRecord::Never | LastRecord::Capture(..) => Op::Record(Arc::default()),
+            };
+        }
+    }
     if recorded.contexts.first().is_some_and(is_foreign) {
         let (begin, end) = (Arc::new(Mark::default()), Arc::new(Mark::default()));
         let mut first = Queue { closed: true, ..Queue::default() };

@@ -370,17 +370,35 @@ fn a_stream_that_was_destroyed_with_work_is_no_handle_any_more() {
     assert_eq!(word.load(Ordering::Relaxed), 10);
 }
 
-/// `CU_EVENT_WAIT_EXTERNAL` is invalid outside of a capture by CUDA's documentation.
+/// `CU_EVENT_WAIT_EXTERNAL` is illegal outside of a capture, as on an H200.
 #[test]
-fn a_wait_for_an_event_outside_of_its_capture_is_not_supported() {
+fn each_launch_of_a_graph_waits_for_events_outside_of_its_capture() {
     let _context = Context::on(0);
-    let (own, outside) = (stream(1), event());
-    record(outside, own);
+    let ([own, other], outside, mut exec) = ([stream(1), stream(1)], event(), 0);
+    record(outside, other);
     let wait = |flags: u32| cu!(cuStreamWaitEvent(own => Handle, outside => Handle, flags => u32));
-    assert_eq!([0, 1, 2].map(wait), [0, INVALID_VALUE, INVALID_VALUE]);
-    begin(own, 2);
-    assert_eq!([1, 2].map(wait), [NOT_SUPPORTED, INVALID_VALUE]);
-    assert_eq!(end(own), 0);
+    assert_eq!([0, 1, 2].map(wait), [0, 401, INVALID_VALUE]);
+    let (from, to) = (AtomicU32::new(0), upload(&[0]));
+    let mut graph = 0;
+    begin(own, 0);
+    assert_eq!([2, 1].map(wait), [INVALID_VALUE, 0]);
+    ok!(cuMemcpyHtoDAsync_v2(to => u64, from.as_ptr() => *const u32, 4 => usize, own => Handle));
+    ok!(cuStreamEndCapture(own => Handle, &mut graph => *mut Handle));
+    ok!(cuGraphInstantiateWithFlags(&mut exec => *mut Handle, graph => Handle, 0 => u64));
+    let launch = || cu!(cuGraphLaunch(exec => Handle, own => Handle));
+    for _ in 0..2 {
+        from.store(5, Ordering::Release);
+        assert_eq!(launch(), 0);
+        ok!(cuStreamSynchronize(own => Handle));
+        assert_eq!(download(to, 1), [5]);
+        be_late(other, from.as_ptr());
+        record(outside, other);
+        assert_eq!(launch(), 0);
+        ok!(cuStreamSynchronize(own => Handle));
+        assert_eq!(download(to, 1), [10]);
+    }
+    ok!(cuEventDestroy_v2(outside => Handle));
+    assert_eq!(launch(), 400);
 }
 
 /// CUDA's documentation: an operation that is not allowed ends all captures that it involves.
