@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_int, c_ulonglong, c_void};
 use std::sync::{Mutex, PoisonError};
 
 use crate::abi::*;
+use crate::calls::device::VERSION;
 use crate::calls::{self, api};
 
 /// The address of a function.
@@ -57,14 +58,21 @@ const SINCE: &[(&str, c_int)] = &[
     ("cuStreamUpdateCaptureDependencies_v2", 12030),
 ];
 
+/// The first version with functions to look up.
+const OLDEST: c_int = 2000;
+
 fn find(name: &str) -> Option<*const ()> {
     let all = TABLES.iter().flat_map(|table| table.iter());
     all.into_iter().find(|(own, _)| *own == name).map(|(_, symbol)| symbol.0)
 }
 
 /// The newest function of a name that a program of this version of the API may call. `c_int::MAX`
-/// stands for every version.
+/// stands for every version. Names with a suffix are not looked up.
 fn newest(name: &str, version: c_int) -> Option<*const ()> {
+    let is_suffixed = name.rsplit_once("_v").is_some_and(|(_, number)| number.parse::<u8>().is_ok());
+    if is_suffixed || version < OLDEST {
+        return None;
+    }
     let allowed = |name: &str| SINCE.iter().all(|(own, since)| *own != name || version >= *since);
     let suffixes = ["_v4", "_v3", "_v2", ""];
     suffixes
@@ -89,29 +97,26 @@ pub(crate) fn report_once(name: &'static str) {
     }
 }
 
-/// Looks a function up. The status is 0 where it is found, 1 where none has the name, and 2
-/// where one of a newer version has.
-fn look_up(name: In<c_char>, to: Out<*const c_void>, version: c_int, status: Out<c_int>) -> Res {
+/// Looks a function up. Without one it gives the status of `cuGetProcAddress_v2`: 1 where no
+/// function has the name, and 2 where one of a newer version has.
+fn look_up(name: In<c_char>, version: c_int) -> Res<Result<*const c_void, c_int>> {
     let name = name.text()?;
-    to.required()?;
-    let found = newest(&name, version);
-    to.put(found.unwrap_or(std::ptr::null()).cast())?;
-    status.put_optional(match found {
-        Some(_) => 0,
-        None if newest(&name, c_int::MAX).is_some() => 2,
-        None => 1,
-    });
-    found.map(drop).ok_or(NOT_FOUND)
+    if version > VERSION {
+        return Err(INVALID_VALUE);
+    }
+    let found = newest(&name, version).map(<*const ()>::cast);
+    Ok(found.ok_or_else(|| if newest(&name, c_int::MAX).is_some() { 2 } else { 1 }))
 }
 
 api! {
     /// The address of a function. Flags for per-thread default streams change nothing.
     fn cuGetProcAddress(name: In<c_char>, to: Out<*const c_void>, version: c_int, _flags: c_ulonglong) {
-        look_up(name, to, version, Out::null())
+        to.required()?;
+        to.put(look_up(name, version)?.map_err(|_| NOT_FOUND)?)
     }
 
-    /// The same, with a status that says why a function is not found. The code is then
-    /// `CUDA_ERROR_NOT_FOUND`.
+    /// The same, with a status that says why a function is not found. The address is null then, and
+    /// the call succeeds.
     fn cuGetProcAddress_v2(
         name: In<c_char>,
         to: Out<*const c_void>,
@@ -119,7 +124,10 @@ api! {
         _flags: c_ulonglong,
         status: Out<c_int>,
     ) {
-        look_up(name, to, version, status)
+        to.required()?;
+        let found = look_up(name, version)?;
+        status.put_optional(found.err().unwrap_or(0));
+        to.put(found.unwrap_or(std::ptr::null()))
     }
 }
 

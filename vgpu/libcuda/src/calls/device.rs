@@ -7,7 +7,7 @@ use crate::abi::*;
 use crate::world::{World, initialise, world};
 
 /// `CUDA_VERSION` of the API that the library has.
-const VERSION: c_int = 13000;
+pub(crate) const VERSION: c_int = 13000;
 /// Most shared memory of a block, in bytes, as on an H200.
 pub(crate) const MAX_SHARED_BYTES: u32 = 227 * 1024;
 /// Dynamic shared memory that every kernel may have, in bytes.

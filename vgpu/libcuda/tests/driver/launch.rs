@@ -298,9 +298,11 @@ fn the_newest_function_that_a_version_has_is_found() {
     assert_eq!(find(c"cuCtxCreate", 11000), (0, symbol(b"cuCtxCreate_v2"), 0));
     assert_eq!(find(c"cuCtxCreate", 13000), (0, symbol(b"cuCtxCreate_v4"), 0));
     assert_eq!(find(c"cuEventElapsedTime", 12000), (0, symbol(b"cuEventElapsedTime"), 0));
-    assert_eq!(find(c"cuNoSuchFunction", 13000), (500, 0, 1));
+    assert_eq!(find(c"cuNoSuchFunction", 13000), (0, 0, 1));
+    assert_eq!(find(c"cuCtxCreate_v4", 13000), (0, 0, 1));
     // CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
-    assert_eq!(find(c"cuCtxCreate_v4", 11000), (500, 0, 2));
+    assert_eq!(find(c"cuMemAlloc", 1000), (0, 0, 2));
+    assert_eq!(find(c"cuMemAlloc", 99000), (INVALID_VALUE, 0, -1));
 }
 
 /// `CUlaunchAttribute`.
@@ -320,6 +322,23 @@ struct Config {
     stream: Handle,
     attributes: *const Attribute,
     count: u32,
+}
+
+/// The code of a launch of one thread with an attribute, whose parameters are an address and a word.
+pub fn with_attribute(
+    function: Handle,
+    stream: Handle,
+    (id, value): (u32, [u32; 16]),
+    (mut at, mut word): (u64, u32),
+) -> Code {
+    let attribute = Attribute { id, pad: 0, value };
+    let (grid, block) = ([1; 3], [1; 3]);
+    let config = Config { grid, block, shared: 0, stream, attributes: &raw const attribute, count: 1 };
+    let mut params: [*mut c_void; 2] = [(&raw mut at).cast(), (&raw mut word).cast()];
+    cu!(cuLaunchKernelEx(
+        &raw const config => *const Config, function => Handle, params.as_mut_ptr() => *mut *mut c_void,
+        std::ptr::null_mut() => *mut *mut c_void,
+    ))
 }
 
 #[test]
@@ -368,18 +387,10 @@ fn attributes_of_a_launch_that_only_affect_speed_are_ignored() {
     let _context = Context::on(0);
     let module = Module::load();
     let function = module.function("add");
-    let (mut at, mut value) = (upload(&[1]), 1u32);
+    let at = upload(&[1]);
     // The part of shared memory, the use of NVLink, and an event that a kernel completes.
     for (id, code) in [(14, 0), (16, 0), (12, NOT_SUPPORTED)] {
-        let attribute = Attribute { id, pad: 0, value: [1; 16] };
-        let (grid, block) = ([1; 3], [1; 3]);
-        let config = Config { grid, block, shared: 0, stream: 0, attributes: &raw const attribute, count: 1 };
-        let mut params: [*mut c_void; 2] = [(&raw mut at).cast(), (&raw mut value).cast()];
-        let launched = cu!(cuLaunchKernelEx(
-            &raw const config => *const Config, function => Handle, params.as_mut_ptr() => *mut *mut c_void,
-            std::ptr::null_mut() => *mut *mut c_void,
-        ));
-        assert_eq!(launched, code, "attribute {id}");
+        assert_eq!(with_attribute(function, 0, (id, [1; 16]), (at, 1)), code, "attribute {id}");
     }
     assert_eq!(download(at, 1), [3]);
 }
