@@ -281,20 +281,27 @@ impl World {
             if owner.is_none_or(|owner| tables.has_peer_access(device, owner)) {
                 shared.push(Shared {
                     device: Some(device),
+                    access: READ_WRITE,
                     _region: memory.share(region).map_err(memory_code)?,
                 });
             }
         }
         if owner.is_some() {
-            shared.push(Shared { device: None, _region: self.all.share(region).map_err(memory_code)? });
+            let _region = self.all.share(region).map_err(memory_code)?;
+            shared.push(Shared { device: None, access: READ_WRITE, _region });
         }
         Ok(shared)
     }
 }
 
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+pub(crate) const READ_WRITE: u32 = 3;
+
 /// A region in the memory of another device, or of [`World::all`].
 pub(crate) struct Shared {
     pub(crate) device: Option<usize>,
+    /// `CU_MEM_ACCESS_FLAGS_*`. Kernels store to memory that is set to be read, too.
+    pub(crate) access: u32,
     pub(crate) _region: Region,
 }
 
@@ -443,12 +450,15 @@ pub(crate) struct Allocation {
 }
 
 impl Allocation {
-    /// Whether kernels of a device access it.
-    pub(crate) fn is_open_to(&self, device: usize) -> bool {
+    /// `CU_MEM_ACCESS_FLAGS_*` of a device's kernels.
+    pub(crate) fn access_of(&self, device: usize) -> u32 {
         match self.kind {
-            Kind::Host | Kind::Registered | Kind::Managed => true,
-            Kind::Device | Kind::Ipc if self.device == Some(device) => true,
-            _ => self.shared.iter().any(|shared| shared.device == Some(device)),
+            Kind::Host | Kind::Registered | Kind::Managed => READ_WRITE,
+            Kind::Device | Kind::Ipc if self.device == Some(device) => READ_WRITE,
+            _ => {
+                let shared = self.shared.iter().find(|shared| shared.device == Some(device));
+                shared.map_or(0, |shared| shared.access)
+            }
         }
     }
 }

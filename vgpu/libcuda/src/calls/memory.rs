@@ -11,7 +11,7 @@ use super::api;
 use super::stream::submit;
 use crate::abi::*;
 use crate::work::Work;
-use crate::world::{Allocation, Kind, Shared, Tables, World, memory_code, world};
+use crate::world::{Allocation, Kind, READ_WRITE, Shared, Tables, World, memory_code, world};
 
 type Locked = MutexGuard<'static, Tables>;
 
@@ -164,7 +164,7 @@ pub(crate) fn open_to_peer(world: &World, tables: &mut Tables, own: usize, other
     let of_peer: Vec<&mut Allocation> = tables.allocations.values_mut().filter(of_peer).collect();
     let regions: Result<Vec<_>, _> = of_peer.iter().map(|peer| memory.share(&peer.region)).collect();
     for (allocation, region) in of_peer.into_iter().zip(regions.map_err(memory_code)?) {
-        allocation.shared.push(Shared { device: Some(own), _region: region });
+        allocation.shared.push(Shared { device: Some(own), access: READ_WRITE, _region: region });
     }
     Ok(())
 }
@@ -529,7 +529,7 @@ fn pointer_attribute(world: &World, tables: &Tables, attribute: c_int, addr: u64
         15 => to.cast().put(0u32),
         16 => {
             let device = tables.device_of(tables.current()?)?;
-            to.cast().put(if allocation.is_open_to(device) { 3u32 } else { 0 })
+            to.cast().put(allocation.access_of(device))
         }
         _ => Err(INVALID_VALUE),
     }

@@ -259,21 +259,22 @@ api! {
                 mapping.shared.retain(|shared| shared.device != device);
                 if flags != 0 {
                     let region = memory.share(&mapping.region).map_err(memory_code)?;
-                    mapping.shared.push(Shared { device, _region: region });
+                    mapping.shared.push(Shared { device, access: flags as u32, _region: region });
                 }
             }
         }
         Ok(())
     }
 
-    /// Whether a device may access an address: 3 or 0.
+    /// How a device may access a mapping: 3, 1 or 0. Any other memory has 0.
     fn cuMemGetAccess(flags: Out<c_ulonglong>, location: In<CUmemLocation>, addr: CUdeviceptr) {
         let world = world()?;
         let location = location.get()?;
         world.device(location.id)?;
         let tables = world.lock();
         let (_, allocation) = tables.allocation_at(addr).ok_or(INVALID_VALUE)?;
-        flags.put(if allocation.is_open_to(location.id as usize) { 3 } else { 0 })
+        let is_mapping = allocation.kind == Kind::Mapping;
+        flags.put(if is_mapping { allocation.access_of(location.id as usize).into() } else { 0 })
     }
 
     /// A file descriptor that stands for physical memory, or for a multicast object within the

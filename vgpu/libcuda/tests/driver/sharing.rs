@@ -263,7 +263,10 @@ fn attributes_of_an_address_name_its_handles_and_who_accesses_it() {
     let allowed = Access { location: [1, 0], flags: 3 };
     ok!(cuMemSetAccess(base => u64, unit => usize, &allowed => *const Access, 1 => usize));
     assert_eq!([base, base + unit as u64, own, host].map(|at| attribute(access_flags, at)), [3, 0, 3, 3]);
-    assert_eq!([base, own, host].map(|at| (access(0, at), access(1, at))), [(3, 0), (3, 0), (3, 3)]);
+    assert_eq!([base, own, host].map(|at| (access(0, at), access(1, at))), [(3, 0), (0, 0), (0, 0)]);
+    let read = Access { location: [1, 0], flags: 1 };
+    ok!(cuMemSetAccess(base => u64, unit => usize, &read => *const Access, 1 => usize));
+    assert_eq!((attribute(access_flags, base), access(0, base)), (1, 1));
     let second = Context::on(1);
     assert_eq!([base, own, host].map(|at| attribute(access_flags, at)), [0, 0, 3]);
     ok!(cuCtxEnablePeerAccess(first.0 => Handle, 0 => u32));
