@@ -47,6 +47,7 @@ codes! {
     NO_BINARY_FOR_GPU = 209 "no kernel image is available for execution on the device",
     UNSUPPORTED_LIMIT = 215 "limit is not supported on this architecture",
     INVALID_PTX = 218 "a PTX JIT compilation failed",
+    UNSUPPORTED_PTX_VERSION = 222 "the provided PTX was compiled with an unsupported toolchain.",
     FILE_NOT_FOUND = 301 "file not found",
     OPERATING_SYSTEM = 304 "OS call failed or operation not supported on this OS",
     INVALID_HANDLE = 400 "invalid resource handle",

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use epoxide_vgpu::ptx::Version;
 use epoxide_vgpu::{ClusterSizes, Module};
 
 use super::api;
@@ -62,9 +63,19 @@ fn text_of(image: In<c_char>, options: &Options) -> Res<String> {
     image.text()
 }
 
+/// The newest version of PTX: that of CUDA 13.5, whose compiler's kernels are among the tests.
+const NEWEST: Version = Version { major: 9, minor: 5 };
+
 fn parse(ptx: &str, options: &Options) -> Res<Arc<Module>> {
     if ptx.trim().is_empty() {
         return Err(INVALID_IMAGE);
+    }
+    if let Some(version) = Version::of(ptx).filter(|version| *version > NEWEST) {
+        options.report(&format!(
+            "the PTX has .version {version}, and virtual GPUs know versions up to {NEWEST}: compile it with \
+             an older toolkit, or write an older version into it"
+        ));
+        return Err(UNSUPPORTED_PTX_VERSION);
     }
     Module::parse(ptx).map(Arc::new).map_err(|error| {
         let place = format!("line {}, column {}", error.line, error.column);

@@ -154,6 +154,16 @@ fn errors_of_ptx_name_the_line_in_the_log() {
 }
 
 #[test]
+fn ptx_of_a_newer_version_is_an_error_of_its_own() {
+    let _context = Context::on(0);
+    let load = |version: &str| {
+        let text = CString::new(PTX.replacen("7.8", version, 1)).unwrap();
+        cu!(cuModuleLoadData(&mut 0 => *mut Handle, text.as_ptr() => *const i8))
+    };
+    assert_eq!(["7.8", "9.5", "9.6", "9.9", "10.0", "99.0"].map(load), [0, 0, 222, 222, 222, 222]);
+}
+
+#[test]
 fn launches_are_checked_before_they_run() {
     let _context = Context::on(0);
     let module = Module::load();
