@@ -453,6 +453,10 @@ api! {
                 4 => cluster = Some([low, high, attribute.value[1] as u32]),
                 // Overlap with the kernel before it is allowed, not demanded.
                 6 => {}
+                // CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION without one
+                11 if attribute.value[..2] == [0, 0] => {}
+                // No attribute has this number.
+                15 => return Err(INVALID_VALUE),
                 _ => {
                     crate::symbols::report_once("cuLaunchKernelEx with this attribute");
                     return Err(NOT_SUPPORTED);

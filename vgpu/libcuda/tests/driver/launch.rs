@@ -334,7 +334,7 @@ struct Config {
     count: u32,
 }
 
-/// The code of a launch of one thread with an attribute, whose parameters are an address and a word.
+/// The code of a launch of one thread with an attribute. Its parameters are an address and a word.
 pub fn with_attribute(
     function: Handle,
     stream: Handle,
@@ -398,9 +398,18 @@ fn attributes_of_a_launch_that_only_affect_speed_are_ignored() {
     let module = Module::load();
     let function = module.function("add");
     let at = upload(&[1]);
-    // The part of shared memory, the use of NVLink, and an event that a kernel completes.
-    for (id, code) in [(14, 0), (16, 0), (12, NOT_SUPPORTED)] {
-        assert_eq!(with_attribute(function, 0, (id, [1; 16]), (at, 1)), code, "attribute {id}");
+    // The part of shared memory, the use of NVLink, no preferred cluster, and one, an event that a
+    // kernel completes, and a number that no attribute has.
+    let cases = [
+        (14, 1, 0),
+        (16, 1, 0),
+        (11, 0, 0),
+        (11, 1, NOT_SUPPORTED),
+        (12, 1, NOT_SUPPORTED),
+        (15, 0, INVALID_VALUE),
+    ];
+    for (id, value, code) in cases {
+        assert_eq!(with_attribute(function, 0, (id, [value; 16]), (at, 1)), code, "attribute {id}");
     }
-    assert_eq!(download(at, 1), [3]);
+    assert_eq!(download(at, 1), [4]);
 }
