@@ -93,15 +93,15 @@ pub(crate) struct Device {
 
 /// Initialises the library, once.
 pub(crate) fn initialise() -> Res {
-    let world = WORLD.get_or_init(|| match Config::from_environment() {
+    let _ = WORLD.get_or_init(|| match Config::from_environment() {
         Ok(config) => Ok(World::new(config)),
         Err(message) => {
             eprintln!("libcuda of virtual GPUs: {message}");
             Err(INVALID_VALUE)
         }
     });
-    let world = world.as_ref().map_err(|code| *code)?;
-    if world.devices.is_empty() { Err(NO_DEVICE) } else { Ok(()) }
+    // A forked process cannot use its parent's.
+    if world()?.devices.is_empty() { Err(NO_DEVICE) } else { Ok(()) }
 }
 
 /// The world, after `cuInit`. A forked process has none: it lacks the threads of the devices.
