@@ -154,12 +154,14 @@ api! {
         submit(world, tables, stream, Work::Host(call)).map(drop)
     }
 
-    /// Calls a function of the program in stream order.
+    /// Calls a function of the program in stream order. Behind a fault it is an error.
     fn cuStreamAddCallback(stream: Handle, function: StreamCallback, data: *mut c_void, flags: c_uint) {
         let world = world()?;
         let mut tables = world.lock();
         let resolved = tables.resolve(stream)?;
         tables.forbid_on_captured(resolved)?;
+        let context = tables.stream(resolved)?.context;
+        tables.observe(context)?;
         if flags != 0 {
             return Err(INVALID_VALUE);
         }
