@@ -271,7 +271,8 @@ impl<T> Detached<T> {
 }
 
 impl Detached<Received<'static>> {
-    /// The rows, for as long as `place` is borrowed.
+    /// The rows, for as long as `place` is borrowed. A step that was captured with the place
+    /// overwrites them when it runs, also in that time: launch it behind their last use.
     ///
     /// # Errors
     /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten

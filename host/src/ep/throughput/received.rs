@@ -106,7 +106,8 @@ impl<'p> Received<'p> {
 pub struct Detached(Received<'static>);
 
 impl Detached {
-    /// The rows, for as long as `place` is borrowed.
+    /// The rows, for as long as `place` is borrowed. A step that was captured with the place
+    /// overwrites them when it runs, also in that time: launch it behind their last use.
     ///
     /// # Errors
     /// [`Error::StaleHandle`](crate::Error::StaleHandle) where a later dispatch has overwritten
