@@ -2,6 +2,7 @@
 //!
 //! `cuda` loads it and wraps the calls. Each other module tests one part.
 
+mod codes;
 mod cuda;
 mod faults;
 mod hardware;
