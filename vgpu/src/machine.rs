@@ -301,7 +301,7 @@ struct Launch {
 /// A device, with one stream of kernels.
 struct Device {
     memory: Memory,
-    /// Its number, where the machine has several.
+    /// The number of the device, where the machine has several.
     number: Option<u32>,
     queue: VecDeque<Launch>,
     running: Option<Grid>,

@@ -65,7 +65,7 @@ pub(super) fn manner(how: How, wrote: bool) -> String {
     }
 }
 
-/// The kinds of two accesses, the later one first. Its read does not make an atomic a reader.
+/// The kinds of two accesses, the later one first. An atomic counts as a write.
 pub(super) fn hazard((how, wrote): (How, bool), (other, other_wrote): (How, bool)) -> Hazard {
     Hazard::new(wrote || how.is_rmw(), other_wrote || other.is_rmw())
 }

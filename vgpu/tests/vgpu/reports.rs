@@ -306,7 +306,7 @@ fn a_bulk_load_may_overwrite_what_was_read_where_that_is_assumed() {
         outcome.unwrap();
         assert_eq!(kinds(&reports), ["missing-proxy-fence"]);
         let text = reports[0].fault.to_string();
-        // Its order is that of the wait for the mbarrier, not of the barrier ahead of it.
+        // The wait for the mbarrier orders the two, not the barrier ahead of it.
         let seen = text.split("seen: ").nth(1).unwrap_or_default();
         assert!(seen.starts_with("test of an mbarrier") && seen.contains("[%r3], 0"), "{text}");
         assert!(text.contains("assume ReadsBeforeBulkCopies"), "{text}");
