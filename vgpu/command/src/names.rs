@@ -1,16 +1,7 @@
 //! Readable names of kernels, and kernels by a part of their name.
 
 use anyhow::{Result, bail};
-use epoxide_vgpu::Module;
 pub use epoxide_vgpu::readable_name as readable;
-
-/// Replaces the quoted names in a report by readable ones.
-pub fn make_readable(text: &str, module: &Module) -> String {
-    module.kernels().fold(text.to_owned(), |text, kernel| {
-        let name = kernel.name();
-        text.replace(&format!("'{name}'"), &format!("'{}'", readable(name)))
-    })
-}
 
 /// The kernel whose name is `wanted`, or the only one whose name in the source contains `wanted`.
 /// Without `wanted`, the only kernel.
@@ -41,11 +32,6 @@ pub fn find(all: &[&str], wanted: Option<&str>) -> Result<String> {
 mod tests {
     use super::*;
 
-    fn module(names: &[&str]) -> Module {
-        let kernels: String = names.iter().map(|name| format!(".entry {name}() {{ ret; }}\n")).collect();
-        Module::parse(&format!(".version 8.4\n.target sm_90\n.address_size 64\n{kernels}")).unwrap()
-    }
-
     #[test]
     fn names_of_three_compilers_are_readable() {
         assert_eq!(readable("_Z5saxpyfPKfPfj"), "saxpy(float, float const*, float*, unsigned int)");
@@ -68,11 +54,5 @@ mod tests {
             assert!(text.contains(error) && text.contains("add2(float*, unsigned int)"), "{text}");
         }
         assert_eq!(find(&["k"], None).unwrap(), "k");
-    }
-
-    #[test]
-    fn reports_are_made_readable() {
-        let text = make_readable("in kernel '_Z3addPfj', block", &module(&["_Z3addPfj"]));
-        assert_eq!(text, "in kernel 'add(float*, unsigned int)', block");
     }
 }

@@ -475,8 +475,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let causes = causes(&open_reports, &mut document);
     for (finding, place) in collected.others {
         let accepted = accepts.accepts_at(&finding.kind, &[place], &names::readable);
-        let text = names::make_readable(&finding.text, &module);
-        document.findings.push(Finding { text, accepted, ..finding });
+        document.findings.push(Finding { accepted, ..finding });
     }
     document.findings.sort_by_key(|finding| finding.class);
     let outputs = write_outputs(args, &last, &mut document)?;

@@ -129,8 +129,9 @@ impl World {
             if let Some(checker) = &checker {
                 checker.number_device(&memory, number);
             }
+            let (schedule_seed, assume) = (config.seed, config.assume);
             let config =
-                DeviceConfig { schedule_seed: config.seed, clock: Clock::Real, ..DeviceConfig::default() };
+                DeviceConfig { schedule_seed, assume, clock: Clock::Real, ..DeviceConfig::default() };
             Device { memory, config }
         };
         World {
