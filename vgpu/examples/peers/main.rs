@@ -60,6 +60,13 @@ fn outcome(
     Ok(found)
 }
 
+/// A text without the numbers of devices behind its labels.
+fn without_devices(text: &str) -> String {
+    let mut parts = text.split(" of device ");
+    let first = parts.next().unwrap_or_default().to_owned();
+    first + &parts.map(|part| part.trim_start_matches(|c: char| c.is_ascii_digit())).collect::<String>()
+}
+
 /// The name of a report: its kind, and the lines of the source on both sides.
 fn named(fault: &Fault) -> String {
     // The host's own kernels have no source but their PTX.
@@ -69,9 +76,9 @@ fn named(fault: &Fault) -> String {
     };
     let here = at(&fault.source, &fault.kernel);
     // The schedule decides which device comes first.
-    let memory = |label: &str| match label.split(" of device ").next().unwrap_or_default() {
-        "" => "shared memory".to_owned(),
-        label => label.to_owned(),
+    let memory = |label: &str| match without_devices(label) {
+        label if label.is_empty() => "shared memory".to_owned(),
+        label => label,
     };
     match &fault.kind {
         FaultKind::Race(race) => {
@@ -88,7 +95,7 @@ fn named(fault: &Fault) -> String {
         FaultKind::Livelock { .. } => format!("livelock in {}", fault.kernel),
         kind if kind.class() == Class::Bounds => {
             // Without addresses, which differ. So does what is nearest to an address made of garbage.
-            let text = kind.to_string();
+            let text = without_devices(&kind.to_string());
             let is_far = |word: &str| word.parse().is_ok_and(|bytes: u64| bytes > 1 << 30);
             let text = if text.split(' ').any(is_far) { text.split(';').next().unwrap_or("") } else { &text };
             let words = text.split(' ').map(|word| if word.starts_with("0x") { "0x.." } else { word });
@@ -264,6 +271,17 @@ fn run_steps(project: &Project, list: &str, steps: &[String]) -> Result<(), Box<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_reports_have_no_numbers_of_devices() {
+        for (text, name) in [
+            ("buffer of device 12", "buffer"),
+            ("nearest is 'input of device 1' at 0x10 (24 bytes)", "nearest is 'input' at 0x10 (24 bytes)"),
+            ("", ""),
+        ] {
+            assert_eq!(without_devices(text), name);
+        }
+    }
 
     #[test]
     fn a_step_of_the_list_that_does_not_run_is_a_difference() {
