@@ -22,7 +22,7 @@ use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, S
 use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
-use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special, WgmmaOp};
+use crate::ir::{BARRIERS, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special, WgmmaOp};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
@@ -408,7 +408,7 @@ impl Grid {
                     .kernel
                     .code
                     .iter()
-                    .any(|i| matches!(i.op, Op::Fence(Fence::AcqRel(_) | Fence::Sc(_))));
+                    .any(|i| matches!(i.op, Op::Fence(fence) if fence.releases().is_some()));
                 let (end, host_acquires_end) = (start.clone(), order.is_none());
                 let checker = checker.clone();
                 Some(GridCheck { checker, number, start, end, host_acquires_end, has_fences, strict_exits })

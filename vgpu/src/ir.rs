@@ -259,8 +259,9 @@ pub(crate) enum Scope {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fence {
     Sc(Scope),
-    /// Also the one-sided fences, taken as if they had both sides.
     AcqRel(Scope),
+    Acquire(Scope),
+    Release(Scope),
     /// Between the generic and the async proxy, for shared memory, global memory, or both.
     Async {
         shared: bool,
@@ -274,10 +275,18 @@ pub(crate) enum Fence {
 }
 
 impl Fence {
-    /// The scope of one that orders memory accesses of threads.
-    pub(crate) fn scope(self) -> Option<Scope> {
+    /// The scope of one that a release pattern may have.
+    pub(crate) fn releases(self) -> Option<Scope> {
         match self {
-            Fence::AcqRel(scope) | Fence::Sc(scope) => Some(scope),
+            Fence::Release(scope) | Fence::AcqRel(scope) | Fence::Sc(scope) => Some(scope),
+            _ => None,
+        }
+    }
+
+    /// The scope of one that an acquire pattern may have.
+    pub(crate) fn acquires(self) -> Option<Scope> {
+        match self {
+            Fence::Acquire(scope) | Fence::AcqRel(scope) | Fence::Sc(scope) => Some(scope),
             _ => None,
         }
     }

@@ -1128,9 +1128,10 @@ mod tests {
             Machine::new(1).launch_with(0, &module, name, ONE, arguments).unwrap_err().to_string()
         };
         let lines = "\n  parameter 0: 8 bytes\n  parameter 1: 4 bytes";
-        let count = format!("kernel '{name}' takes 2 arguments, 1 were given{lines}");
+        let readable = "scale(float*, unsigned int)";
+        let count = format!("kernel '{readable}' takes 2 arguments, 1 were given{lines}");
         assert_eq!(call(&[&5u64]), count);
-        let size = format!("parameter 1 of kernel '{name}' has 4 bytes, its argument has 8{lines}");
+        let size = format!("parameter 1 of kernel '{readable}' has 4 bytes, its argument has 8{lines}");
         assert_eq!(call(&[&5u64, &5u64]), size);
     }
 }

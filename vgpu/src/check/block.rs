@@ -659,14 +659,14 @@ impl BlockCheck {
     /// For reports: the lanes of a mask fence by this instruction. Returns the warp's tick.
     pub(super) fn note_fence(&mut self, warp: u32, mask: u32, pc: u32, fence: Fence) -> u32 {
         let warp = &mut self.warps[warp as usize];
-        if let Some(scope) = fence.scope() {
+        if let Some(scope) = fence.releases() {
             let sites = warp.fence_sites.get_or_insert_default();
             lanes(mask).for_each(|lane| sites[lane] = Some((pc, scope)));
         }
         warp.tick
     }
 
-    /// For reports: the last fence of a lane.
+    /// For reports: the last fence of a lane that a release pattern may have.
     pub(super) fn fence_site(&self, warp: u32, lane: usize) -> Option<FenceSite> {
         self.warps[warp as usize].fence_sites.as_ref()?[lane]
     }
@@ -702,7 +702,7 @@ impl BlockCheck {
                 }
                 w.tick += 1;
             }
-            Fence::AcqRel(scope) | Fence::Sc(scope) => {
+            Fence::Acquire(scope) | Fence::Release(scope) | Fence::AcqRel(scope) | Fence::Sc(scope) => {
                 let sequential = matches!(fence, Fence::Sc(_));
                 for l in lanes(mask) {
                     let own = clock::lane(w.key, l);
@@ -716,8 +716,8 @@ impl BlockCheck {
                         );
                     }
                     // A fence that acquires nothing leaves the lane in its group.
-                    let acquires =
-                        !acquired.is_empty() || w.lane(l).is_some_and(|lane| !lane.seen.is_empty());
+                    let acquires = fence.acquires().is_some()
+                        && (!acquired.is_empty() || w.lane(l).is_some_and(|lane| !lane.seen.is_empty()));
                     w.each(if acquires { 1 << l } else { 0 }, |lane| {
                         acquired.iter().for_each(|k| lane.past.join(k));
                         let Lane { seen, past, .. } = lane;
@@ -730,6 +730,9 @@ impl BlockCheck {
                             !reaches
                         });
                     });
+                    if fence.releases().is_none() {
+                        continue;
+                    }
                     let past = w.publish(1 << l).in_tree();
                     if sequential {
                         let place = (scope, clock::block_of(own));

@@ -51,13 +51,13 @@ fn reader(world: &World, me: &Me<'_>, read: &Sight) -> Reader {
     {
         let behind = me.recent[..at].iter().filter(|(_, lanes)| mine(*lanes));
         let fences = behind.filter_map(|(pc, _)| match facts.kernel.code.get(*pc as usize)?.op {
-            Op::Fence(fence) => Some((*pc, fence.scope()?)),
+            Op::Fence(fence) => Some((*pc, fence.acquires()?)),
             _ => None,
         });
         return Reader { by: me.own, fence: fences.max_by_key(|(_, scope)| *scope), is_ahead: true };
     }
     let behind = world.history.fences_of(read.by).filter(|fence| fence.tick >= read.tick);
-    let behind = behind.filter_map(|&Fenced { pc, tick, fence, .. }| Some(((pc, fence.scope()?), tick)));
+    let behind = behind.filter_map(|&Fenced { pc, tick, fence, .. }| Some(((pc, fence.acquires()?), tick)));
     let widest = behind.max_by_key(|((_, scope), _)| *scope);
     let tick = widest.filter(|_| !read.sem.acquires()).map_or(read.tick, |(_, tick)| tick);
     let is_ahead = read.by == me.own || grids.includes_tick(&me.past.all, read.by, tick);
@@ -131,7 +131,7 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
     // The first fence of the earlier access's thread behind it.
     let of_theirs = || {
         let behind = world.history.fences_of(theirs).filter(|fence| fence.tick >= other.tick);
-        behind.filter_map(|fence| Some((fence.pc, fence.fence.scope()?))).last()
+        behind.filter_map(|fence| Some((fence.pc, fence.fence.releases()?))).last()
     };
     let ahead = ahead.filter(|_| !sem.releases() && covered != Some(true)).and_then(|_| of_theirs());
     let (fenced_by, fence) = ahead.map_or((by, fence), |site| (theirs, Some(site)));
@@ -271,8 +271,8 @@ pub(super) fn of_proxy(world: &World, me: &Me<'_>, other: &Record, place: Place)
         let found = match fence.fence {
             Fence::Async { shared, global } if if is_shared { shared } else { global } => &mut early,
             Fence::Async { .. } => &mut elsewhere,
-            Fence::AcqRel(_) | Fence::Sc(_) => &mut generic,
-            _ => continue,
+            Fence::MbarrierInit | Fence::Other => continue,
+            _ => &mut generic,
         };
         found.get_or_insert((by, fence));
     }

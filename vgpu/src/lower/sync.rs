@@ -56,9 +56,14 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
     } else {
         // A restriction to mbarriers and copies of a space is taken as none.
         m.ignore(&["sync_restrict::shared::cta", "sync_restrict::shared::cluster"]);
-        let sc = m.one_of(&[("sc", true), ("acq_rel", false), ("acquire", false), ("release", false)]);
-        let scope = m.one_of(WIDTHS);
-        sc.zip(scope).map(|(sc, scope)| if sc { Fence::Sc(scope) } else { Fence::AcqRel(scope) })
+        const SIDES: &[(&str, fn(Scope) -> Fence)] = &[
+            ("sc", Fence::Sc),
+            ("acq_rel", Fence::AcqRel),
+            ("acquire", Fence::Acquire),
+            ("release", Fence::Release),
+        ];
+        let side = m.one_of(SIDES);
+        side.zip(m.one_of(WIDTHS)).map(|(side, scope)| side(scope))
     };
     let Some(fence) = fence else { return m.unsupported() };
     Ok(Box::new(move |l, ops| {
