@@ -270,8 +270,8 @@ impl Placement {
         Ok(self)
     }
 
-    /// The length of the turn through the replicas of an expert: token t of rank r takes choice `(t
-    /// + r) % choices`. Without, as many as an even turn takes, at most 64; 64 where an expert's
+    /// The length of the turn through the replicas of an expert. Token t of rank r takes choice
+    /// `(t + r) % choices`. Without, as many as an even turn takes, at most 64; 64 where an expert's
     /// weights differ; more where an expert has more replicas.
     ///
     /// # Errors

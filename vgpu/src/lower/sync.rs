@@ -56,7 +56,8 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
     } else {
         // A restriction to mbarriers and copies of a space is taken as none.
         m.ignore(&["sync_restrict::shared::cta", "sync_restrict::shared::cluster"]);
-        const SIDES: &[(&str, fn(Scope) -> Fence)] = &[
+        type Side = (&'static str, fn(Scope) -> Fence);
+        const SIDES: &[Side] = &[
             ("sc", Fence::Sc),
             ("acq_rel", Fence::AcqRel),
             ("acquire", Fence::Acquire),
