@@ -30,7 +30,8 @@ pub(crate) fn charge(world: &World, tables: &mut Tables, device: usize, bytes: u
 
 /// Allocates memory for the current context.
 fn allocate(kind: Kind, bytes: usize, host_flags: u32) -> Res<u64> {
-    let tables = world()?.lock();
+    let mut tables = world()?.lock();
+    tables.forbid_while_capturing()?;
     let context = tables.current()?;
     let device = tables.device_of(context)?;
     allocate_for(tables, (context, device), kind, bytes, host_flags)
@@ -539,7 +540,6 @@ api! {
     /// Allocates device memory. It holds no numbers that a program would use.
     fn cuMemAlloc_v2(to: Out<CUdeviceptr>, bytes: usize) {
         to.required()?;
-        world()?.lock().forbid_while_capturing()?;
         to.put(allocate(Kind::Device, bytes, 0)?)
     }
 
@@ -547,7 +547,6 @@ api! {
     fn cuMemAllocPitch_v2(to: Out<CUdeviceptr>, pitch: Out<usize>, width: usize, rows: usize, _element: c_uint) {
         to.required()?;
         pitch.required()?;
-        world()?.lock().forbid_while_capturing()?;
         let row = width.checked_next_multiple_of(512).ok_or(INVALID_VALUE)?;
         let addr = allocate(Kind::Device, row.checked_mul(rows).ok_or(INVALID_VALUE)?, 0)?;
         pitch.put(row)?;
@@ -560,7 +559,6 @@ api! {
         if !matches!(flags, 1 | 2) {
             return Err(INVALID_VALUE);
         }
-        world()?.lock().forbid_while_capturing()?;
         to.put(allocate(Kind::Managed, bytes, flags)?)
     }
 
@@ -606,14 +604,12 @@ api! {
         if flags > 7 {
             return Err(INVALID_VALUE);
         }
-        world()?.lock().forbid_while_capturing()?;
         to.put(allocate(Kind::Host, bytes, flags)?)
     }
 
     /// The same without flags.
     fn cuMemAllocHost_v2(to: Out<u64>, bytes: usize) {
         to.required()?;
-        world()?.lock().forbid_while_capturing()?;
         to.put(allocate(Kind::Host, bytes, 0)?)
     }
 
