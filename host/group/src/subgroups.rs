@@ -17,9 +17,8 @@ struct Proposal {
     plan: Option<Vec<Vec<u32>>>,
     color: Option<u64>,
     key: i64,
-    address: Option<Address>,
-    /// Why the rank cannot listen.
-    error: Option<String>,
+    /// None without a color; an error is why the rank cannot listen.
+    address: std::result::Result<Option<Address>, String>,
 }
 
 impl MeshGroup {
@@ -96,9 +95,8 @@ impl MeshGroup {
             Some(_) => options.listen(self.size(), !self.shares_host()).map(Some),
             None => Ok(None),
         };
-        let address = listener.as_ref().ok().and_then(Option::as_ref).map(|it| it.address.clone());
-        let error = listener.as_ref().err().map(Error::to_string);
-        let ours = Proposal { plan, color, key, address, error };
+        let address = listener.as_ref().map(|it| it.as_ref().map(|it| it.address.clone()));
+        let ours = Proposal { plan, color, key, address: address.map_err(Error::to_string) };
         let bytes = serde_json::to_vec(&ours).map_err(|error| Error::internal("serialise", error))?;
         let name = format!("{}/sub{}", self.core.name, self.children.fetch_add(1, Ordering::Relaxed));
         let mut groups: BTreeMap<u64, Vec<(i64, u32, Address)>> = BTreeMap::new();
@@ -108,10 +106,10 @@ impl MeshGroup {
         for (peer, theirs) in (0u32..).zip(proposals) {
             let theirs: Proposal = serde_json::from_slice(&theirs)
                 .map_err(|error| Error::os("new_group", format!("rank {peer} sent no proposal: {error}")))?;
-            if let Some(reason) = theirs.error {
+            let address = theirs.address.map_err(|reason| {
                 let reason = format!("rank {peer} cannot listen: {}", escaped(reason.as_bytes()));
-                return Err(Error::os("new_group", reason));
-            }
+                Error::os("new_group", reason)
+            })?;
             if theirs.plan != ours.plan {
                 return Err(Error::Mismatch {
                     rank: self.rank(),
@@ -121,7 +119,7 @@ impl MeshGroup {
                     theirs: format!("{:?}", theirs.plan),
                 });
             }
-            if let (Some(color), Some(address)) = (theirs.color, theirs.address) {
+            if let (Some(color), Some(address)) = (theirs.color, address) {
                 groups.entry(color).or_default().push((theirs.key, peer, address));
             }
         }
