@@ -6,6 +6,7 @@ use std::process::Command;
 use std::sync::mpsc;
 use std::time::Duration;
 
+use epoxide::internal::group::environment;
 use epoxide_launch::{Launch, LaunchEnd, Nodes, Signals, Sinks};
 
 use crate::error::{CommandError, Result};
@@ -156,10 +157,7 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
 
 /// The timeout that the environment gives; an empty variable counts as unset.
 fn node_timeout_of_environment() -> Result<Option<Duration>> {
-    let Some(value) = std::env::var_os(NODE_TIMEOUT).filter(|value| !value.is_empty()) else {
-        return Ok(None);
-    };
-    let text = value.to_string_lossy();
+    let Some(text) = environment(NODE_TIMEOUT) else { return Ok(None) };
     match text.parse() {
         Ok(seconds) if seconds > 0 => Ok(Some(Duration::from_secs(seconds))),
         _ => Err(CommandError::usage(format!("{NODE_TIMEOUT} = {text}: must be seconds, at least 1"))),

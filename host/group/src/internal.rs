@@ -9,7 +9,8 @@ use std::time::Duration;
 
 pub use crate::call::{Call, CallResult, Operation, P2p};
 pub use crate::env::{
-    LAUNCH, MASTER_ADDR, MASTER_PORT, MAX_RANKS, MAX_RANKS_PER_NODE, RESTART_COUNT, too_many_ranks,
+    LAUNCH, MASTER_ADDR, MASTER_PORT, MAX_RANKS, MAX_RANKS_PER_NODE, RESTART_COUNT, environment,
+    too_many_ranks,
 };
 pub use crate::mesh::{host_id, interface_address, loopback};
 pub use crate::pending::{ACCEPT_SLICE, Accepted, BACKLOG, PendingConnections};
