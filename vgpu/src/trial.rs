@@ -131,8 +131,8 @@ impl Trial {
         Machine::with_config(self.devices, device, check)
     }
 
-    /// Calls `program` with the machine of each run. The program launches, runs and compares the results,
-    /// and returns an error where one is wrong.
+    /// Calls `program` with the machine of each run. The program launches, runs and compares the
+    /// results, and returns an error where one is wrong.
     ///
     /// # Panics
     /// If `program` does: the seed is printed, as by [`for_each_seed`].

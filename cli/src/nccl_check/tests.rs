@@ -166,7 +166,7 @@ fn a_rank_that_does_not_end_though_killed_is_left_behind() {
     let mut parent = parent.env(MEET, meet.path()).stdout(Stdio::null()).spawn().unwrap();
     wait(&|| meet.path().join("pid").exists());
     let pid: i32 = std::fs::read_to_string(meet.path().join("pid")).unwrap().trim().parse().unwrap();
-    // SAFETY: of a process that this one's child has started; there are no addresses in it.
+    // SAFETY: the call takes no address; the process is one that this one's child has started.
     let seized = unsafe { libc::ptrace(libc::PTRACE_SEIZE, pid, 0, 0) };
     assert_eq!(seized, 0, "ptrace, which the kernel lets a process do to what it has started");
     std::fs::write(meet.path().join("go"), "").unwrap();

@@ -70,7 +70,8 @@ impl Report {
         self.is_alike(other) || same_flags && a.missing == b.missing
     }
 
-    /// Groups reports by their causes. Displayed, a summary has a line for each cause, and one for each of its reports.
+    /// Groups reports by their causes. Displayed, a summary has a line for each cause, and one for
+    /// each of its reports.
     ///
     /// ```
     /// use epoxide_vgpu::{Machine, Report};

@@ -197,8 +197,8 @@ macro_rules! option_methods {
         }
 
         /// Ranks of a node, which map each other's memory: ranks 0 to `ranks_per_node - 1` are node
-        /// 0, and so on. One of several nodes has 1 to 8 ranks, a single one up to 64. [`Self::transport`] connects nodes. Without this option all
-        /// ranks are one node.
+        /// 0, and so on. One of several nodes has 1 to 8 ranks, a single one up to 64.
+        /// [`Self::transport`] connects nodes. Without this option all ranks are one node.
         ///
         $(#[$ranks_per_node])*
         pub fn ranks_per_node(mut self, ranks: u32) -> Self {

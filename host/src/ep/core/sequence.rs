@@ -169,7 +169,7 @@ impl Sequence {
     }
 }
 
-/// Of operations that are local to the rank, which cannot fail.
+/// The outcome of operations that are local to the rank, which cannot fail.
 impl Outcome for Sequence {
     fn report(&self) -> Result<()> {
         Ok(())

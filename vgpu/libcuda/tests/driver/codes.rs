@@ -61,7 +61,7 @@ ret;
 }
 ";
 
-/// What a case around a capture has, made in front of the capture.
+/// The streams, events and memory of a case around a capture, made in front of it.
 struct Parts {
     /// The stream that is captured, and another one.
     own: Handle,
