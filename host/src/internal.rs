@@ -178,6 +178,15 @@ pub fn check_nodes(config: &throughput::Config, nodes: u32) -> Result<()> {
     config.check_nodes(nodes)
 }
 
+/// Numbers operations as after `operations` of them, equal on every rank and more than there were.
+/// No operation may be under way. For tests of long runs.
+///
+/// # Errors
+/// Errors of the group and of the driver.
+pub fn run_ahead(buffer: &throughput::Buffer, group: &dyn ProcessGroup, operations: u64) -> Result<()> {
+    buffer.run_ahead(group, operations)
+}
+
 /// [`Buffer::regroup`](low_latency::Buffer::regroup) with epochs as after `ahead` more operations,
 /// equal on every rank. For tests of long runs.
 ///

@@ -163,9 +163,8 @@ impl Buffer {
             is_f32: (dtype == DType::F32).into(),
             reserved: 0,
         };
-        let uses = owners([Some(grad_rows), Some(expert_rows)]).into_iter();
-        let uses = uses.chain([handle.block.clone() as Owner, block.clone() as Owner]);
-        self.run(order, capturing, None, uses, |buffer, stream| {
+        let uses = owners([Some(grad_rows), Some(expert_rows)]).into_iter().chain([block.clone() as Owner]);
+        self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             // SAFETY: the memory of tensors and blocks is freed only behind all work enqueued on
             // streams, and a recording keeps it; the pool has the tables of so many rows.

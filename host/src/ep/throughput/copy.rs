@@ -6,7 +6,7 @@ use epoxide_gpu::layout::{Call, CallKind, DevicePtr, ExpertStageArgs, ROW_ALIGN,
 use super::combine::STAGE_THREADS;
 use super::{Buffer, DType, Received, StreamOrder, Tensor, TypedTensor};
 use crate::driver::Event;
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::owners;
 use crate::error::{Error, Result};
 
 impl Buffer {
@@ -112,9 +112,8 @@ impl Buffer {
             reserved: 0,
         };
         let from = place.at(place.room().layout.recv_topk_weights);
-        let uses = owners([Some(out), out_topk_weights.map(|it| &**it)]).into_iter();
-        let uses = uses.chain([handle.block.clone() as Owner]);
-        let event = self.run(order, capturing, None, uses, |buffer, stream| {
+        let uses = owners([Some(out), out_topk_weights.map(|it| &**it)]);
+        let event = self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             // SAFETY: the memory of tensors and of the handle's block is freed only behind all work
             // enqueued on streams, and a recording keeps them; the pool has so many rows there.

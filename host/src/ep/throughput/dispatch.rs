@@ -678,6 +678,24 @@ impl Buffer {
         Ok((capturing, place, received.handle.0.clone()))
     }
 
+    /// [`Buffer::run`] of this rank's own `work` on received rows, which a step of another thread may
+    /// have overwritten since [`Buffer::begin_on`]. A step that is launched from here on runs behind
+    /// it.
+    pub(super) fn run_on(
+        &mut self,
+        received: &Received<'_>,
+        order: StreamOrder<'_>,
+        capturing: bool,
+        uses: impl IntoIterator<Item = Owner>,
+        work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
+    ) -> Result<Option<Event>> {
+        let uses = uses.into_iter().chain([received.handle.0.block.clone() as Owner]);
+        self.run(order, capturing, None, uses, |buffer, stream| {
+            received.lease.check_current()?;
+            work(buffer, stream)
+        })
+    }
+
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {
         if handle.0.buffer_id == self.core.id() {
             return Ok(());
@@ -1157,8 +1175,48 @@ fn output_of_rows<'p>(
 
 #[cfg(test)]
 mod tests {
+    use std::iter;
+
     use super::*;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
     use crate::ep::payload::assert_calls_differ;
+    use crate::group::run_threads;
+    use crate::throughput::{Options, Shape};
+
+    /// The step runs between the check of the arguments and the enqueueing, as one of another
+    /// thread may.
+    #[test]
+    fn work_on_rows_that_a_step_has_overwritten_since_is_not_enqueued() {
+        run_threads(1, Duration::from_secs(60), |_, group| {
+            let device = VirtualGpu::new(VirtConfig::default());
+            let stream = Stream::new(&device)?;
+            let order = StreamOrder::on(&stream);
+            let shape = Shape { max_tokens: 1, hidden: 8, dtype: DType::Bf16, max_topk: 1, max_scales: 0 };
+            let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
+            let mut place = buffer.place(0)?;
+            let x = Tensor::from_host(&stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
+            let ids = TypedTensor::from_host(&stream, &[1, 1], &[0i64])?;
+            let layout = buffer.get_dispatch_layout(&ids, 1, order)?;
+            let counts = Counts::OnDevice { capacity: buffer.capacity() };
+            let request = DispatchRequest::new(&x, &layout).counts(counts);
+            let step = buffer.capture(&stream, |buffer, order| {
+                buffer.dispatch(&mut place, request, order).map(Received::detach)
+            })?;
+            let detached = buffer.dispatch(&mut place, request, order)?.detach();
+            let received = detached.at(&place)?;
+
+            let (capturing, ..) = buffer.begin_on(received, order)?;
+            let mut launched = None;
+            let runs_step = iter::from_fn(|| {
+                launched = Some(step.launch(&stream));
+                None
+            });
+            let run = buffer.run_on(received, order, capturing, runs_step, |_, _| Ok(()));
+            assert!(matches!(run, Err(Error::StaleHandle(_))), "{run:?}");
+            launched.ok_or_else(|| Error::internal("test", "the step was not launched"))?
+        })
+        .unwrap();
+    }
 
     #[test]
     fn equally_long_rows_of_the_usual_formats_have_different_cached_calls() {

@@ -42,9 +42,10 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    CLAIMS_SHIFT, Call, Comm, DevicePtr, FEW_RANKS, LOCAL_STATE, LocalState, MAX_CHANNELS, MAX_LOCAL_EXPERTS,
-    PLAN_HEADER, PlanHeader, PoolLayout, ROW_ALIGN, SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout,
-    expert_message, expert_message_offset, internode_copies_offset, message_offset, wire_message,
+    CLAIMS_SHIFT, Call, Comm, DevicePtr, FEW_RANKS, LOCAL_EPOCH, LOCAL_STATE, LOCAL_TICKET, LocalState,
+    MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER, PlanHeader, PoolLayout, QUANTUM, ROW_ALIGN,
+    SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, done_offset, expert_message,
+    expert_message_offset, internode_copies_offset, message_offset, wire_message,
 };
 
 use super::core::{
@@ -417,6 +418,23 @@ impl Buffer {
     ) -> Result<Option<Event>> {
         let event = Core::run(self, order, capturing, operation, uses, work)?;
         Ok(event.map(|event| event.of(self.core.faults().clone())))
+    }
+
+    /// Numbers operations as after `operations` of them, equal on every rank and more than there
+    /// were. No operation may be under way. For tests of long runs.
+    ///
+    /// # Errors
+    /// Errors of the group and of the driver.
+    pub(crate) fn run_ahead(&self, group: &dyn ProcessGroup, operations: u64) -> Result<()> {
+        let (stream, done) = (self.core.stream(), operations * QUANTUM);
+        group.barrier(group.timeout())?;
+        self.tables.write_at(stream, self.comm.local.add(LOCAL_EPOCH), &operations.to_ne_bytes())?;
+        self.tables.write_at(stream, self.comm.local.add(LOCAL_TICKET), &done.to_ne_bytes())?;
+        for peer in 0..self.core.topology().ranks_per_node {
+            self.core.pool().write(stream, done_offset(peer), &done.to_ne_bytes())?;
+        }
+        // Peers add to the words from the next operation on.
+        group.barrier(group.timeout())
     }
 
     /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every
