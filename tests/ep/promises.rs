@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use epoxide::driver::{DevicePtr, Event, Stream};
-use epoxide::internal::{VirtualTime, as_member};
+use epoxide::internal::{VirtualTime, as_member, run_ahead};
 use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchRequest, Place, Step,
 };
@@ -1052,6 +1052,44 @@ fn combine_rows_are_one_callers_at_a_time() {
         rank.combine(CombineRequest::new(&x, &output.handle))?;
         rank.stream.synchronize()
     });
+}
+
+/// A ready word has 24 bits of the number of its operation, and packets and the abort word have the
+/// low half. Dispatches have odd and even numbers.
+#[test]
+fn operations_go_on_where_their_number_wraps() {
+    let turns = turns::<4>();
+    let shm = NodeLinks { ranks_per_node: 1, transport: TransportKind::Shm, queues: 1 };
+    let direct = NodeLinks { transport: TransportKind::Direct, ..shm };
+    for nodes in [None, Some(shm), Some(direct)] {
+        setup().nodes(nodes).run(|rank| {
+            let stream = rank.stream.clone();
+            let order = StreamOrder::on(&stream);
+            let mut place = rank.place()?;
+            for border in [1 << 24, 1 << 32] {
+                for (times, odd) in [(1, 0), (2, 1)] {
+                    rank.synchronize()?;
+                    run_ahead(&rank.buffer, &*rank.group.clone(), times * border - 4 - odd)?;
+                    for turn in &turns {
+                        let inputs = Inputs::upload(turn, rank)?;
+                        let (_, back) = echo(rank, &mut place, &inputs)?;
+                        check_sums(rank, "combined_x", &back, turn)?;
+                    }
+                }
+                // In halves, dispatches alone.
+                rank.synchronize()?;
+                run_ahead(&rank.buffer, &*rank.group.clone(), 3 * border - 2)?;
+                for turn in &turns {
+                    let inputs = Inputs::upload(turn, rank)?;
+                    let (layout, counts) = (inputs.layout(rank)?, rank.on_device());
+                    let request = DispatchRequest::new(&inputs.x, &layout).counts(counts);
+                    let received = rank.buffer.dispatch_send(&mut place, request, order)?.receive(order)?;
+                    check_rows(rank, "recv_x", &received.recv_x, &turn.recv(rank.rank))?;
+                }
+            }
+            Ok(())
+        });
+    }
 }
 
 #[test]

@@ -6,8 +6,8 @@ use core::mem::offset_of;
 
 use super::peer_wait::PeerWait;
 use crate::layout::{
-    BlockTrace, Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, MISSING_TOKENS, PlanHeader,
-    PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset,
+    BlockTrace, Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, MISSING_TOKENS, NO_READY,
+    PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset,
     message_offset, ready_offset,
 };
 use crate::simt::*;
@@ -81,7 +81,7 @@ pub unsafe fn warp_aborted(comm: &Comm) -> bool {
 /// The value that an expired wait of the operation `epoch` writes to the abort word.
 #[device]
 pub fn abort_mark(epoch: u64) -> u32 {
-    (epoch as u32).max(1)
+    epoch as u32 | 1 << 31
 }
 
 /// Whether a rank with this abort word enters the operation `epoch` no more: a wait of an operation
@@ -138,12 +138,12 @@ impl ReadyEntry {
     }
 
     /// The word that this rank publishes when it enters the operation: the epoch and its call. It
-    /// is 0, and is not published, where a wait of an operation before has expired. Peers that come
-    /// to that operation late must find the word that was published in it.
+    /// is [`NO_READY`], and is not published, where a wait of an operation before has expired. Peers
+    /// that come to that operation late must find the word that was published in it.
     #[device]
     pub fn ready_word(&self, comm: &Comm, epoch: u64) -> u64 {
         if gave_up_before(self.abort, epoch) {
-            return 0;
+            return NO_READY;
         }
         epoch << READY_SHIFT | comm.call | (self.plan & READY_PLANS) as u64
     }
@@ -207,7 +207,7 @@ pub fn share(b: u32, n: u32) -> u64 {
 pub unsafe fn tell_ready<const MANY: bool>(comm: &Comm, ready: u64) {
     let lane = laneid();
     of_lane!(MANY, comm, lane, rank => {
-        if ready != 0 {
+        if ready != NO_READY {
             st_release_sys_u64(pool_at::<MANY>(comm, rank) + ready_offset(comm.rank), ready);
         }
     });

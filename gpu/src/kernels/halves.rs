@@ -16,8 +16,8 @@
 use super::epoch::{ReadyEntry, add_wait, current_epoch, pool_at, wait_entered};
 use super::peer_wait::PeerWait;
 use crate::layout::{
-    Comm, EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, QUANTUM, READY_EPOCHS, READY_SHIFT, Wait,
-    done_offset, ready_offset,
+    Comm, EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, NO_READY, QUANTUM, READY_EPOCHS,
+    READY_SHIFT, Wait, done_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -39,7 +39,7 @@ pub unsafe fn enter_operation(args: EnterArgs) {
         ReadyEntry::read(comm, args.header.0)
     };
     let ready = entry.ready_word(comm, epoch);
-    if ready != 0 {
+    if ready != NO_READY {
         st_release_sys_u64(pool_at::<true>(comm, peer) + ready_offset(comm.rank), ready);
     }
     if peer == comm.rank {
@@ -48,7 +48,7 @@ pub unsafe fn enter_operation(args: EnterArgs) {
         }
         return;
     }
-    if args.waited.is_null() || ready == 0 {
+    if args.waited.is_null() || ready == NO_READY {
         return;
     }
     let word = pool_at::<true>(comm, comm.rank) + ready_offset(peer);

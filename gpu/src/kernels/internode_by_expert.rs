@@ -20,7 +20,7 @@ use super::peer_wait::PeerWait;
 use super::rail::{Delivery, Operation, Path, deliver, node_word};
 use super::verdict::Verdict;
 use crate::layout::{
-    CROWDED, ExpertPlanArgs, InternodeExpertPlanArgs, JUDGED, PlanHeader, PlanStatus, Wait, Wire,
+    CROWDED, ExpertPlanArgs, InternodeExpertPlanArgs, JUDGED, NO_READY, PlanHeader, PlanStatus, Wait, Wire,
     expert_message, expert_message_offset, relay_message,
 };
 use crate::simt::*;
@@ -200,7 +200,7 @@ impl Across<'_> {
             crowded = ((wire.node * comm.num_ranks + first) as u64) << 32 | its_rows as u64;
         }
         if lane < wire.num_nodes && lane != wire.node {
-            let operation = Operation { epoch: self.epoch, ready: 0, queue_wait: Wait::NotifyQueue };
+            let operation = Operation { epoch: self.epoch, ready: NO_READY, queue_wait: Wait::NotifyQueue };
             let path = Path::to(wire, lane);
             let ours = node_word(wire.layout.counts, wire.node);
             unroll!(2, PART => {

@@ -22,8 +22,8 @@ use super::peer_wait::PeerWait;
 use super::rail::{Delivery, Operation, Path, Posted, deliver, node_word, wait_quiet};
 use super::verdict::{Verdict, counts_behind};
 use crate::layout::{
-    FEW_RANKS, InternodeNotifyArgs, MAX_LOCAL_EXPERTS, MAX_WORLD, PlanHeader, PlanStatus, SEND_ROW_STRIDE,
-    Wait, Wire, relay_message, wire_message,
+    FEW_RANKS, InternodeNotifyArgs, MAX_LOCAL_EXPERTS, MAX_WORLD, NO_READY, PlanHeader, PlanStatus,
+    SEND_ROW_STRIDE, Wait, Wire, relay_message, wire_message,
 };
 use crate::simt::*;
 
@@ -480,7 +480,7 @@ impl<'a> Exchange<'a> {
 
     #[device]
     fn operation(&self) -> Operation {
-        Operation { epoch: self.epoch, ready: 0, queue_wait: Wait::NotifyQueue }
+        Operation { epoch: self.epoch, ready: NO_READY, queue_wait: Wait::NotifyQueue }
     }
 
     /// The message for a node. The own node's is where it is read.

@@ -172,8 +172,8 @@ mod tests {
 
     use crate::kernels::{InternodeCount, StageCombine};
     use crate::layout::{
-        DispatchArgs, InternodeCountArgs, LowLatencyCombineArgs, NotifyArgs, StageArgs, StagedCombineArgs,
-        phase, ring_bytes,
+        DispatchArgs, InternodeCountArgs, LowLatencyCombineArgs, LowLatencyInternodeExpertDispatchArgs,
+        NotifyArgs, StageArgs, StagedCombineArgs, phase, ring_bytes,
     };
 
     #[test]
@@ -209,12 +209,22 @@ mod tests {
         (common.comm.num_ranks, common.num_topk, common.local_experts) = (1, 1, 1);
         (common.chunk_tokens, common.max_tokens, common.num_tokens) = (1, 1, 1);
         common.phases = phase::SEND | phase::RECEIVE;
+        let common = *common;
         let combine = super::LowLatencyCombineSummed::call(args).unwrap();
         let clause_of = |threads, bytes| combine.shape_of(1, threads, bytes).unwrap_err().clause;
         let bytes = super::LOW_LATENCY_SHARED_BYTES;
         assert!(combine.shape_of(1, 512, bytes).is_ok());
         assert_eq!(clause_of(256, bytes), "block = ..");
         assert_eq!(clause_of(512, bytes - 1), "shared = ..");
+
+        let mut args = LowLatencyInternodeExpertDispatchArgs::zeroed();
+        args.dispatch.dispatch.common = common;
+        args.to.alignment = 1;
+        let dispatch = super::LowLatencyInternodeDispatchByExpert::call(args).unwrap();
+        let bytes = super::low_latency_internode_by_expert_shared_bytes(&args);
+        assert!(dispatch.shape_of(1, 512, bytes).is_ok());
+        // Warps of one part of a block wait for each other by their number.
+        assert_eq!(dispatch.shape_of(1, 128, bytes).unwrap_err().clause, "block = ..");
     }
 
     #[test]

@@ -7,7 +7,7 @@
 use super::epoch::{Phase, pool_of, trace, wait_entered, wait_entered_or, warp_aborted};
 use super::peer_wait::PeerWait;
 use crate::layout::{
-    ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NodePath, PutRequest, QueueHandle, QueueWords,
+    ARRIVAL_SHIFT, Comm, ControlWord, MAX_CHANNELS, NO_READY, NodePath, PutRequest, QueueHandle, QueueWords,
     READY_EPOCHS, RING_ENTRIES, Wait, Wire, ready_offset,
 };
 use crate::simt::*;
@@ -38,8 +38,8 @@ pub struct Delivery {
 #[derive(Clone, Copy)]
 pub struct Operation {
     pub epoch: u64,
-    /// The word by which this rank enters it, [`super::epoch::ReadyEntry::ready_word`]; 0 where it
-    /// publishes none.
+    /// The word by which this rank enters it, [`super::epoch::ReadyEntry::ready_word`];
+    /// [`NO_READY`] where it publishes none.
     pub ready: u64,
     /// The name of a wait for the proxy in the record of one that expired.
     pub queue_wait: Wait,
@@ -229,7 +229,7 @@ pub unsafe fn wait_quiet(comm: &Comm, node: u32, posted: Posted, operation: Oper
 #[device]
 pub unsafe fn tell_nodes_ready(comm: &Comm, wire: &Wire, operation: Operation) {
     let node = laneid();
-    if node < wire.num_nodes && node != wire.node && operation.ready != 0 {
+    if node < wire.num_nodes && node != wire.node && operation.ready != NO_READY {
         let counter = node_word(wire.layout.ready, wire.node);
         let delivery = Delivery { from: 0, to: 0, bytes: 0, counter, value: operation.ready };
         deliver(comm, wire, &Path::to(wire, node), node, 0, delivery, operation);

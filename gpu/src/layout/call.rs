@@ -11,6 +11,9 @@ pub const READY_EPOCHS: u64 = u64::MAX >> READY_SHIFT;
 /// The bits of a ready word that are all 0 in a dispatch with a count exchange, and in no other
 /// call.
 pub const READY_OTHERS: u64 = (1 << READY_SHIFT) - (1 << COLUMNS_SHIFT);
+/// In the place of a ready word that is not published. No call has its kind; 0 is the ready word of
+/// a dispatch whose epoch is a multiple of 2^24.
+pub const NO_READY: u64 = u64::MAX;
 /// The bits of [`super::PlanHeader::epoch`] that a ready word holds.
 pub const READY_PLANS: u32 = (1 << COLUMNS_SHIFT) - 1;
 
@@ -133,6 +136,15 @@ mod tests {
             }
         }
         assert_eq!(ready_epoch(0, 1), 0);
+    }
+
+    #[test]
+    fn no_ready_word_passes_for_none() {
+        for kind in 0..7 {
+            let word = u64::MAX & !(7 << KIND_SHIFT) | kind << KIND_SHIFT;
+            assert_ne!(word, NO_READY);
+            assert_eq!(Call::of(word).kind as u64, kind);
+        }
     }
 
     #[test]

@@ -213,7 +213,7 @@ pub struct LocalState {
     /// `epoch * QUANTUM` is last.
     pub ticket: u64,
     /// Non-zero once a wait has expired or met another call: every later wait returns at once. Then
-    /// the low bits of the operation's epoch, but 1 for 0.
+    /// the low 31 bits of the operation's epoch, below a set bit.
     pub abort: u32,
     /// A bit for each of the first 32 ranks that is left out of a low-latency buffer. The host
     /// writes it, between operations.

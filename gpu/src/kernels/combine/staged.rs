@@ -60,7 +60,7 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
     let came = rows_of_plan(rows.header.0);
     let epoch = current_epoch(comm);
     let ready = entry.ready_word(comm, epoch);
-    let turn = starting_order(comm, epoch);
+    let (turn, has_given_up) = starting_order(comm, &entry, epoch);
     if turn == 0 && tid() < 32 {
         tell_ready::<MANY>(comm, ready);
     }
@@ -69,7 +69,7 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
         trace(comm, Phase::Ready);
         // Where rows are missing, nothing is staged for peers to wait for. Behind an expired wait a
         // peer may still read the rows of the combine before.
-        if planned && came <= args.num_rows && !entry.has_given_up() {
+        if planned && came <= args.num_rows && !has_given_up {
             stage::<MANY>(args, turn, epoch);
         }
     } else {
@@ -119,25 +119,31 @@ unsafe fn spoil_share(args: &StagedCombineArgs, gatherer: u32) {
     });
 }
 
-/// How many blocks of the operation have started before this one; all threads call it. Blocks start
-/// in any order, and where not all fit, some start when others have ended. The blocks with the
-/// lowest numbers do the work that the others wait for.
+/// How many blocks of the operation have started before this one, and whether a wait of this rank
+/// had expired by then; all threads call it, and get the same. Blocks start in any order, and where
+/// not all fit, some start when others have ended. The blocks with the lowest numbers do the work
+/// that the others wait for.
 ///
 /// # Safety
 /// `local` is live. The ring is laid over the word in shared memory behind the barrier of
 /// `wait_ranks_ready`, when all threads have read it.
 #[device]
-unsafe fn starting_order(comm: &Comm, epoch: u64) -> u32 {
+unsafe fn starting_order(comm: &Comm, entry: &ReadyEntry, epoch: u64) -> (u32, bool) {
+    const GAVE_UP: u32 = 1 << STARTED_SHIFT;
     if tid() == 0 {
         let started = comm.local.0 + LOCAL_STARTED;
         // The first block of the operation begins to count. A launch has fewer blocks than
         // there is room for below the epoch.
         red_relaxed_gpu_max_u64(started, epoch << STARTED_SHIFT);
         let count = atom_relaxed_gpu_add_u64(started, 1) as u32;
-        st_shared_u32(dynamic_shared(), count & ((1 << STARTED_SHIFT) - 1));
+        // By one thread's load: another block may expire between those of two warps, and a stager's
+        // warps meet at barriers.
+        let gave_up = if entry.has_given_up() { GAVE_UP } else { 0 };
+        st_shared_u32(dynamic_shared(), count & (GAVE_UP - 1) | gave_up);
     }
     barrier_sync();
-    ld_shared_u32(dynamic_shared())
+    let start = ld_shared_u32(dynamic_shared());
+    (start & (GAVE_UP - 1), start & GAVE_UP != 0)
 }
 
 /// The first of the rows that rank `from` returns to rank `to`, among all that it returns, and how

@@ -70,7 +70,7 @@ pub unsafe fn low_latency_internode_dispatch_mxfp8(args: LowLatencyInternodeDisp
 /// of rows that become MXFP8 on their way.
 #[kernel(
     threads = 512, barriers = 21, registers = 128,
-    shared = super::low_latency_internode_by_expert_shared_bytes(&args),
+    block = 512, shared = super::low_latency_internode_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch.dispatch),

@@ -64,7 +64,7 @@ pub(in super::super) unsafe fn dispatch<const MX: bool>(args: &LowLatencyInterno
 /// when it is copied to its place.
 #[kernel(
     threads = 512, barriers = 21, registers = 128,
-    shared = super::low_latency_internode_by_expert_shared_bytes(&args),
+    block = 512, shared = super::low_latency_internode_by_expert_shared_bytes(&args),
     requires(
         ..LowLatencyArgs(args.dispatch.dispatch.common),
         ..LowLatencyDispatchArgs(args.dispatch.dispatch),

@@ -22,8 +22,8 @@ use super::ranks::Few;
 use super::{Opened, is_other_call};
 use crate::layout::{
     Comm, LowLatencyArgs, LowLatencyCall, LowLatencyCopies, LowLatencyInternodeExpertDispatchArgs,
-    LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, QueueHandle, Wait,
-    low_latency_head_bytes,
+    LowLatencyMessage, LowLatencyMessages, LowLatencyRoute, LowLatencyWords, MAX_MEMBERS, NO_READY,
+    QueueHandle, Wait, low_latency_head_bytes,
 };
 use crate::simt::*;
 
@@ -214,7 +214,7 @@ unsafe fn publish_word(
     let queue = offset_of!(LowLatencyRoute, queue);
     let queue = (route.field(queue), route.field(queue + offset_of!(QueueHandle, posted)));
     let delivery = Delivery { from, to, bytes, counter, value };
-    let operation = Operation { epoch, ready: 0, queue_wait: Wait::LowLatencyQueue };
+    let operation = Operation { epoch, ready: NO_READY, queue_wait: Wait::LowLatencyQueue };
     post_to(&args.comm, queue, rank, delivery, operation);
 }
 
