@@ -33,6 +33,18 @@ pub enum Mode {
     LowLatency,
 }
 
+impl Mode {
+    /// Its name as a value of `--mode`.
+    pub fn name(self) -> String {
+        name_of(self)
+    }
+}
+
+/// The name of a flag's value.
+fn name_of(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
 /// Element type of the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -112,7 +124,7 @@ impl RowFormat {
 
     /// The name on the command line.
     pub fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+        name_of(self)
     }
 }
 

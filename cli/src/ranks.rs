@@ -9,6 +9,7 @@ use epoxide::driver::Device;
 use epoxide::driver::virt::{Checker, VirtConfig, VirtualGpu};
 use epoxide::group::run_threads;
 use epoxide::group::{Member, ProcessGroup, Rendezvous};
+use epoxide::internal::Topology;
 use epoxide::internal::group::member_of;
 use epoxide_launch::{Launch, LaunchEnd, Signals};
 use epoxide_launch::{RankExit, current_exe};
@@ -17,7 +18,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::{CommandError, FAILED, Result};
 use crate::launch::launch_error;
-use crate::options::{Check, Defaults, DeviceKind, RoundTripFlags, Settings, VirtualFlags};
+use crate::options::{Check, Defaults, DeviceKind, Mode, RoundTripFlags, Settings, VirtualFlags};
 use crate::output::complain;
 
 /// Time for the other ranks to end after one has failed.
@@ -138,8 +139,7 @@ pub fn run(
         let checker = shared.virtual_gpu.check.zip(checker.clone());
         main(&RankContext { settings, placement, checker, group, device })
     };
-    // A failing rank reports to the others after its own device has timed out. This may take the
-    // host's wait for the counts: twice the timeout.
+    // The others wait for a failing rank until its kernels' deadlines have passed.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {
         Placement::OneRank => {
@@ -154,7 +154,7 @@ pub fn run(
         Placement::Threads => {
             let topology = shared.topology(defaults, None)?;
             let (settings, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
-            require_devices(settings.device, ranks)?;
+            require_devices(settings.device, settings.mode, topology)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
                 Ok(one_rank(group, rank, Ok(settings.clone())))
             });
@@ -168,7 +168,7 @@ pub fn run(
         Placement::Processes => {
             let topology = shared.topology(defaults, None)?;
             let (settings, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
-            require_devices(settings.device, ranks)?;
+            require_devices(settings.device, settings.mode, topology)?;
             let launch = Launch { settle: GRACE, relay: false, ..Launch::new(ranks) };
             let mut signals = Signals::catch()?;
             let ended = launch.run(Some(&mut signals), |_| {
@@ -248,16 +248,16 @@ pub fn root_cause(errors: impl Iterator<Item = (u32, CommandError)>) -> Option<C
     Some(if error.agreed || error.code != FAILED { error } else { error.on_rank(rank) })
 }
 
-/// Checks that there are `count` devices, before anything is started.
-fn require_devices(kind: DeviceKind, count: u32) -> Result<()> {
+/// Checks that each rank has a device, before anything is started.
+fn require_devices(kind: DeviceKind, mode: Mode, topology: Topology) -> Result<()> {
     match kind {
         DeviceKind::Virtual => Ok(()),
         DeviceKind::Cuda => {
-            let have = cuda_devices()?;
+            let (have, count) = (cuda_devices()?, topology.ranks());
             if have < count {
                 let remedy = match have {
                     0 => "leave --device cuda out to use the virtual GPU".to_owned(),
-                    _ => format!("use --ranks-per-node {have}"),
+                    _ => format!("use {}", flags_for(mode, topology.nodes, have)),
                 };
                 return Err(CommandError::skipped(format!(
                     "{count} ranks need {count} GPUs, this machine has {have}; {remedy}"
@@ -266,6 +266,13 @@ fn require_devices(kind: DeviceKind, count: u32) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// The flags of ranks that need at most `devices`, on as many nodes if each has a device.
+fn flags_for(mode: Mode, nodes: u32, devices: u32) -> String {
+    let one_node = if mode == Mode::Internode { Mode::Intranode } else { mode };
+    let (mode, nodes) = if nodes <= devices { (mode, nodes) } else { (one_node, 1) };
+    format!("--mode {} --nodes {nodes} --ranks-per-node {}", mode.name(), devices / nodes)
 }
 
 /// Opens device `ordinal`.
@@ -307,7 +314,6 @@ fn open_cuda(_ordinal: u32) -> Result<Device> {
 mod tests {
     use epoxide::group::RANK;
 
-    use crate::options::Mode;
     use crate::testing;
 
     use super::*;
@@ -328,6 +334,27 @@ mod tests {
         assert_eq!(placement("--nodes 2 --threads", None), Placement::Threads);
         assert_eq!(placement("--processes", None), Placement::Processes);
         assert_eq!(placement("--processes", Some("3")), Placement::OneRank);
+    }
+
+    #[test]
+    fn the_flags_for_fewer_devices_need_no_more() {
+        for line in
+            ["", "--mode internode", "--nodes 3", "--mode low-latency", "--mode low-latency --nodes 4"]
+        {
+            let shared = |line: &str| -> RoundTripFlags {
+                testing::parse(["epoxide"].into_iter().chain(line.split_whitespace())).unwrap()
+            };
+            let defaults = Defaults { mode: Mode::Internode, tokens: 1, hidden: 8, num_sms: None };
+            let asked = shared(line).topology(defaults, None).unwrap();
+            let mode = shared(line).resolve(asked, defaults).unwrap().mode;
+            for devices in 1..asked.ranks() {
+                let flags = flags_for(mode, asked.nodes, devices);
+                let shared = shared(&flags);
+                let topology = shared.topology(defaults, None).unwrap();
+                assert!(topology.ranks() <= devices && topology.ranks() > 0, "{line}: {flags}");
+                shared.resolve(topology, defaults).unwrap();
+            }
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub fn legend(points: &[Point]) -> String {
     let mut lines = vec![
         ("cached", "a dispatch along a known routing: rows alone travel"),
         ("uncached", "a dispatch that exchanges counts first, and moves ids, weights and indices too"),
-        ("in pool", "a combine of rows that the experts wrote to `Buffer::combine_rows`"),
+        ("in pool", "a combine of rows that the experts wrote to `Received::combine_rows`"),
         ("staged", "a combine of a tensor, whose rows are copied into the pool on the way"),
         ("avg=", "calls back to back, one pair of events around all: MSCCL++'s test"),
         ("avg, median", "each call by itself between two events, devices aligned: DeepEP, NCCL EP"),

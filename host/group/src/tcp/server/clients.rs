@@ -168,7 +168,7 @@ impl Clients {
         if needed > 0 && held + needed > most {
             return Err(Violation(format!(
                 "it asks for {needed} bytes more where keys and values take {held}, and at most {most} are allowed; delete keys, or raise \
-                 ConnectionLimits::store_bytes"
+                 ConnectionLimits::max_store_bytes"
             )));
         }
         Ok(())

@@ -321,7 +321,7 @@ impl Server {
             Ok(true) if self.clients.connections.len() >= self.most_clients => {
                 self.pending.close(id);
                 self.log.warn(format_args!(
-                    "store server: {} clients are connected, and no more are taken; raise ConnectionLimits::clients, or the limit on open files (ulimit -n)",
+                    "store server: {} clients are connected, and no more are taken; raise ConnectionLimits::max_clients, or the limit on open files (ulimit -n)",
                     self.clients.connections.len()
                 ));
             }
@@ -441,7 +441,7 @@ impl Server {
             let (bytes, peer) = (most.counted, most.socket.peer_addr());
             self.log.warn(format_args!(
                 "store server: the clients' requests, waits and unread answers take more than {} bytes; closing the connection of {peer:?}, which \
-                 takes {bytes} of them; send less at once, read the answers, or raise ConnectionLimits::client_bytes",
+                 takes {bytes} of them; send less at once, read the answers, or raise ConnectionLimits::max_client_bytes",
                 self.client_bytes
             ));
             self.flush_changed();
