@@ -209,3 +209,21 @@ fn rows_in_the_pool_are_of_one_node_and_not_quantised() {
         group.barrier(PATIENCE)
     });
 }
+
+/// Peers return rows to their memory.
+#[test]
+fn rows_in_the_pool_are_not_given_as_a_tensor() {
+    run_ranks(2, |_, group| {
+        let mut rank = join(&group, None, |options| options.timeout(PATIENCE).packet_tokens(0))?;
+        let mut place = rank.buffer.place(0)?;
+        for quantise in [Quantise::None, Quantise::Fp8] {
+            let received = rank.dispatch(&mut place)?;
+            let rows = received.combine_rows()?.clone();
+            let request = CombineRequest::by_row(&rows).quantise(quantise);
+            let refused = rank.buffer.combine(received, request, StreamOrder::on(&rank.stream)).unwrap_err();
+            assert!(matches!(refused, Error::Argument { argument: "rows", .. }), "{refused}");
+            assert_names(&refused, &["shares memory with combine_rows", "give memory of its own"]);
+        }
+        rank.outcome()
+    });
+}

@@ -255,8 +255,12 @@ impl Buffer {
         }
         x.expect_strided("rows", &[dtype], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
+        // Peers return rows to the memory of rows in the pool.
+        if let (false, Some(pooled)) = (in_pool, &received.combine_rows) {
+            x.expect_apart("rows", pooled, "combine_rows")?;
+        }
         if in_pool && quantise != Quantise::None {
-            let rule = "rows in the pool are read as they are: give them by row to quantise them";
+            let rule = "rows in the pool are read as they are: leave them in memory of your own, and give that by row, to quantise them";
             return Err(Error::argument("quantise", format!("{quantise:?}"), rule));
         }
         if quantise == Quantise::Mxfp8 {

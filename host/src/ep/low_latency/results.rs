@@ -196,7 +196,8 @@ impl<'p> Received<'p> {
     /// before. Rows are `row_stride()` bytes apart, a multiple of 128.
     ///
     /// Write them between the end of the dispatch and the start of the combine. Peers read them
-    /// during the combine.
+    /// during the combine. Other combines reject them as rows, since peers return rows to the same
+    /// memory.
     ///
     /// # Errors
     /// [`Error::Unavailable`] across nodes, where peers cannot read them, and where the buffer sums

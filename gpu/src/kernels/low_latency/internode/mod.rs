@@ -312,7 +312,8 @@ unsafe fn wait_member_entered(comm: &Comm, incoming: &Incoming, rank: u32, epoch
     let mut wait = PeerWait::new(comm, rank, epoch, Wait::LowLatencyReady);
     loop {
         let seen = ld_acquire_sys_u64(incoming.ready());
-        if ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
+        // A word of 0 was never written; the low half of its epoch is that of operation 2^32.
+        if seen != 0 && ((seen >> 32) as u32).wrapping_sub(epoch as u32) <= 1 {
             incoming.publish(incoming.copy_of_ready, seen);
             return true;
         }
@@ -360,7 +361,8 @@ unsafe fn wait_message(comm: &Comm, incoming: &Incoming, rank: u32, epoch: u64) 
         if wait.is_long() {
             let ready = ld_relaxed_sys_u64(incoming.words + READY);
             let is_other = (ready ^ comm.call) as u32 & !LowLatencyCall::TOKEN_BITS != 0;
-            if (ready >> 32) as u32 == epoch as u32 && is_other {
+            // A word of 0 was never written.
+            if ready != 0 && (ready >> 32) as u32 == epoch as u32 && is_other {
                 return Some(ready as u32);
             }
         }
