@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use epoxide::driver::{DevicePtr, Event, Stream};
+use epoxide::internal::driver::unfenced_stream;
 use epoxide::internal::{VirtualTime, as_member, run_ahead};
 use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchRequest, Place, Step,
@@ -12,6 +13,7 @@ use epoxide::transport::TransportKind;
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result, Scope};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names, keep, run_ranks};
+use epoxide_testing::oracle;
 use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
@@ -257,6 +259,54 @@ fn received_rows_that_another_stream_still_reads_are_not_overwritten() {
 pub fn captured_echo(rank: &mut Rank, place: &mut Place, inputs: &Inputs) -> Result<Step<Combined>> {
     let stream = rank.stream.clone();
     rank.buffer.capture(&stream, |buffer, order| Ok(echo_on(buffer, place, order, &stream, inputs)?.1))
+}
+
+/// Fences of a buffer leave out the streams of other buffers, which are ordered by themselves.
+#[test]
+fn sums_that_another_buffer_still_sends_are_not_overwritten() {
+    let [first, second] = turns();
+    let setup = setup();
+    setup.run(|rank| {
+        let mut other = Rank::new(rank.device().clone(), rank.group.clone(), setup.options.clone())?;
+        let (gate, side) = (Gate::new(rank.device())?, unfenced_stream(rank.device())?);
+        let (stream, mut place, mut other_place) = (rank.stream.clone(), rank.place()?, other.place()?);
+        let inputs = [Inputs::upload(&first, rank)?, Inputs::upload(&second, rank)?];
+        let (_, sums) = echo(rank, &mut place, &inputs[0])?;
+        rank.stream.synchronize()?;
+
+        gate.hold(&side)?;
+        let held = event(&side)?;
+        let order = StreamOrder::comm(&stream).after(&held).asynchronous();
+        let layout = inputs[0].layout_on(&mut other.buffer, StreamOrder::on(&stream))?;
+        let request = DispatchRequest::new(&sums.combined_x, &layout).counts(rank.on_device());
+        let received = other.buffer.dispatch(&mut other_place, request, order)?;
+        drop(sums);
+        // Each is given the memory of the sums before it, of which the first are held.
+        for _ in 0..2 {
+            echo(rank, &mut place, &inputs[1])?;
+        }
+        must_wait(rank, &stream, "a combine into sums that another buffer sends")?;
+        gate.open();
+        if let Some(event) = &received.event {
+            stream.wait(event)?;
+        }
+        let want = oracle::recv_rows(&first.plans[rank.rank as usize], &first.sums);
+        check_rows(rank, "recv_x of the sums", &received.recv_x, &want)?;
+        rank.outcome()
+    });
+}
+
+#[test]
+fn a_step_is_not_launched_within_a_capture() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let (stream, (inputs, mut place)) = (rank.stream.clone(), turn.begin(rank)?);
+        let step = captured_echo(rank, &mut place, &inputs)?;
+        let recorded = stream.capture(|| step.launch(&stream)).map(drop);
+        refused(recorded, &["stream = captured", "launch it outside of captures"]);
+        step.launch(&stream)?;
+        check_sums(rank, "combined_x", step.output(), &turn)
+    });
 }
 
 /// A recording keeps memory that its first run has used again and again.

@@ -395,6 +395,13 @@ impl Stream {
         poll(&self.device, timeout, || self.is_done())
     }
 
+    /// Orders later fences behind the stream's work so far, also where they leave the stream out.
+    pub(crate) fn order_fences_behind(&self) -> Result<()> {
+        let mut list = self.device.driver.streams().hold();
+        let work = Listed { id: self.id, handle: self.handle, fenced: true };
+        order_fences_behind(&self.device, &mut list, work)
+    }
+
     /// Makes this stream wait for the event's last record.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
 
+use super::core::Arena;
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Outcome, Stream};
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -145,6 +146,12 @@ const MOST_ROW_BYTES: u64 = 1 << 24;
 pub trait Owns: fmt::Debug + Send + Sync {
     /// The memory's device. The memory is freed or reused behind all its streams.
     fn device(&self) -> &Device;
+
+    /// The arena of the buffer that reuses the memory, by fences that leave out the streams of
+    /// other buffers; none for memory that is freed.
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        None
+    }
 }
 
 impl Owns for Memory {

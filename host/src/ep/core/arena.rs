@@ -40,6 +40,10 @@ impl Owns for Block {
     fn device(&self) -> &Device {
         &self.home.device
     }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        Some(&self.home)
+    }
 }
 
 /// Offsets of regions that follow each other, 128-byte aligned.

@@ -326,13 +326,14 @@ impl<R> Core<R> {
         let core = buffer.core();
         let is_kept = capturing || core.recordings.is_warmup();
         // Without an allocation where nothing is kept.
-        let mut kept = Vec::new();
+        let (mut kept, mut is_of_others) = (Vec::new(), false);
         for owner in uses {
             check_memory(&owner, &core.device)?;
+            is_of_others |= owner.arena().is_some_and(|arena| !Arc::ptr_eq(arena, &core.arena));
             kept.extend(is_kept.then_some(owner));
         }
         let enqueuer = core.enqueuer.clone();
-        enqueuer.run(order, capturing, operation, |stream| {
+        let event = enqueuer.run(order, capturing, operation, |stream| {
             let core = buffer.core();
             if capturing {
                 core.recordings.keep(kept);
@@ -342,7 +343,12 @@ impl<R> Core<R> {
                 core.arena.order_before(stream)?;
             }
             work(buffer, stream)
-        })
+        })?;
+        // The fences of other buffers leave out this one's stream, and the caller's does not wait.
+        if event.is_some() && is_of_others && !capturing {
+            enqueuer.comm_stream().order_fences_behind()?;
+        }
+        Ok(event)
     }
 
     /// Where a launch of `blocks` blocks writes its times; null without a trace.

@@ -61,6 +61,10 @@ impl Owns for Pool {
     fn device(&self) -> &Device {
         self.memory.device()
     }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        Some(&self.arena)
+    }
 }
 
 impl Drop for Pool {
@@ -336,6 +340,10 @@ impl<R> Lease<R> {
 impl<R: Debug + Send + Sync> Owns for Lease<R> {
     fn device(&self) -> &Device {
         self.place.pool.memory().device()
+    }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        Some(&self.place.arena)
     }
 }
 

@@ -37,11 +37,17 @@ impl<T> Step<T> {
     /// [`Error::PeerTimeout`] or [`Error::OtherCall`]. [`Error::Broken`] where the second half of
     /// an operation is outstanding, [`Error::StaleHandle`] where the buffer was dropped, and errors
     /// of the driver. [`Error::Argument`] where `stream` is of another device, rows of one of its
-    /// places are in use by an eager dispatch, or combine rows that it would overwrite are in use.
+    /// places are in use by an eager dispatch, combine rows that it would overwrite are in use, or
+    /// `stream` is captured.
     /// Failures of this run show in [`Step::check`], and in the next launch behind it.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
         self.graph.check_stream(stream)?;
+        if stream.is_capturing()? {
+            let rule =
+                "a step is a recording already: launch it outside of captures, or record its calls instead";
+            return Err(Error::argument("stream", "captured", rule));
+        }
         let submission = self.sequence.begin(stream, Some(("step", Halves::Both)))?;
         self.captured.begin_again(stream)?;
         // SAFETY: the step owns the memory that the recording uses. The submission proves that the
