@@ -46,7 +46,9 @@ impl LentStream {
     /// # Safety
     /// Calls that use the tensor run on this stream, or between waits of it, as those of
     /// [`StreamOrder::comm`](epoxide::StreamOrder::comm) do. Either none of them is recorded in a
-    /// graph, or the slice outlives the graph and all of its runs.
+    /// graph, or the slice outlives the graph and all of its runs. The result is dropped behind the
+    /// last of these calls, also where they are given clones of its tensor: its drop records the
+    /// use that cudarc waits for.
     ///
     /// # Errors
     /// [`Error::Shape`] where the slice has fewer elements, [`Error::Argument`] where it is of

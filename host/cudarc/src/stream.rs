@@ -91,6 +91,6 @@ pub fn error(call: &'static str) -> impl Fn(DriverError) -> Error {
     move |error| {
         let name = error.error_name().ok().and_then(|name| name.to_str().ok()).unwrap_or("an unknown error");
         let name = name.to_owned();
-        Error::Cuda { call, code: error.0 as i32, name, detail: "reported to cudarc".into() }
+        Error::Cuda { call, code: error.0 as i32, name, detail: "; reported to cudarc".into() }
     }
 }

@@ -61,7 +61,10 @@ impl CuResult {
     /// The remedy for this code; empty if the name suffices.
     pub fn remedy(self) -> &'static str {
         match self {
-            CuResult::NOT_INITIALIZED => "no call before cuda::devices() or CudaDevice::open()",
+            CuResult::NOT_INITIALIZED => {
+                "no call before cuda::devices() or CudaDevice::open(), and none in a process that was forked from one that \
+                 has called them: start processes anew (`spawn`)"
+            }
             CuResult::STUB_LIBRARY => {
                 "libcuda.so.1 is a stub of a CUDA toolkit, not a driver: remove its folder from LD_LIBRARY_PATH, or install \
                  the NVIDIA driver"
@@ -105,7 +108,9 @@ impl CuResult {
                 .contains(&self.0) =>
             {
                 "between capture_begin and capture_end only enqueue, from the thread that began, in the captured \
-                 stream or streams that joined it by an event; do not query, synchronise or allocate"
+                 stream or streams that joined it by an event; do not query, synchronise or allocate. Another thread's \
+                 capture in global mode forbids the same to all threads (capture with the thread-local mode), and one of \
+                 a blocking stream forbids the legacy default stream"
             }
             _ => "",
         }

@@ -125,19 +125,25 @@ impl Arena {
     }
 
     /// The smallest free memory that has `bytes` and is at most four times too large. Among equal
-    /// sizes it is the one that was freed first.
+    /// sizes it is the one that was freed first. Where none fits, new memory takes the place of the
+    /// largest that is too small by less than four times: batches that grow by and by would
+    /// otherwise leave one of each size.
     fn memory(&self, bytes: u64) -> Result<Memory> {
         let state = &mut *lock(&self.state);
-        let fits = |memory: &Memory| (bytes..=bytes * 4).contains(&memory.bytes());
-        let best = state.free.iter().enumerate().filter(|(_, (memory, _))| fits(memory));
-        let best = best.min_by_key(|(_, (memory, _))| memory.bytes()).map(|(at, _)| at);
-        match best.and_then(|at| state.free.remove(at)) {
-            Some((memory, behind)) => {
-                state.before_next.push(behind);
-                Ok(memory)
-            }
-            None => Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs"),
+        let free = state.free.iter().map(|(memory, _)| memory.bytes()).enumerate();
+        let fits = free.clone().filter(|(_, have)| (bytes..=bytes.saturating_mul(4)).contains(have));
+        let fits = fits.min_by_key(|(_, have)| *have).map(|(at, _)| at);
+        let outgrown = free.filter(|(_, have)| (bytes / 4..bytes).contains(have));
+        let outgrown = outgrown.max_by_key(|(_, have)| *have).map(|(at, _)| at);
+        if let Some((memory, behind)) = fits.and_then(|at| state.free.remove(at)) {
+            state.before_next.push(behind);
+            return Ok(memory);
         }
+        // Its memory is freed behind all streams.
+        if let Some((_, behind)) = outgrown.and_then(|at| state.free.remove(at)) {
+            behind.into_spare(&mut state.spare_events);
+        }
+        Memory::alloc(&self.device, bytes, MemoryKind::Device, "operation outputs")
     }
 
     /// Makes `stream` wait for the last users of the blocks that were taken for its next operation.
@@ -201,5 +207,29 @@ impl Drop for Block {
             // The device cannot be used any more; the driver frees the memory behind its streams.
             Err(error) => tracing::debug!("a block is not used again: {error}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    #[test]
+    fn batches_that_grow_leave_no_block_of_each_size() {
+        const ROW: u64 = 1 << 14;
+        let device = VirtualGpu::new(VirtConfig::default());
+        let stream = Stream::new(&device).unwrap();
+        let arena = Arena::new(&device);
+        let free = || device.free_memory().unwrap();
+        let before = free();
+        for rows in 1..=200 {
+            let (block, _) = arena.take(|pieces| pieces.array("rows", rows, ROW)).unwrap();
+            arena.order_before(&stream).unwrap();
+            drop(block);
+        }
+        stream.synchronize().unwrap();
+        let kept = before - free();
+        assert!((200 * ROW..2 * 200 * ROW).contains(&kept), "{kept} bytes");
     }
 }
