@@ -64,11 +64,17 @@ patches epoxide-vgpu >>"$builder/Cargo.toml"
 cargo install --quiet --path "$builder" --root "$folder/installed" --debug
 export PATH="$folder/installed/bin:$PATH"
 cp ptx/own_kernels.sm_80.ptx committed.ptx
+# Neither the user's folder for builds nor an earlier product in cargo's own folders changes what is written.
+mkdir -p .cargo target/ptx/sm_80-in-tree/nvptx64-nvidia-cuda/ptx/deps
+printf '[build]\nbuild-dir = "elsewhere"\n' >.cargo/config.toml
+printf 'of an earlier build\n' | tee target/ptx/sm_80-in-tree/own_kernels.s \
+    >target/ptx/sm_80-in-tree/nvptx64-nvidia-cuda/ptx/deps/own_kernels.s
 cargo build-ptx
 # The header has a hash of sources, which packages have in other files.
 compared() { grep -v -e '^// sources: ' "$1"; }
 diff <(compared committed.ptx) <(compared ptx/own_kernels.sm_80.ptx) || fail 'another PTX than the committed one'
 cargo build-ptx --check
+rm -r .cargo
 # The tests have executed every line of a kernel, and the report names the crate's own files.
 cargo build-ptx --coverage "$folder/coverage" --missed | tee coverage.log
 grep -qE '^vector_add .* 100\.0$' coverage.log || fail 'the tests of vector_add miss lines of it'

@@ -1,6 +1,8 @@
 //! A build: kernels in, PTX out.
 
-use std::path::Path;
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -93,19 +95,35 @@ impl Builder {
 
     /// Compiles the kernels and post-processes the PTX.
     pub fn compile(&self, ws: &Workspace, job: &Job) -> Result<String> {
-        let product = match self {
+        let (product, mut command) = match self {
             Self::InTree(compiler) => {
                 println!("compiling the kernels with {} ({})", compiler.version, compiler.origin);
-                run_compiler(&mut in_tree_command(ws, job, compiler)?, job)?;
-                job.target_dir(ws).join(TARGET).join(format!("ptx/deps/{}.s", job.kernels.library))
+                (product(ws, job), in_tree_command(ws, job, compiler)?)
             }
             Self::Nvvm(parts, version) => {
                 println!("compiling the kernels with rustc_codegen_nvvm, {version}");
-                run_compiler(&mut nvvm::command(ws, job, Some(parts)), job)?;
-                nvvm::product(ws, job)
+                (nvvm::product(ws, job), nvvm::command(ws, job, Some(parts)))
             }
         };
+        remove_earlier(&product)?;
+        run_compiler(&mut command, job)?;
         ship(ws, job, &product, self.version())
+    }
+}
+
+/// The file that the in-tree compiler writes. The builder chooses the path, because cargo's own
+/// folders have another layout in each version, and the user's settings can move them.
+fn product(ws: &Workspace, job: &Job) -> PathBuf {
+    job.target_dir(ws).join(format!("{}.s", job.kernels.library))
+}
+
+/// Removes the product of an earlier build, so that it never passes for that of this one.
+fn remove_earlier(product: &Path) -> Result<()> {
+    match std::fs::remove_file(product) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", product.display()))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -154,7 +172,7 @@ pub fn device_metadata(ws: &Workspace) -> Result<Metadata> {
 }
 
 fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<String> {
-    let raw = read(product).context("the compiler said success but left no PTX")?;
+    let raw = read(product).context("the compiler reported success but wrote no PTX")?;
     let header = Header {
         package: job.kernels.package.clone(),
         command: job.command.clone(),
@@ -190,19 +208,32 @@ fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Com
     let mut flags = vec!["-Clinker=/bin/true".to_owned()];
     flags.extend(codegen_flags(&job.arch));
     flags.extend(path_flags(ws, job, compiler)?);
-    let mut command = ws.cargo();
+    let mut command = ws.cargo_of(compiler.cargo.as_deref());
     command
         // `-Z` flags and feature gates on a released compiler; for this one build only.
         .env("RUSTC_BOOTSTRAP", "1")
         .env("RUSTC", &compiler.rustc)
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
         .env("CARGO_TARGET_DIR", job.target_dir(ws))
+        .env("CARGO_BUILD_BUILD_DIR", job.target_dir(ws))
         .args(["rustc", "--package", &job.kernels.package, "--lib", "--profile", "ptx"])
         .args(PROFILE.iter().flat_map(|setting| ["--config", setting]))
         .args(["-Zbuild-std=core", "--target", TARGET, "--crate-type", "cdylib"])
-        .args(["--", "--emit=asm"])
+        .arg("--")
+        .arg(emit_flag(ws, job))
         .args(CRATE_ATTRIBUTES);
     Ok(command)
+}
+
+/// Names the product to rustc. The path is relative where rustc runs in the workspace's root,
+/// because rustc takes a comma in it for the next kind of output.
+fn emit_flag(ws: &Workspace, job: &Job) -> OsString {
+    let product = product(ws, job);
+    let inside = job.kernels.dir.starts_with(&ws.root);
+    let path = product.strip_prefix(&ws.root).ok().filter(|_| inside).unwrap_or(&product);
+    let mut flag = OsString::from("--emit=asm=");
+    flag.push(path);
+    flag
 }
 
 /// Names every source file without the machine's own directories, so that any checkout gives the
@@ -255,17 +286,40 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_compile_error_prints_the_command_on_request_only() {
+    fn job(ws: &Workspace, dir: &str) -> Job {
         let kernels = crate::kernels::Kernels {
             package: "k".into(),
             library: "k".into(),
-            dir: "/w/k".into(),
+            dir: dir.into(),
             stem: "k".into(),
             arch: Arch::default(),
         };
+        Job::new(ws, kernels, "cargo build-ptx", Backend::InTree, None, None)
+    }
+
+    #[test]
+    fn the_product_has_a_path_of_the_builders_own() {
+        let ws = Workspace::at("/a,b");
+        let flag = |dir: &str| emit_flag(&ws, &job(&ws, dir));
+        assert_eq!(flag("/a,b/k"), "--emit=asm=target/ptx/sm_90-in-tree/k.s");
+        // rustc runs in a member's own folder where that lies elsewhere.
+        assert_eq!(flag("/c/k"), "--emit=asm=/a,b/target/ptx/sm_90-in-tree/k.s");
+    }
+
+    #[test]
+    fn an_earlier_product_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("k.s");
+        write(&file, "earlier").unwrap();
+        remove_earlier(&file).unwrap();
+        assert!(!file.exists());
+        remove_earlier(&file).unwrap();
+    }
+
+    #[test]
+    fn a_compile_error_prints_the_command_on_request_only() {
         let ws = Workspace::at("/w");
-        let mut job = Job::new(&ws, kernels, "cargo build-ptx", Backend::InTree, None, None);
+        let mut job = job(&ws, "/w/k");
         let error = |job: &Job| {
             let mut command = Command::new("sh");
             run_compiler(command.args(["-c", "exit 101"]), job).unwrap_err().to_string()

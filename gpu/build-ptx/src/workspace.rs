@@ -1,6 +1,6 @@
 //! A workspace on disk, and running other programs from it.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
@@ -43,9 +43,15 @@ impl Workspace {
     /// A command in the root folder that calls cargo without the settings of the cargo that runs
     /// us.
     pub fn cargo(&self) -> Command {
+        self.cargo_of(None)
+    }
+
+    /// The same with the cargo `program`. Without one it is the cargo that runs us.
+    pub fn cargo_of(&self, program: Option<&Path>) -> Command {
         // `CARGO` is the real cargo, not rustup's proxy, so a pinned toolchain that is missing does
         // not stop it.
-        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        let callers = || std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let mut command = Command::new(program.map_or_else(callers, OsString::from));
         command.current_dir(&self.root);
         strip_cargo_env(&mut command);
         command

@@ -68,6 +68,7 @@ pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>) -> Command {
         .env("CARGO_FEATURE_NO_F16_F128", "1")
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
         .env("CARGO_TARGET_DIR", job.target_dir(ws))
+        .env("CARGO_BUILD_BUILD_DIR", job.target_dir(ws))
         .env("CUDA_PATH", cuda)
         .args(["cargo", "rustc", "--package", &job.kernels.package, "--lib", "--release"])
         .args(PROFILE.iter().flat_map(|setting| ["--config", setting]))

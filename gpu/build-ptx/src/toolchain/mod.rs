@@ -21,6 +21,8 @@ pub const OVERRIDE: &str = "EPOXIDE_KERNEL_RUSTC";
 pub struct Compiler {
     /// The program.
     pub rustc: PathBuf,
+    /// The cargo of the same release, where the toolchain has one.
+    pub cargo: Option<PathBuf>,
     /// Output of its `-V`.
     pub version: String,
     /// The folder with `core`, `alloc` and `std`.
@@ -38,7 +40,8 @@ impl Compiler {
             capture(&mut command)
         };
         let version = ask(&["-V"])?;
-        let library = Path::new(&ask(&["--print", "sysroot"])?).join("lib/rustlib/src/rust/library");
+        let sysroot = PathBuf::from(ask(&["--print", "sysroot"])?);
+        let library = sysroot.join("lib/rustlib/src/rust/library");
         if !library.join("core/Cargo.toml").is_file() {
             bail!(
                 "{} has no rust-src: {} is missing",
@@ -46,7 +49,9 @@ impl Compiler {
                 library.join("core/Cargo.toml").display()
             );
         }
-        Ok(Self { rustc: rustc.to_owned(), version, library, origin })
+        // Never rustup's proxy, which can lie beside a rustc that is one as well.
+        let cargo = Some(sysroot.join("bin/cargo")).filter(|cargo| cargo.is_file());
+        Ok(Self { rustc: rustc.to_owned(), cargo, version, library, origin })
     }
 }
 
