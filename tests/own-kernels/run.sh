@@ -138,16 +138,32 @@ cat >src/doubled.rs <<'END'
 
 use epoxide_simt::*;
 
+const FACTOR: u32 = include!("../factor.in");
+
 /// `out[i] = 2 * x[i]`.
 #[kernel(threads = 256, requires(len >= 1))]
 pub unsafe fn doubled(x: Global<u32>, out: Global<u32>, len: u32) {
-    grid_stride!(i in 0..len => { out.st(i, 2 * x.ld(i)) });
+    grid_stride!(i in 0..len => { out.st(i, FACTOR * x.ld(i)) });
 }
 END
+printf '2\n' >factor.in
 printf '\npub mod doubled;\n' >>src/lib.rs
 cargo build-ptx
 grep -q '^\.visible \.entry doubled(' ptx/scale.sm_80.ptx || fail 'the second kernel was not built'
 grep -q '^// kernel doubled: threads=256 ' ptx/scale.sm_80.ptx || fail 'the PTX does not describe the second kernel'
+# A check finds an edit of a file that Rust includes, and one of the PTX itself; and it never ends well with a compiler that is missing.
+grep -qx '// file: factor.in' ptx/scale.sm_80.ptx || fail 'the header does not name the included file'
+printf '3\n' >factor.in
+if cargo build-ptx --check >check.log 2>&1; then fail 'an edit of an included file passes the check'; fi
+grep -q 'is stale: the kernel sources' check.log || fail "$(cat check.log)"
+printf '2\n' >factor.in
+cp ptx/scale.sm_80.ptx scale.kept
+sed -i 's/mul.rn.f32/add.rn.f32/' ptx/scale.sm_80.ptx
+if cargo build-ptx --check >check.log 2>&1; then fail 'an edited PTX passes the check'; fi
+grep -q 'its text was edited' check.log || fail "$(cat check.log)"
+mv scale.kept ptx/scale.sm_80.ptx
+if EPOXIDE_KERNEL_RUSTC=/typo cargo build-ptx --check >check.log 2>&1; then fail 'a check without the compiler that is named passes'; fi
+grep -q 'EPOXIDE_KERNEL_RUSTC' check.log || fail "$(cat check.log)"
 (
     cd "$root"
     unset CARGO_TARGET_DIR CARGO_PROFILE_DEV_DEBUG CARGO_INCREMENTAL RUSTUP_TOOLCHAIN

@@ -26,13 +26,15 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 
 use epoxide_build_ptx::backend::{Arch, Backend};
+use epoxide_build_ptx::check::NotCompared;
 use epoxide_build_ptx::command::BuildPtx;
 use epoxide_build_ptx::job::Job;
 use epoxide_build_ptx::kernels::Kernels;
 use epoxide_build_ptx::{doctor, lint, nvvm, packages, ptxas, workspace};
 
-/// Exit code where this machine lacks a part that the command does not fetch by itself. Usage errors
-/// have another one, so that a script can skip for the first alone.
+/// Exit code where this machine lacks a part that the command does not fetch by itself, also where a
+/// check had no compiler for a rebuild. Usage errors have another one, so that a script can skip for
+/// the first alone.
 const SKIPPED: u8 = 77;
 
 #[derive(Parser)]
@@ -108,10 +110,10 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error:#}");
-            match error.downcast_ref::<nvvm::MissingParts>() {
-                Some(_) => ExitCode::from(SKIPPED),
-                None => ExitCode::FAILURE,
+            if error.is::<nvvm::MissingParts>() || error.is::<NotCompared>() {
+                return ExitCode::from(SKIPPED);
             }
+            ExitCode::FAILURE
         }
     }
 }

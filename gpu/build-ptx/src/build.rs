@@ -95,19 +95,21 @@ impl Builder {
 
     /// Compiles the kernels and post-processes the PTX.
     pub fn compile(&self, ws: &Workspace, job: &Job) -> Result<String> {
-        let (product, mut command) = match self {
+        let (product, profile, mut command) = match self {
             Self::InTree(compiler) => {
                 println!("compiling the kernels with {} ({})", compiler.version, compiler.origin);
-                (product(ws, job), in_tree_command(ws, job, compiler)?)
+                (product(ws, job), "ptx", in_tree_command(ws, job, compiler)?)
             }
             Self::Nvvm(parts, version) => {
                 println!("compiling the kernels with rustc_codegen_nvvm, {version}");
-                (nvvm::product(ws, job), nvvm::command(ws, job, Some(parts)))
+                (nvvm::product(ws, job), "release", nvvm::command(ws, job, Some(parts)))
             }
         };
         remove_earlier(&product)?;
         run_compiler(&mut command, job)?;
-        ship(ws, job, &product, self.version())
+        // Cargo documents this list: it lies beside the place of the final product.
+        let list = job.target_dir(ws).join(TARGET).join(profile).join(format!("{}.d", job.kernels.library));
+        ship(ws, job, &product, &read(&list)?, self.version())
     }
 }
 
@@ -171,15 +173,19 @@ pub fn device_metadata(ws: &Workspace) -> Result<Metadata> {
     Metadata::query(ws, &["--filter-platform", TARGET])
 }
 
-fn ship(ws: &Workspace, job: &Job, product: &Path, compiler: &str) -> Result<String> {
+fn ship(ws: &Workspace, job: &Job, product: &Path, dependencies: &str, compiler: &str) -> Result<String> {
     let raw = read(product).context("the compiler reported success but wrote no PTX")?;
+    let (metadata, package) = (device_metadata(ws)?, &job.kernels.package);
+    let files = sources::others(ws, &metadata, package, dependencies)?;
     let header = Header {
         package: job.kernels.package.clone(),
         command: job.command.clone(),
         backend: job.backend.to_string(),
         compiler: compiler.to_owned(),
         flags: flags(ws, job),
-        sources: sources::fingerprint(ws, &device_metadata(ws)?, &job.kernels.package)?,
+        sources: sources::fingerprint(ws, &metadata, package, &files)?,
+        files,
+        text: None,
     };
     let mut kernels = described::kernels(&raw);
     if kernels.is_empty() && job.backend == Backend::Nvvm {

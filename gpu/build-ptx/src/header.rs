@@ -20,6 +20,11 @@ pub struct Header {
     pub flags: String,
     /// The fingerprint of the kernel sources.
     pub sources: String,
+    /// Files in the fingerprint that lie outside the libraries' folders, as seen from the
+    /// workspace's root.
+    pub files: Vec<String>,
+    /// The hash of the text below the header. PTX of earlier builders has none.
+    pub text: Option<String>,
 }
 
 impl Header {
@@ -39,6 +44,12 @@ impl Header {
             compiler: field("compiler")?,
             flags: field("flags")?,
             sources: field("sources")?,
+            files: lines
+                .iter()
+                .filter_map(|line| line.strip_prefix("// file: "))
+                .map(str::to_owned)
+                .collect(),
+            text: field("text"),
         })
     }
 }
@@ -49,7 +60,9 @@ impl fmt::Display for Header {
         writeln!(f, "// backend: {}", self.backend)?;
         writeln!(f, "// compiler: {}", self.compiler)?;
         writeln!(f, "// flags: {}", self.flags)?;
-        writeln!(f, "// sources: {}", self.sources)
+        writeln!(f, "// sources: {}", self.sources)?;
+        self.files.iter().try_for_each(|file| writeln!(f, "// file: {file}"))?;
+        self.text.iter().try_for_each(|hash| writeln!(f, "// text: {hash}"))
     }
 }
 
@@ -66,9 +79,13 @@ mod tests {
             compiler: "rustc 1.96.0 (abc 2026-05-25)".into(),
             flags: "-Ctarget-cpu=sm_90 -Cpanic=immediate-abort".into(),
             sources: "00ff".into(),
+            files: vec!["../shared/k.rs".into(), "data/a table.bin".into()],
+            text: Some("11aa".into()),
         };
         let text = format!("{header}\n.version 8.4\n");
-        assert_eq!(Header::parse(&text), Some(header));
+        assert_eq!(Header::parse(&text), Some(header.clone()));
+        let earlier = Header { files: Vec::new(), text: None, ..header };
+        assert_eq!(Header::parse(&format!("{earlier}\n.version 8.4\n")), Some(earlier));
         assert_eq!(Header::parse(".version 8.4\n"), None);
     }
 }

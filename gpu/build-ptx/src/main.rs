@@ -5,12 +5,14 @@
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
+use epoxide_build_ptx::check::NotCompared;
 use epoxide_build_ptx::command::BuildPtx;
 use epoxide_build_ptx::workspace::Workspace;
 use epoxide_build_ptx::{doctor, nvvm};
 
-/// Exit code where a part that this command cannot fetch by itself is missing from the machine.
-const EXIT_MISSING_PARTS: u8 = 77;
+/// Exit code where a part that this command cannot fetch by itself is missing from the machine, and
+/// where a check could not compare the PTX with a rebuild.
+const EXIT_SKIPPED: u8 = 77;
 
 /// The command as cargo calls it: with the name of the subcommand as the first argument.
 #[derive(Parser)]
@@ -50,18 +52,19 @@ fn main() -> ExitCode {
             return doctor::run(&ws);
         }
         options.build.run(&ws, "cargo build-ptx", &|ws, _, file| {
-            println!("it passes the lints; test it before you commit it: {}", ws.display(file));
-            Ok(())
+            let why = "the compiler is another one than the header names. What it makes passes the lints: test it \
+                       before you commit it";
+            Err(NotCompared(format!("{why}: {}", ws.display(file))).into())
         })
     };
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error:#}");
-            match error.downcast_ref::<nvvm::MissingParts>() {
-                Some(_) => ExitCode::from(EXIT_MISSING_PARTS),
-                None => ExitCode::FAILURE,
+            if error.is::<nvvm::MissingParts>() || error.is::<NotCompared>() {
+                return ExitCode::from(EXIT_SKIPPED);
             }
+            ExitCode::FAILURE
         }
     }
 }

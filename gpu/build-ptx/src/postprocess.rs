@@ -11,14 +11,25 @@
 //!   entry's file as the kernel's own, so a line of another file of the folder names itself.
 //! - The marks around inline assembly stay: one lint reads them.
 
+use hmac_sha256::Hash;
+
 use crate::described::{self, KernelInfo};
 use crate::header::Header;
+use crate::sources;
 
-/// The PTX to ship, from what the compiler wrote. An entry without a description gets no launch
-/// bounds; the lints report it.
+/// The PTX to ship, from what the compiler wrote: the header with the hash of the text, and the
+/// text.
 pub fn ship(raw: &str, header: &Header, described: &[KernelInfo]) -> String {
+    let body = body(raw, described);
+    let header = Header { text: Some(digest(&body)), ..header.clone() };
+    format!("{header}\n{body}")
+}
+
+/// The text below the header. An entry without a description gets no launch bounds; the lints
+/// report it.
+fn body(raw: &str, described: &[KernelInfo]) -> String {
     let files = file_table(raw);
-    let mut out = format!("{header}\n");
+    let mut out = String::new();
     let mut entry: Option<&KernelInfo> = None;
     let mut last_loc = String::new();
     let mut blank = true;
@@ -81,6 +92,11 @@ pub fn comparable(text: &str) -> Vec<&str> {
     let compared =
         |line: &&str| !line.is_empty() && (!line.starts_with("//") || described::is_description(line));
     text.lines().map(str::trim).filter(compared).collect()
+}
+
+/// The hash of a file's [`comparable`] lines, as hex.
+pub fn digest(text: &str) -> String {
+    sources::hex(Hash::hash(comparable(text).join("\n").as_bytes()))
 }
 
 /// `.maxntid` and `.minnctapersm`, for between the parameters and the body.
@@ -272,9 +288,13 @@ $L__BB0_2:
             compiler: String::new(),
             flags: String::new(),
             sources: String::new(),
+            files: Vec::new(),
+            text: Some(digest(SHIPPED)),
         };
         let shipped = ship(RAW, &header, &[kernel("copy")]);
         assert_eq!(shipped, format!("{header}{SHIPPED}"));
+        assert_eq!(digest(&shipped), digest(SHIPPED));
+        assert_ne!(digest(&shipped.replace("mov.u32", "mov.b32")), digest(SHIPPED));
         assert_eq!(comparable(&shipped), comparable(SHIPPED));
         let remarks = comparable(&shipped).into_iter().filter(|line| line.starts_with("//"));
         assert_eq!(remarks.collect::<Vec<_>>(), [line("copy")]);
