@@ -145,6 +145,18 @@ const FACTOR: u32 = include!("../factor.in");
 pub unsafe fn doubled(x: Global<u32>, out: Global<u32>, len: u32) {
     grid_stride!(i in 0..len => { out.st(i, FACTOR * x.ld(i)) });
 }
+
+/// `out[row]` is the sum of 32 numbers: each warp has a row.
+#[kernel(threads = 256, block = 256, grid = rows.div_ceil(8), requires(rows >= 1, rows <= 1 << 24))]
+pub unsafe fn row_sums(x: Global<f32>, out: Global<f32>, rows: u32) {
+    let row = (ctaid() * 256 + tid()) / 32;
+    if row < rows {
+        let sum = warp_sum_f32(x.ld(row_major(row, 32, laneid())));
+        if laneid() == 0 {
+            out.st(row, sum);
+        }
+    }
+}
 END
 printf '2\n' >factor.in
 printf '\npub mod doubled;\n' >>src/lib.rs

@@ -189,6 +189,11 @@ mod tests {
             "mov.u32 %r1, %tid.x;\nand.b32 %r2, %r1, 992;\nsetp.eq.b32 %p1, %r2, 64;",
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nand.b32 %r3, %r2, -512;\nsetp.ge.u32 %p1, %r3, %r4;",
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nsetp.lt.u32 %p1, %r2, 1024;",
+            // The warp's number in the grid: blocks of 256 threads, by a shift, a product and in 64 bits.
+            "mov.u32 %r1, %ctaid.x;\nshl.b32 %r2, %r1, 8;\nmov.u32 %r3, %tid.x;\nadd.s32 %r4, %r3, %r2;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            "mov.u32 %r1, %ctaid.x;\nmov.u32 %r3, %tid.x;\nmad.lo.s32 %r4, %r1, 256, %r3;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            "mov.u32 %r1, %ctaid.x;\nmul.wide.u32 %rd1, %r1, 96;\nmov.u32 %r3, %tid.x;\ncvt.u64.u32 %rd2, %r3;\nor.b64 %rd3, %rd1, %rd2;\nshr.u64 %rd4, %rd3, 5;\nsetp.ge.u64 %p1, %rd4, %rd5;",
+            "mov.u32 %r1, %ctaid.x;\nmul.lo.s32 %r2, %r1, %ntid.x;\nand.b32 %r2, %r2, -32;\nmov.u32 %r3, %tid.x;\nsub.s32 %r4, %r3, %r2;\nsetp.lt.u32 %p1, %r4, %r2;",
             // Both paths from a branch on lanes copy the same number, or the same register.
             "mov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, 0;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
             "mov.b32 %r3, 7;\nmov.u32 %r1, %laneid;\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, %r3;\nbra.uni $L9;\n$L8:\nmov.b32 %r2, %r3;\n$L9:\nsetp.eq.b32 %p1, %r2, 0;",
@@ -226,6 +231,15 @@ mod tests {
             "mov.u32 %r1, %laneid;\nmov.b32 %r2, 1;\n$L9:\nsetp.eq.b32 %p2, %r1, 0;\n@%p2 bra $L8;\nmov.b32 %r2, 0;\nsub.s32 %r1, %r1, 1;\nbra.uni $L9;\n$L8:\nsetp.eq.b32 %p1, %r2, 0;",
             // A number of a thread with bits of the lane in it.
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nand.b32 %r3, %r2, -256;\nsetp.ge.u32 %p1, %r3, %r4;",
+            // Numbers of the grid whose base is no multiple of 32, for all that is known.
+            "mov.u32 %r1, %ctaid.x;\nmov.u32 %r2, %ntid.x;\nmov.u32 %r3, %tid.x;\nmad.lo.s32 %r4, %r1, %r2, %r3;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            "mov.u32 %r1, %ctaid.x;\nshl.b32 %r2, %r1, 4;\nmov.u32 %r3, %tid.x;\nadd.s32 %r4, %r3, %r2;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            "mov.u32 %r1, %ctaid.x;\nmov.u32 %r3, %tid.x;\nmad.lo.s32 %r4, %r1, 48, %r3;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            "mov.b32 %r2, 256;\nmov.u32 %r1, %ctaid.x;\n$L9:\nadd.s32 %r2, %r2, %r1;\nsetp.lt.u32 %p2, %r2, 999;\n@%p2 bra $L9;\nmov.u32 %r3, %tid.x;\nadd.s32 %r4, %r3, %r2;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            // A base whose bits are zero before the shift, a saturated sum, and numbers as floats.
+            "mov.u32 %r1, %ctaid.x;\nshl.b32 %r2, %r1, 8;\nshr.u32 %r2, %r2, 5;\nmov.u32 %r3, %tid.x;\nadd.s32 %r4, %r3, %r2;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            "mov.u32 %r1, %ctaid.x;\nshl.b32 %r2, %r1, 8;\nmov.u32 %r3, %tid.x;\nadd.sat.s32 %r4, %r3, %r2;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
+            "mov.u32 %r3, %tid.x;\ncvt.rn.f32.u32 %f1, %r3;\nmov.b32 %f2, 1106771968;\nsetp.lt.f32 %p1, %f1, %f2;",
             // The count of iterations of a loop that lanes leave one by one.
             "mov.u32 %r1, %laneid;\nmov.b32 %r2, 0;\n$L9:\nadd.s32 %r2, %r2, 1;\nsetp.lt.u32 %p2, %r2, %r1;\n@%p2 bra $L9;\nsetp.eq.b32 %p1, %r2, 4;",
         ];

@@ -3,8 +3,9 @@
 //!
 //! A read at an address that all lanes share counts as the same in all lanes, though memory may
 //! change between two lanes' reads. So does a thread's number without its lowest five bits, where
-//! blocks have one dimension, and a register that lanes set in different places, if all of them
-//! copy the same thing. In doubt a value differs. The tests are those of the rule on warp
+//! blocks have one dimension, also behind the sum with a multiple of 32 that all lanes share. So
+//! does a register that lanes set in different places, if all of them copy the same thing. In
+//! doubt a value differs. The tests are those of the rule on warp
 //! collectives, the user of this module.
 
 use std::collections::HashMap;
@@ -17,8 +18,8 @@ enum Value {
     /// The same in all lanes.
     #[default]
     Uniform,
-    /// The thread's number in a block of one dimension, a multiple of 32 and the lane, times two to
-    /// this power.
+    /// The sum of a multiple of 32 that all lanes share and the lane, times two to this power: the
+    /// thread's number in a block of one dimension, or in the grid.
     Thread(u64),
     /// The value may differ in each lane.
     Differs,
@@ -36,6 +37,8 @@ pub struct Lanes<'a> {
     uses: Vec<Uses>,
     /// Value of each definition.
     values: Vec<Value>,
+    /// The lowest bits of each definition that are known to be zero.
+    zeros: Vec<u32>,
     block_of: Vec<usize>,
     /// The statement that is the nearest branch to part the lanes, by block.
     apart: Vec<Option<usize>>,
@@ -74,6 +77,8 @@ struct Read {
     /// The special register that it is.
     special: Option<Value>,
     number: Option<u64>,
+    /// Whether it is a register by itself, neither an address nor a list.
+    plain: bool,
 }
 
 impl<'a> Lanes<'a> {
@@ -90,14 +95,26 @@ impl<'a> Lanes<'a> {
             body: &entry.body,
             uses,
             values: vec![Value::Uniform; register_of.len()],
+            zeros: vec![u64::BITS; register_of.len()],
             block_of,
             apart: vec![None; flow.blocks.len()],
             parting: Vec::new(),
             register_of,
             flat: entry.max_block.is_some_and(|[_, y, z]| y == 1 && z == 1),
         };
-        let mut parted = vec![false; flow.blocks.len()];
         let mut changed = true;
+        // Numbers of zeros only fall, so the loop terminates.
+        while std::mem::take(&mut changed) {
+            for index in 0..lanes.body.len() {
+                let zeros = lanes.zeros_of_result(index);
+                for definition in &lanes.uses[index].written {
+                    changed |= zeros < lanes.zeros[*definition];
+                    lanes.zeros[*definition] = zeros.min(lanes.zeros[*definition]);
+                }
+            }
+        }
+        let mut parted = vec![false; flow.blocks.len()];
+        changed = true;
         // Values only change to differing and blocks to divergent, so the loop terminates.
         while std::mem::take(&mut changed) {
             for index in 0..lanes.body.len() {
@@ -232,6 +249,70 @@ impl<'a> Lanes<'a> {
         true
     }
 
+    /// The lowest bits of an operand that are known to be zero.
+    fn zeros_of(&self, operand: &Read) -> u32 {
+        if let Some(number) = operand.number {
+            return number.trailing_zeros();
+        }
+        let zeros = operand.definitions.iter().map(|definition| self.zeros[*definition]);
+        zeros.min().filter(|_| operand.plain && operand.special.is_none()).unwrap_or(0)
+    }
+
+    /// The lowest bits of what a statement writes that are known to be zero.
+    fn zeros_of_result(&self, index: usize) -> u32 {
+        let inst = instruction(&self.body[index]).filter(|inst| is_of_integers(inst));
+        let read = &self.uses[index].read;
+        let zeros = |at: usize| read.get(at).map_or(0, |operand| self.zeros_of(operand));
+        match inst.map(Instruction::base) {
+            Some("mov" | "cvt") if read.len() == 1 => zeros(0),
+            Some("add" | "sub" | "or" | "xor" | "selp") => zeros(0).min(zeros(1)),
+            Some("and") => zeros(0).max(zeros(1)),
+            Some("mul") => zeros(0) + zeros(1),
+            Some("mad") => (zeros(0) + zeros(1)).min(zeros(2)),
+            Some("shl") => {
+                let bits = read.get(1).and_then(|bits| bits.number).unwrap_or(0);
+                zeros(0) + u32::try_from(bits).unwrap_or(u64::BITS).min(u64::BITS)
+            }
+            _ => 0,
+        }
+        .min(u64::BITS)
+    }
+
+    /// The value of an instruction one of whose operands is [`Value::Thread`], which has this index
+    /// among those that are read. All lanes share the others.
+    fn result_of_thread(&self, inst: &Instruction, read: &[Read], at: usize, power: u64) -> Value {
+        let number = |at: usize| read.get(at).and_then(|operand| operand.number);
+        let is = |names: &[&str]| names.contains(&inst.base());
+        // Whether what is added to the lane's bits has none of them.
+        let is_whole = |zeros: u32| u64::from(zeros) >= 5 + power;
+        let zeros = |at: usize| self.zeros_of(&read[at]);
+        let stays = match (at, read.len()) {
+            (0, 1) => is(&["mov", "cvt"]),
+            (_, 2) if is(&["add", "or", "xor"]) => is_whole(zeros(1 - at)),
+            (0, 2) if is(&["sub"]) => is_whole(zeros(1)),
+            (2, 3) if is(&["mad"]) => is_whole(zeros(0) + zeros(1)),
+            _ => false,
+        };
+        if stays && is_of_integers(inst) {
+            return Value::Thread(power);
+        }
+        let whole = |bound: Option<u64>| bound.is_some_and(|bound| bound % (32 << power) == 0);
+        let same = match number(1) {
+            _ if at != 0 => false,
+            // The bits of the lane stay, those above are the same in all lanes.
+            Some(bits) if inst.is("shl") && power + bits <= 20 => return Value::Thread(power + bits),
+            Some(bits) if inst.is("shr") => bits >= 5 + power,
+            Some(mask) if inst.is("and") => mask % (32 << power) == 0,
+            bound if inst.is("setp") && read.len() == 2 => {
+                let below = ["lt", "ge", "lo", "hs"].iter().any(|name| inst.has(name));
+                let upto = ["le", "gt", "ls", "hi"].iter().any(|name| inst.has(name));
+                below && is_whole(zeros(1)) || upto && whole(bound.map(|bound| bound.wrapping_add(1)))
+            }
+            _ => false,
+        };
+        if same { Value::Uniform } else { Value::Differs }
+    }
+
     /// The value that a statement writes.
     fn result(&self, index: usize, flow: &Flow) -> Value {
         let Some(inst) = instruction(&self.body[index]) else { return Value::Uniform };
@@ -246,7 +327,6 @@ impl<'a> Lanes<'a> {
             return if self.is_copied_everywhere(index, flow) { Value::Uniform } else { Value::Differs };
         }
         let operands: Vec<Value> = uses.read.iter().map(|operand| self.of_operand(operand)).collect();
-        let number = |at: usize| uses.read.get(at).and_then(|operand| operand.number);
         let is = |names: &[&str]| names.contains(&inst.base());
         let all_uniform = operands.iter().all(|value| *value == Value::Uniform);
 
@@ -271,30 +351,21 @@ impl<'a> Lanes<'a> {
         if all_uniform {
             return Value::Uniform;
         }
-        if self.flat
-            && let Some(&Value::Thread(power)) = operands.first()
-            && operands[1..].iter().all(|it| *it == Value::Uniform)
-        {
-            if is(&["mov", "cvt"]) && operands.len() == 1 {
-                return Value::Thread(power);
-            }
-            let whole = |bound: Option<u64>| bound.is_some_and(|bound| bound % (32 << power) == 0);
-            let same = match number(1) {
-                // A thread's number has ten bits: none is lost.
-                Some(bits) if inst.is("shl") && power + bits <= 20 => return Value::Thread(power + bits),
-                Some(bits) if inst.is("shr") => bits >= 5 + power,
-                Some(mask) if inst.is("and") => mask % (32 << power) == 0,
-                bound if inst.is("setp") && operands.len() == 2 => {
-                    let below = ["lt", "ge", "lo", "hs"].iter().any(|name| inst.has(name));
-                    let upto = ["le", "gt", "ls", "hi"].iter().any(|name| inst.has(name));
-                    below && whole(bound) || upto && whole(bound.map(|bound| bound.wrapping_add(1)))
-                }
-                _ => false,
-            };
-            return if same { Value::Uniform } else { Value::Differs };
+        let differing = operands.iter().enumerate().filter(|(_, value)| **value != Value::Uniform);
+        match differing.collect::<Vec<_>>()[..] {
+            [(at, &Value::Thread(power))] if self.flat => self.result_of_thread(inst, &uses.read, at, power),
+            _ => Value::Differs,
         }
-        Value::Differs
     }
+}
+
+/// Whether an instruction computes with integers or bits alone, without saturation.
+fn is_of_integers(inst: &Instruction) -> bool {
+    let is_integer = |name: &str| {
+        let bits = name.strip_prefix(['u', 's', 'b']);
+        bits.is_some_and(|bits| ["8", "16", "32", "64"].contains(&bits))
+    };
+    inst.opcode.split('.').skip(1).all(|name| ["lo", "wide"].contains(&name) || is_integer(name))
 }
 
 fn instruction(stmt: &Stmt) -> Option<&Instruction> {
@@ -351,6 +422,7 @@ fn uses(body: &[Stmt], flow: &Flow) -> (Vec<Uses>, Vec<usize>) {
                 definitions: reached(registers),
                 special: operand.names().into_iter().find_map(special),
                 // A negative one by its bits.
+                plain: matches!(operand, Operand::Name(_)),
                 number: if let Operand::Int(number) = operand { Some(*number as u64) } else { None },
             });
             let (guard, read) = (reached(names.guard.as_slice()), read.collect());
