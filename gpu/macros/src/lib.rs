@@ -23,12 +23,13 @@
 
 use proc_macro::TokenStream;
 use proc_macro2::{Group, TokenStream as TokenStream2, TokenTree};
-use quote::{format_ident, quote, quote_spanned};
+use quote::{ToTokens, format_ident, quote, quote_spanned};
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
-    Attribute, BinOp, Expr, ExprCall, ExprPath, ExprRange, Fields, FnArg, Ident, ItemFn, ItemStruct, LitStr,
-    Pat, RangeLimits, Signature, Token, Type, Visibility, parenthesized, parse_macro_input, parse_quote,
+    AttrStyle, Attribute, BinOp, Expr, ExprCall, ExprPath, ExprRange, Fields, FnArg, Ident, ItemFn,
+    ItemStruct, LitStr, Pat, PatIdent, RangeLimits, ReturnType, Signature, Token, Type, Visibility,
+    parenthesized, parse_macro_input, parse_quote,
 };
 
 /// Arguments of `#[kernel]`.
@@ -201,7 +202,8 @@ fn check(
     }
 }
 
-/// Writes the PTX entry and the host's launcher of an `unsafe fn`.
+/// Writes the PTX entry and the host's launcher of an `unsafe fn`. Parameters can be `mut`, and
+/// levels of lints hold for the body.
 ///
 /// | in the attribute | says | default |
 /// |---|---|---|
@@ -391,12 +393,14 @@ fn plain_data() -> TokenStream2 {
 }
 
 fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn::Result<TokenStream2> {
-    let docs: Vec<_> = function.attrs.iter().filter(|a| a.path().is_ident("doc")).collect();
+    check_signature(&function.sig)?;
+    let (docs, lints) = attributes(&function.attrs)?;
     let name = &function.sig.ident;
     let (body_name, type_name) =
         (format_ident!("{name}_body"), format_ident!("{}", camel_case(&name.to_string())));
     let block = &function.block;
-    let parameters = function.sig.inputs.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
+    let named_parameters = function.sig.inputs.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
+    let parameters: Vec<_> = named_parameters.iter().map(|(pattern, of)| (&pattern.ident, *of)).collect();
     if function.sig.unsafety.is_none() {
         return Err(syn::Error::new_spanned(
             &function.sig,
@@ -426,6 +430,16 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         names => (names.to_vec(), quote!(#arg_type { #(#names,)* #padding })),
     };
     let unpacked = if names.is_empty() { quote!() } else { quote!(let #arg_type { #(#names,)* .. } = #arg;) };
+    // The body alone has parameters that it may change.
+    let mut patterns = named_parameters.iter().map(|(pattern, _)| {
+        let (mutability, name) = (&pattern.mutability, &pattern.ident);
+        quote!(#mutability #name)
+    });
+    let (body_parameter, unpacked_in_body) = if names.is_empty() {
+        (patterns.next(), quote!())
+    } else {
+        (Some(quote!(#arg)), quote!(let #arg_type { #(#patterns,)* .. } = #arg;))
+    };
     // The clauses of a struct that kernels share come first.
     let of_struct = match (&names[..], &arg_type) {
         ([], Type::Path(of)) if size_of_type(&arg_type).is_err() => Some(Clause::Of(
@@ -508,13 +522,14 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         /// # Safety
         /// The addresses in the argument struct are live and as its fields say.
         #[cfg_attr(not(target_arch = "nvptx64"), allow(dead_code))]
+        #(#lints)*
         #[inline(always)]
-        unsafe fn #body_name(#arg: #arg_type) {
+        unsafe fn #body_name(#body_parameter: #arg_type) {
             // SAFETY: the caller vouches for the addresses; the head of the kernel's file explains
             // why its use of them is sound.
             unsafe {
                 #wait
-                #unpacked
+                #unpacked_in_body
                 #(#assumptions)*
                 #block
             }
@@ -643,15 +658,81 @@ fn source_hash(parts: impl IntoIterator<Item = TokenStream2>) -> u64 {
     hash
 }
 
-/// A parameter's name and type.
-fn parameter(input: &FnArg) -> syn::Result<(&Ident, &Type)> {
+/// A parameter's name, which can be `mut`, and its type.
+fn parameter(input: &FnArg) -> syn::Result<(&PatIdent, &Type)> {
     let FnArg::Typed(argument) = input else {
         return Err(syn::Error::new_spanned(input, "a kernel has no self"));
     };
-    let Pat::Ident(name) = &*argument.pat else {
-        return Err(syn::Error::new_spanned(&argument.pat, "name the parameter"));
-    };
-    Ok((&name.ident, &argument.ty))
+    if let Some(attribute) = argument.attrs.first() {
+        return Err(syn::Error::new_spanned(attribute, "a kernel's parameters have no attributes"));
+    }
+    match &*argument.pat {
+        Pat::Ident(name) if name.by_ref.is_none() && name.subpat.is_none() => Ok((name, &argument.ty)),
+        Pat::Ident(pattern) => {
+            Err(syn::Error::new_spanned(pattern, "a kernel's parameter is a name, or `mut` and a name"))
+        }
+        pattern => Err(syn::Error::new_spanned(pattern, "name the parameter")),
+    }
+}
+
+/// Rejects parts of a signature that an entry of PTX cannot have.
+fn check_signature(signature: &Signature) -> syn::Result<()> {
+    let error = |part: &dyn ToTokens, text: &str| Err(syn::Error::new_spanned(part.to_token_stream(), text));
+    let Signature { constness, asyncness, abi, generics, variadic, output, .. } = signature;
+    if let Some(part) = constness {
+        return error(part, "a kernel is not `const`: a launch runs it");
+    }
+    if let Some(part) = asyncness {
+        return error(part, "a kernel is not `async`: each launch is asynchronous");
+    }
+    if let Some(part) = abi {
+        return error(part, "a kernel names no ABI: `#[kernel]` gives it that of PTX entries");
+    }
+    if !generics.params.is_empty() {
+        let text = "a kernel has no generics, because its entry has one name: put the code into a generic \
+                    `#[device]` function, which one kernel for each type or number calls";
+        return error(&generics.params, text);
+    }
+    if let Some(part) = &generics.where_clause {
+        return error(part, "a kernel has no `where`, because it has no generics");
+    }
+    if let Some(part) = variadic {
+        return error(part, "a kernel's parameters are all named");
+    }
+    match output {
+        ReturnType::Default => Ok(()),
+        ReturnType::Type(..) => {
+            error(output, "a kernel returns nothing: store results to an array that it takes")
+        }
+    }
+}
+
+/// The attributes of a kernel: documentation, and levels of lints and settings of tools, which
+/// belong to its body. Any other one would have no effect.
+fn attributes(all: &[Attribute]) -> syn::Result<(Vec<&Attribute>, Vec<Attribute>)> {
+    const LEVELS: [&str; 5] = ["allow", "expect", "warn", "deny", "forbid"];
+    const TOOLS: [&str; 2] = ["clippy", "rustfmt"];
+    let (mut docs, mut lints) = (Vec::new(), Vec::new());
+    for attribute in all {
+        let path = attribute.path();
+        let tool = path.segments.first().filter(|_| path.segments.len() > 1);
+        if path.is_ident("doc") {
+            docs.push(attribute);
+        } else if LEVELS.iter().any(|level| path.is_ident(level))
+            || tool.is_some_and(|tool| TOOLS.iter().any(|name| tool.ident == name))
+        {
+            lints.push(Attribute { style: AttrStyle::Outer, ..attribute.clone() });
+        } else {
+            let remedy = if path.is_ident("cfg") || path.is_ident("cfg_attr") {
+                "put it in front of `#[kernel]`"
+            } else {
+                "a kernel has documentation and levels of lints alone"
+            };
+            let text = format!("`#[{}]` would have no effect here: {remedy}", path.to_token_stream());
+            return Err(syn::Error::new_spanned(attribute, text));
+        }
+    }
+    Ok((docs, lints))
 }
 
 /// The one struct that a kernel takes.
@@ -807,6 +888,58 @@ mod tests {
         };
         assert_eq!(error("4 * 32"), None);
         assert!(error("4 * block").is_some_and(|text| text.contains("give the parameter another name")));
+    }
+
+    /// The output of `#[kernel(threads = 32)]` for a function, or the text of its error.
+    fn expanded(function: &str) -> Result<String, String> {
+        let attribute: TokenStream2 = quote!(threads = 32);
+        let contract = syn::parse2(attribute.clone()).map_err(|error| error.to_string())?;
+        let function = syn::parse_str(function).map_err(|error| error.to_string())?;
+        let output = expand(attribute, contract, function).map_err(|error| error.to_string())?;
+        Ok(output.to_string())
+    }
+
+    #[test]
+    fn parameters_can_be_mut_in_the_body() {
+        let several = expanded("unsafe fn k(data: Global<u32>, mut len: u32) { len += 1; }").unwrap();
+        assert!(several.contains("let KArgs { data , mut len , .. } = args"), "{several}");
+        assert_eq!(several.matches("mut ").count(), 1, "{several}");
+        let one = expanded("unsafe fn k(mut args: Rows) { args.len += 1; }").unwrap();
+        assert!(one.contains("fn k_body (mut args : Rows)"), "{one}");
+        assert_eq!(one.matches("mut ").count(), 1, "{one}");
+    }
+
+    #[test]
+    fn parts_of_a_signature_that_have_no_meaning_are_errors() {
+        for (function, cause) in [
+            ("unsafe fn k(x: u32) -> u32 { x }", "returns nothing"),
+            ("unsafe fn k<const N: u32>(x: u32) {}", "generic `#[device]` function"),
+            ("unsafe fn k<T>(x: u32) where T: Copy {}", "generic `#[device]` function"),
+            ("unsafe fn k(x: u32) where u32: Copy {}", "no `where`"),
+            ("const unsafe fn k(x: u32) {}", "not `const`"),
+            ("async unsafe fn k(x: u32) {}", "not `async`"),
+            ("unsafe extern \"C\" fn k(x: u32) {}", "names no ABI"),
+            ("unsafe fn k(ref x: u32) {}", "`mut` and a name"),
+            ("unsafe fn k(x @ 1..: u32) {}", "`mut` and a name"),
+            ("unsafe fn k((x, y): Pair) {}", "name the parameter"),
+            ("unsafe fn k(#[cfg(a)] x: u32) {}", "parameters have no attributes"),
+            ("#[deprecated] unsafe fn k(x: u32) {}", "`#[deprecated]` would have no effect"),
+            ("#[cfg(a)] unsafe fn k(x: u32) {}", "in front of `#[kernel]`"),
+        ] {
+            let error = expanded(function).expect_err(function);
+            assert!(error.contains(cause), "{function}: {error}");
+        }
+    }
+
+    #[test]
+    fn levels_of_lints_hold_for_the_body() {
+        let text = expanded(
+            "#[allow(unused_variables)] #[expect(clippy::eq_op)] #[rustfmt::skip] unsafe fn k(x: u32) {}",
+        );
+        let text = text.unwrap();
+        let body = "# [allow (unused_variables)] # [expect (clippy :: eq_op)] # [rustfmt :: skip] # [inline (always)] \
+                    unsafe fn k_body";
+        assert!(text.contains(body), "{text}");
     }
 
     #[test]

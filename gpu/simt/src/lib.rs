@@ -135,6 +135,31 @@ pub use device_ptr::DevicePtr;
 /// }
 /// ```
 pub use epoxide_macros::device;
+/// ```
+/// # #![deny(warnings)]
+/// use epoxide_simt::*;
+///
+/// /// `out[i] = i` for an even number of elements.
+/// #[kernel(threads = 256, requires(len >= 1))]
+/// #[allow(clippy::cast_possible_wrap)]
+/// pub unsafe fn count(out: Global<u32>, mut len: u32) {
+///     len -= len % 2;
+///     grid_stride!(i in 0..len => { out.st(i, i) });
+/// }
+/// # fn main() {
+/// assert!(Count::call(Global::new(16), 2).is_ok());
+/// # }
+/// ```
+///
+/// A kernel has no generics and returns nothing:
+///
+/// ```compile_fail
+/// # use epoxide_simt::*;
+/// #[kernel(threads = 256)]
+/// pub unsafe fn fill<const N: u32>(out: Global<u32>, len: u32) {
+///     block_stride!(i in 0..len => { out.st(i, N) });
+/// }
+/// ```
 pub use epoxide_macros::kernel;
 /// ```
 /// use epoxide_simt::*;
