@@ -177,6 +177,19 @@ grep -q 'its text was edited' check.log || fail "$(cat check.log)"
 mv scale.kept ptx/scale.sm_80.ptx
 if EPOXIDE_KERNEL_RUSTC=/typo cargo build-ptx --check >check.log 2>&1; then fail 'a check without the compiler that is named passes'; fi
 grep -q 'EPOXIDE_KERNEL_RUSTC' check.log || fail "$(cat check.log)"
+# A dependency that needs std: the error says where it belongs.
+cargo new --quiet --lib --vcs none "$folder/host-only"
+printf 'pub use std::vec::Vec;\n' >"$folder/host-only/src/lib.rs"
+cp Cargo.toml Cargo.toml.kept
+sed -i "s#^\[dependencies\]\$#[dependencies]\nhost-only = { path = \"$folder/host-only\" }#" Cargo.toml
+if cargo build-ptx >std.log 2>&1; then fail 'a dependency with std builds for the GPU'; fi
+grep -q 'compiled for the GPU too: host-only' std.log || fail "$(cat std.log)"
+sed "/^host-only/d" Cargo.toml >Cargo.toml.without
+printf '\n[target.%scfg(not(target_arch = "nvptx64"))%s.dependencies]\nhost-only = { path = "%s" }\n' "'" "'" "$folder/host-only" \
+    | cat Cargo.toml.without - >Cargo.toml
+cargo build-ptx
+mv Cargo.toml.kept Cargo.toml
+cargo build-ptx
 (
     cd "$root"
     unset CARGO_TARGET_DIR CARGO_PROFILE_DEV_DEBUG CARGO_INCREMENTAL RUSTUP_TOOLCHAIN

@@ -1,15 +1,17 @@
 //! A build: kernels in, PTX out.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use crate::backend::{Arch, Backend};
 use crate::header::Header;
 use crate::job::{Commands, Job, TARGET};
+use crate::kernels::DSL;
 use crate::lint::{lint_file, undeclared_shared};
 use crate::metadata::Metadata;
 use crate::toolchain::{self, Compiler};
@@ -106,7 +108,11 @@ impl Builder {
             }
         };
         remove_earlier(&product)?;
-        run_compiler(&mut command, job)?;
+        run_compiler(&mut command, job).map_err(|error| {
+            let found =
+                device_metadata(ws).and_then(|metadata| dependencies(&metadata, &job.kernels.package));
+            with_dependencies(error, &found.unwrap_or_default())
+        })?;
         // Cargo documents this list: it lies beside the place of the final product.
         let list = job.target_dir(ws).join(TARGET).join(profile).join(format!("{}.d", job.kernels.library));
         ship(ws, job, &product, &read(&list)?, self.version())
@@ -147,6 +153,29 @@ fn run_compiler(command: &mut Command, job: &Job) -> Result<()> {
             )
         }
     }
+}
+
+/// Names of the dependencies that are compiled for the GPU with a package, beside those that
+/// kernels always have.
+fn dependencies(metadata: &Metadata, package: &str) -> Result<BTreeSet<String>> {
+    let mut names = metadata.normal_dependencies_of(package)?;
+    for usual in metadata.compiled_into(DSL)? {
+        names.remove(&usual.name);
+    }
+    Ok(names)
+}
+
+/// The compiler's error, with dependencies that may need what a GPU lacks.
+fn with_dependencies(error: anyhow::Error, names: &BTreeSet<String>) -> anyhow::Error {
+    if names.is_empty() {
+        return error;
+    }
+    let names = names.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
+    anyhow!(
+        "{error}\n\
+         dependencies are compiled for the GPU too: {names}. Move one that needs `std` to \
+         [target.'cfg(not(target_arch = \"nvptx64\"))'.dependencies] in Cargo.toml, or make it optional"
+    )
 }
 
 /// Prints the compiler's command line without running it, with names in place of parts that are
@@ -310,6 +339,29 @@ mod tests {
         assert_eq!(flag("/a,b/k"), "--emit=asm=target/ptx/sm_90-in-tree/k.s");
         // rustc runs in a member's own folder where that lies elsewhere.
         assert_eq!(flag("/c/k"), "--emit=asm=/a,b/target/ptx/sm_90-in-tree/k.s");
+    }
+
+    #[test]
+    fn a_compile_error_names_dependencies_that_may_need_std() {
+        let package = |name: &str, kind: &str| {
+            serde_json::json!({ "id": name, "name": name, "version": "1.0.0", "source": null,
+                "manifest_path": format!("/r/{name}/Cargo.toml"), "targets": [{ "kind": [kind] }] })
+        };
+        let dep = |id: &str| serde_json::json!({ "pkg": id, "dep_kinds": [{ "kind": null }] });
+        let answer = |deps: &[&str]| {
+            let deps: Vec<_> = deps.iter().copied().map(dep).collect();
+            Metadata::of(serde_json::json!({
+                "packages": [package("k", "lib"), package(DSL, "lib"), package("bytemuck", "lib"),
+                    package("serde", "lib"), package("derive", "proc-macro")],
+                "resolve": { "nodes": [{ "id": "k", "deps": deps }, { "id": DSL, "deps": [dep("bytemuck")] }] },
+            }))
+        };
+        let error = |deps: &[&str]| {
+            with_dependencies(anyhow!("no"), &dependencies(&answer(deps), "k").unwrap()).to_string()
+        };
+        assert_eq!(error(&[DSL, "bytemuck", "derive"]), "no");
+        let text = error(&[DSL, "bytemuck", "serde"]);
+        assert!(text.contains("compiled for the GPU too: serde. Move one that needs `std`"), "{text}");
     }
 
     #[test]

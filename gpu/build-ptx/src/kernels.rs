@@ -10,7 +10,7 @@ use crate::metadata::{Metadata, list};
 use crate::workspace::Workspace;
 
 /// The crate that makes kernels out of functions: its dependents have kernels.
-const DSL: &str = "epoxide-simt";
+pub(crate) const DSL: &str = "epoxide-simt";
 
 /// A package with kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -45,11 +45,7 @@ impl Metadata {
     /// Everything compiled into `root`: itself and its normal dependencies, all levels. A
     /// procedural macro is listed, its own dependencies are not.
     pub fn compiled_into(&self, root: &str) -> Result<BTreeSet<Package>> {
-        let root_id = self
-            .packages()
-            .find(|package| package["name"] == root)
-            .and_then(|package| package["id"].as_str())
-            .with_context(|| format!("the workspace has no package `{root}`"))?;
+        let root_id = self.id(root)?;
         let mut found = BTreeSet::new();
         let mut seen = BTreeSet::new();
         let mut todo = vec![root_id];
@@ -64,6 +60,24 @@ impl Metadata {
             }
         }
         Ok(found)
+    }
+
+    /// Names of the normal dependencies of `root` itself, procedural macros aside.
+    pub fn normal_dependencies_of(&self, root: &str) -> Result<BTreeSet<String>> {
+        let root = self.id(root)?;
+        let is_library =
+            |id: &&str| self.packages().any(|package| package["id"] == **id && !is_proc_macro(package));
+        let ids: Vec<&str> = self.normal_dependencies(root).filter(is_library).collect();
+        let named =
+            self.packages().filter(|package| package["id"].as_str().is_some_and(|id| ids.contains(&id)));
+        Ok(named.filter_map(|package| package["name"].as_str()).map(str::to_owned).collect())
+    }
+
+    fn id(&self, name: &str) -> Result<&str> {
+        self.packages()
+            .find(|package| package["name"] == name)
+            .and_then(|package| package["id"].as_str())
+            .with_context(|| format!("the workspace has no package `{name}`"))
     }
 
     pub(crate) fn packages(&self) -> impl Iterator<Item = &Value> {
