@@ -189,7 +189,11 @@ printf '\n[target.%scfg(not(target_arch = "nvptx64"))%s.dependencies]\nhost-only
     | cat Cargo.toml.without - >Cargo.toml
 cargo build-ptx
 mv Cargo.toml.kept Cargo.toml
-cargo build-ptx
+# PTX for another architecture, of earlier sources, is named.
+sed 's#^// sources: .*#// sources: 00#' ptx/scale.sm_80.ptx >ptx/scale.sm_90.ptx
+cargo build-ptx 2>&1 | tee other.log
+grep -q '^warning: ptx/scale.sm_90.ptx is of other sources' other.log || fail 'earlier PTX for other GPUs is not named'
+rm ptx/scale.sm_90.ptx
 (
     cd "$root"
     unset CARGO_TARGET_DIR CARGO_PROFILE_DEV_DEBUG CARGO_INCREMENTAL RUSTUP_TOOLCHAIN

@@ -15,7 +15,7 @@ use crate::kernels::DSL;
 use crate::lint::{lint_file, undeclared_shared};
 use crate::metadata::Metadata;
 use crate::toolchain::{self, Compiler};
-use crate::workspace::{Workspace, describe, read, succeeds, write};
+use crate::workspace::{Workspace, describe, files, read, succeeds, write};
 use crate::{described, nvvm, postprocess, sources};
 
 /// The flags that determine the PTX. The header lists them.
@@ -67,7 +67,32 @@ pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
     lint_file(ws, job, &fresh, &text)?;
     write(&job.out, &text)?;
     println!("wrote {}", ws.display(&job.out));
+    for other in stale_others(job, &text)? {
+        eprintln!(
+            "warning: {} is of other sources: remove it, or build it with `--arch`; make sure that the crate \
+             includes {}",
+            ws.display(&other),
+            ws.display(&job.out)
+        );
+    }
     Ok(())
+}
+
+/// The same kernels' PTX for other architectures beside the file just written, where it is of other
+/// sources. A crate that still includes such a file launches old kernels.
+fn stale_others(job: &Job, text: &str) -> Result<Vec<PathBuf>> {
+    let sources = |text: &str| Header::parse(text).map(|header| header.sources);
+    let prefix = format!("{}.sm_", job.kernels.stem);
+    let Some(folder) = job.out.parent().filter(|folder| folder.is_dir()) else { return Ok(Vec::new()) };
+    let mut stale = Vec::new();
+    for file in files(folder, "ptx")? {
+        let is_other = file != job.out
+            && file.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&prefix));
+        if is_other && sources(&read(&file)?) != sources(text) {
+            stale.push(file);
+        }
+    }
+    Ok(stale)
 }
 
 /// Compiler of a job on this machine.
@@ -362,6 +387,29 @@ mod tests {
         assert_eq!(error(&[DSL, "bytemuck", "derive"]), "no");
         let text = error(&[DSL, "bytemuck", "serde"]);
         assert!(text.contains("compiled for the GPU too: serde. Move one that needs `std`"), "{text}");
+    }
+
+    #[test]
+    fn earlier_ptx_for_another_architecture_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = |sources: &str| {
+            format!(
+                "// Device code of k, compiled by `b`. Do not edit.\n// backend: in-tree\n// compiler: c\n\
+                 // flags: f\n// sources: {sources}\n\nret;\n"
+            )
+        };
+        for (name, sources) in [
+            ("k.sm_80.ptx", "new"),
+            ("k.sm_90.ptx", "old"),
+            ("k.sm_90a.ptx", "new"),
+            ("other.sm_90.ptx", "old"),
+        ] {
+            write(&folder.path().join(name), text(sources)).unwrap();
+        }
+        let ws = Workspace::at(folder.path());
+        let mut job = job(&ws, "/w/k");
+        job.out = folder.path().join("k.sm_80.ptx");
+        assert_eq!(stale_others(&job, &text("new")).unwrap(), [folder.path().join("k.sm_90.ptx")]);
     }
 
     #[test]
