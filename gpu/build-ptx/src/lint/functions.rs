@@ -19,14 +19,17 @@ pub fn check(module: &Module) -> Vec<Finding> {
     }
     let forbidden = |symbol: &str| {
         (RUNTIME.contains(&symbol) || is_mangled(symbol) && symbol.contains("panic"))
-            .then(|| format!("`{symbol}`: kernels use neither a runtime nor panic messages"))
+            .then(|| format!("`{symbol}`: kernels use neither a runtime nor panic messages: remove what prints, allocates or asserts"))
     };
     for variable in &module.file.variables {
         findings.extend(forbidden(&variable.name).map(|why| Finding::new(RULE, variable.pos.line, why)));
     }
     for (_, inst) in module.instructions() {
         let message = if inst.is("call") {
-            Some(format!("a call: `{}`", module.show(inst)))
+            Some(format!(
+                "a call: `{}`: inline the function, which is `#[device]` or `#[inline(always)]`",
+                module.show(inst)
+            ))
         } else {
             inst.operands.iter().flat_map(|(operand, _)| operand.names()).find_map(forbidden)
         };

@@ -139,12 +139,15 @@ pub fn undeclared_shared(raw: &str, described: &[KernelInfo]) -> Vec<Finding> {
     findings
 }
 
-/// Adds the Rust line to findings about an instruction.
+/// Adds the kernel and the Rust line to findings about an instruction.
 fn name_sources(module: &Module, findings: &mut [Finding]) {
     for finding in findings {
-        let mut instructions = module.instructions().map(|(_, inst)| inst);
-        let inst = instructions.find(|inst| inst.whole.line == finding.line);
-        if let Some(source) = inst.and_then(|inst| module.source(inst)) {
+        let found = module.instructions().find(|(_, inst)| inst.whole.line == finding.line);
+        let Some((entry, inst)) = found else { continue };
+        if !finding.message.contains(&format!("`{}`", entry.name)) {
+            finding.message = format!("kernel `{}`: {}", entry.name, finding.message);
+        }
+        if let Some(source) = module.source(inst) {
             finding.message += &format!(" ({source})");
         }
     }
@@ -231,6 +234,34 @@ mod tests {
         let ends = |end: &str| findings.iter().any(|finding| finding.message.ends_with(end));
         assert!(ends("(gpu/src/kernels/f.rs:7)"), "{findings:?}");
         assert!(ends("(rust/c.rs:9, inlined at gpu/src/kernels/f.rs:8)"), "{findings:?}");
+        let names = |finding: &Finding| finding.message.starts_with("kernel `copy`: `membar");
+        assert_eq!(findings.iter().filter(|finding| names(finding)).count(), 2, "{findings:?}");
+    }
+
+    #[test]
+    fn findings_about_an_instruction_name_the_kernel_once() {
+        let body = "call.uni (r), helper, (p);\nwgmma.fence;\nrem.u64 %rd1, %rd2, 7;\nbar.sync 0;\n\
+                    griddepcontrol.launch_dependents;\nmov.u32 %r1, %laneid;\nsetp.eq.b32 %p1, %r1, 0;\n\
+                    @%p1 bra $L1;\nbar.warp.sync 0xffffffff;\n$L1:\nret;";
+        let text = testing::text(body).replace("sm_90", "sm_80");
+        let findings =
+            run(&text, &Expect { described: &[kernel("copy")], version: VERSION, target: "sm_80" });
+        for rule in ["functions", "opcodes", "arithmetic", "barriers", "target", "collectives"] {
+            let found =
+                findings.iter().find(|finding| finding.rule == rule).unwrap_or_else(|| panic!("{rule}"));
+            assert_eq!(found.message.matches("`copy`").count(), 1, "{found}");
+        }
+    }
+
+    #[test]
+    fn text_that_the_virtual_gpu_cannot_load_is_named_by_kernel() {
+        let findings = run(
+            &testing::text("bra NOWHERE;"),
+            &Expect { described: &[kernel("copy")], version: VERSION, target: "sm_90" },
+        );
+        let found = findings.iter().find(|finding| finding.rule == "opcodes").unwrap();
+        assert_eq!(found.line, 11);
+        assert!(found.message.starts_with("kernel `copy`: the virtual GPU"), "{found}");
     }
 
     #[test]

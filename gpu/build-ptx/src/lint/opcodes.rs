@@ -21,8 +21,10 @@ pub fn check(module: &Module) -> Vec<Finding> {
     unknown
         .into_iter()
         .map(|(opcode, (line, count))| {
-            let message =
-                format!("the virtual GPU does not implement `{opcode}` ({count}x): teach it in vgpu/");
+            let message = format!(
+                "the virtual GPU does not implement `{opcode}` ({count}x), so that no test could run it: use functions of \
+                 epoxide-simt, or add it to `vgpu/` in epoxide's repository"
+            );
             Finding::new(RULE, line, message)
         })
         .collect()
@@ -30,7 +32,7 @@ pub fn check(module: &Module) -> Vec<Finding> {
 
 /// The finding for text that the virtual GPU cannot load.
 pub fn refused(error: &PtxError) -> Finding {
-    Finding::new(RULE, 0, format!("the virtual GPU: {error}"))
+    Finding::new(RULE, error.line, format!("the virtual GPU: {error}"))
 }
 
 #[cfg(test)]
