@@ -42,20 +42,40 @@ const CODEGEN: [&str; 6] = [
 const CRATE_ATTRIBUTES: [&str; 3] =
     ["-Zcrate-attr=no_std", "-Zcrate-attr=feature(abi_ptx)", "-Zcrate-attr=feature(asm_experimental_arch)"];
 
-/// The profile `ptx`: one module, every dependency inlined. A workspace's own release profile
-/// changes nothing: checks of overflow would be traps in kernels.
+/// The profile `ptx`: one module, every dependency inlined.
 const PROFILE: [&str; 10] = [
-    "profile.ptx.inherits='release'",
-    "profile.ptx.opt-level=3",
-    "profile.ptx.lto='fat'",
-    "profile.ptx.codegen-units=1",
-    "profile.ptx.panic='abort'",
-    "profile.ptx.debug=0",
-    "profile.ptx.incremental=false",
-    "profile.ptx.overflow-checks=false",
-    "profile.ptx.debug-assertions=false",
-    "profile.ptx.strip='none'",
+    "inherits='release'",
+    "opt-level=3",
+    "lto='fat'",
+    "codegen-units=1",
+    "panic='abort'",
+    "debug=0",
+    "incremental=false",
+    "overflow-checks=false",
+    "debug-assertions=false",
+    "strip='none'",
 ];
+
+/// Settings of a profile, as cargo's `--config` takes them. A workspace's own release profile
+/// changes nothing, whether for all packages or for some: checks of overflow would be traps in
+/// kernels. So each package that is compiled has the settings that cargo allows for one.
+pub(crate) fn profile(name: &str, settings: &[&str], packages: &BTreeSet<String>) -> Vec<String> {
+    const OF_ALL: [&str; 3] = ["inherits", "lto", "panic"];
+    let of_one = || settings.iter().filter(|setting| !OF_ALL.iter().any(|key| setting.starts_with(key)));
+    let whole = settings.iter().map(|setting| format!("profile.{name}.{setting}"));
+    // `*` would compile the dependencies of procedural macros with these settings too, for nothing.
+    let packages = packages.iter().map(String::as_str).chain(["core", "alloc", "compiler_builtins"]);
+    let parts = packages.flat_map(|package| {
+        of_one().map(move |setting| format!("profile.{name}.package.{package}.{setting}"))
+    });
+    whole.chain(parts).collect()
+}
+
+/// Names of the packages that are compiled for the GPU, beside those of Rust's own library.
+pub(crate) fn compiled_packages(ws: &Workspace, job: &Job) -> Result<BTreeSet<String>> {
+    let packages = device_metadata(ws)?.compiled_into(&job.kernels.package)?;
+    Ok(packages.into_iter().filter(|package| !package.proc_macro).map(|package| package.name).collect())
+}
 
 /// Builds, lints and writes the PTX.
 pub fn run(ws: &Workspace, job: &Job) -> Result<()> {
@@ -129,7 +149,11 @@ impl Builder {
             }
             Self::Nvvm(parts, version) => {
                 println!("compiling the kernels with rustc_codegen_nvvm, {version}");
-                (nvvm::product(ws, job), "release", nvvm::command(ws, job, Some(parts)))
+                (
+                    nvvm::product(ws, job),
+                    "release",
+                    nvvm::command(ws, job, Some(parts), &compiled_packages(ws, job)?),
+                )
             }
         };
         remove_earlier(&product)?;
@@ -208,7 +232,9 @@ fn with_dependencies(error: anyhow::Error, names: &BTreeSet<String>) -> anyhow::
 pub fn print_command(ws: &Workspace, job: &Job) -> Result<()> {
     let command = match job.backend {
         Backend::InTree => in_tree_command(ws, job, &toolchain::find_or_fetch(ws)?)?,
-        Backend::Nvvm => nvvm::command(ws, job, nvvm::Parts::find(ws).ok().as_ref()),
+        Backend::Nvvm => {
+            nvvm::command(ws, job, nvvm::Parts::find(ws).ok().as_ref(), &compiled_packages(ws, job)?)
+        }
     };
     println!("{}", describe(&command));
     Ok(())
@@ -268,6 +294,7 @@ fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Com
     let mut flags = vec!["-Clinker=/bin/true".to_owned()];
     flags.extend(codegen_flags(&job.arch));
     flags.extend(path_flags(ws, job, compiler)?);
+    let packages = compiled_packages(ws, job)?;
     let mut command = ws.cargo_of(compiler.cargo.as_deref());
     command
         // `-Z` flags and feature gates on a released compiler; for this one build only.
@@ -277,7 +304,7 @@ fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Com
         .env("CARGO_TARGET_DIR", job.target_dir(ws))
         .env("CARGO_BUILD_BUILD_DIR", job.target_dir(ws))
         .args(["rustc", "--package", &job.kernels.package, "--lib", "--profile", "ptx"])
-        .args(PROFILE.iter().flat_map(|setting| ["--config", setting]))
+        .args(profile("ptx", &PROFILE, &packages).iter().flat_map(|setting| ["--config", setting]))
         .args(["-Zbuild-std=core", "--target", TARGET, "--crate-type", "cdylib"])
         .arg("--")
         .arg(emit_flag(ws, job))
@@ -326,13 +353,26 @@ mod tests {
         write(
             "Cargo.toml",
             "[package]\nname = \"k\"\nedition = \"2024\"\n[workspace]\n\
-             [profile.release]\noverflow-checks = true\ndebug-assertions = true\nstrip = true\n",
+             [dependencies]\na = { path = \"a\" }\nb-c = { path = \"b\" }\n\
+             [profile.release]\noverflow-checks = true\ndebug-assertions = true\nstrip = true\n\
+             [profile.release.package.\"*\"]\noverflow-checks = true\nopt-level = 1\n\
+             [profile.release.package.b-c]\ndebug-assertions = true\ncodegen-units = 7\n\
+             [profile.release.package.k]\noverflow-checks = true\n",
         );
+        for (folder, name) in [("a", "a"), ("b", "b-c")] {
+            write(
+                &format!("{folder}/Cargo.toml"),
+                &format!("[package]\nname = \"{name}\"\nedition = \"2024\"\n"),
+            );
+            write(&format!("{folder}/src/lib.rs"), "");
+        }
         write("src/lib.rs", "");
-        let rustc_arguments = |profile: &str, settings: &[&str]| {
+        let packages = ["a", "b-c", "k"].map(str::to_owned).into();
+        let rustc_arguments = |name: &str, settings: &[&str]| {
             let mut command = Command::new(&cargo);
             command.current_dir(folder.path()).env_remove("RUSTFLAGS").env("CARGO_TARGET_DIR", folder.path());
-            command.args(["build", "-v", "--profile", profile]);
+            command.args(["build", "-v", "--profile", name]);
+            let settings = profile(name, settings, &packages);
             command.args(settings.iter().flat_map(|setting| ["--config", setting]));
             let output = command.output().unwrap();
             assert!(output.status.success(), "{output:?}");
@@ -340,7 +380,10 @@ mod tests {
         };
         for (profile, settings) in [("ptx", &PROFILE[..]), ("release", &nvvm::PROFILE[..])] {
             let arguments = rustc_arguments(profile, settings);
-            for leaked in ["overflow-checks=on", "debug-assertions=on", "strip=symbols"] {
+            assert_eq!(arguments.matches("--crate-name").count(), 3, "{arguments}");
+            for leaked in
+                ["overflow-checks=on", "debug-assertions=on", "strip=symbols", "opt-level=1", "units=7"]
+            {
                 assert!(!arguments.contains(leaked), "{leaked}: {arguments}");
             }
         }

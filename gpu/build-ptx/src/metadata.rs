@@ -26,6 +26,8 @@ pub struct Package {
     pub local: bool,
     /// Repository and commit of a package from git.
     pub git: Option<String>,
+    /// Whether it is a procedural macro, which is compiled for the host.
+    pub proc_macro: bool,
 }
 
 impl Metadata {
@@ -118,6 +120,7 @@ fn describe(package: &Value) -> Option<Package> {
             .map_or_else(|| dir.join("src"), Path::to_owned),
         local: package["source"].is_null(),
         git: package["source"].as_str().filter(|source| source.starts_with("git+")).map(str::to_owned),
+        proc_macro: is_proc_macro(package),
     })
 }
 

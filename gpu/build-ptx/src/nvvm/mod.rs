@@ -7,10 +7,12 @@ mod fetch;
 mod parts;
 mod toolchain;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::process::Command;
 
 use self::parts::BACKEND_VAR;
+use crate::build::profile;
 use crate::job::{Job, TARGET};
 use crate::workspace::Workspace;
 
@@ -30,18 +32,18 @@ const CODEGEN: [&str; 7] = [
     "-Zmir-enable-passes=-JumpThreading",
 ];
 
-/// Settings of the profile, which override the workspace's. Below level 2 rustc inlines nothing
+/// Settings of the release profile, which override the workspace's. Below level 2 rustc inlines nothing
 /// that could prove a divisor or an index, the back end cannot link incremental builds, and checks
 /// of overflow would be traps in kernels.
 pub(crate) const PROFILE: [&str; 8] = [
-    "profile.release.opt-level=3",
-    "profile.release.lto='off'",
-    "profile.release.codegen-units=1",
-    "profile.release.debug=0",
-    "profile.release.incremental=false",
-    "profile.release.overflow-checks=false",
-    "profile.release.debug-assertions=false",
-    "profile.release.strip='none'",
+    "opt-level=3",
+    "lto='off'",
+    "codegen-units=1",
+    "debug=0",
+    "incremental=false",
+    "overflow-checks=false",
+    "debug-assertions=false",
+    "strip='none'",
 ];
 
 /// The flags that the PTX header names.
@@ -54,8 +56,8 @@ pub fn codegen_flags(ws: &Workspace, job: &Job) -> Vec<String> {
     CODEGEN.map(str::to_owned).into_iter().chain(panic).chain([llvm]).collect()
 }
 
-/// The build. Without `parts`, names in angle brackets stand for what is missing.
-pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>) -> Command {
+/// The build, of these packages. Without `parts`, names in angle brackets stand for what is missing.
+pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>, packages: &BTreeSet<String>) -> Command {
     let codegen =
         parts.map_or_else(|| format!("<{BACKEND_VAR}>"), |parts| parts.codegen.display().to_string());
     let cuda = parts.map_or_else(|| "<CUDA_PATH>".into(), |parts| parts.cuda.clone());
@@ -71,7 +73,7 @@ pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>) -> Command {
         .env("CARGO_BUILD_BUILD_DIR", job.target_dir(ws))
         .env("CUDA_PATH", cuda)
         .args(["cargo", "rustc", "--package", &job.kernels.package, "--lib", "--release"])
-        .args(PROFILE.iter().flat_map(|setting| ["--config", setting]))
+        .args(profile("release", &PROFILE, packages).iter().flat_map(|setting| ["--config", setting]))
         .args(["-Zbuild-std=core,alloc", "--target", TARGET])
         .args(toolchain.build_std_features())
         .args(["--crate-type", "cdylib", "--", "-Zcrate-attr=feature(asm_experimental_arch)"]);
@@ -104,7 +106,7 @@ mod tests {
     #[test]
     fn the_command_shows_what_is_missing() {
         let (ws, job) = (Workspace::at("/w"), job());
-        let line = crate::workspace::describe(&command(&ws, &job, None));
+        let line = crate::workspace::describe(&command(&ws, &job, None, &BTreeSet::new()));
         assert!(line.contains("-Zcodegen-backend=<RUSTC_CODEGEN_NVVM>"), "{line}");
         assert!(line.contains("-arch=compute_90 --override-libm -fma=0"), "{line}");
         assert!(line.contains("--config profile.release.opt-level=3"), "{line}");
@@ -121,7 +123,9 @@ mod tests {
             cuda: "/cuda".into(),
             libraries: vec!["/cuda/nvvm/lib64".into(), "/llvm".into()],
         };
-        let line = crate::workspace::describe(&command(&ws, &job, Some(&parts)));
+        let line =
+            crate::workspace::describe(&command(&ws, &job, Some(&parts), &BTreeSet::from(["k".to_owned()])));
+        assert!(line.contains("--config profile.release.package.k.overflow-checks=false"), "{line}");
         assert!(line.contains("LD_LIBRARY_PATH=/cuda/nvvm/lib64:/llvm"), "{line}");
         assert!(line.contains("CUDA_PATH=/cuda "), "{line}");
         assert!(line.contains("-Zcodegen-backend=/b/librustc_codegen_nvvm.so"), "{line}");
