@@ -210,7 +210,7 @@ fn check(
 /// | `threads = N` | the most threads of a block (`.maxntid`) | must be there |
 /// | `grid = ..`, `block = ..`, `shared = ..` | the shape of a launch: blocks, threads of a block, bytes of dynamic shared memory of a block; `u32` expressions of the parameters, evaluated behind `requires`. `shared` may name `block`, the threads of the launch. A kernel that uses dynamic shared memory has `shared`, and `shared = 0` where the caller chooses | the caller chooses |
 /// | `grid >= ..`, `block >= ..` | the least number; the caller chooses one | 1 |
-/// | `requires(..)`, once or more | clauses over the parameters, beside those of the argument struct: checked before every launch, and assumed by the compiler | none |
+/// | `requires(..)`, once or more | clauses over the parameters, beside those of the argument struct: checked before every launch, and assumed by the compiler. A product that can overflow is widened first, `a as u64 * b as u64 <= N` | none |
 /// | `barriers = N` | block barriers (`barrier.sync`, `barrier.red`) in the finished PTX | 0 |
 /// | `registers = N` | the most registers of a thread | 255 |
 /// | `min_blocks = N` | blocks that must fit on one multiprocessor (`.minnctapersm`) | 1 |

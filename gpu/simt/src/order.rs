@@ -237,7 +237,7 @@ device_fns! {
         };
     }
 
-    /// Sleeps for up to about `ns` nanoseconds. `nanosleep.u32 ns;`
+    /// Sleeps for 0 to `2 * ns` nanoseconds, and for 1 ms at most. `nanosleep.u32 ns;`
     pub fn nanosleep(ns: u32) {
         // SAFETY: touches no memory; the clobber keeps polling loops honest.
         unsafe { asm!("nanosleep.u32 {n};", n = in(reg32) ns, options(nostack)) };
