@@ -156,14 +156,15 @@ impl Builder {
                 )
             }
         };
+        // Cargo documents this list of the files that it has read: it lies beside the final product.
+        let list = job.target_dir(ws).join(TARGET).join(profile).join(format!("{}.d", job.kernels.library));
         remove_earlier(&product)?;
+        remove_earlier(&list)?;
         run_compiler(&mut command, job).map_err(|error| {
             let found =
                 device_metadata(ws).and_then(|metadata| dependencies(&metadata, &job.kernels.package));
             with_dependencies(error, &found.unwrap_or_default())
         })?;
-        // Cargo documents this list: it lies beside the place of the final product.
-        let list = job.target_dir(ws).join(TARGET).join(profile).join(format!("{}.d", job.kernels.library));
         ship(ws, job, &product, &read(&list)?, self.version())
     }
 }
@@ -303,6 +304,7 @@ fn in_tree_command(ws: &Workspace, job: &Job, compiler: &Compiler) -> Result<Com
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
         .env("CARGO_TARGET_DIR", job.target_dir(ws))
         .env("CARGO_BUILD_BUILD_DIR", job.target_dir(ws))
+        .env("CARGO_BUILD_DEP_INFO_BASEDIR", &ws.root)
         .args(["rustc", "--package", &job.kernels.package, "--lib", "--profile", "ptx"])
         .args(profile("ptx", &PROFILE, &packages).iter().flat_map(|setting| ["--config", setting]))
         .args(["-Zbuild-std=core", "--target", TARGET, "--crate-type", "cdylib"])

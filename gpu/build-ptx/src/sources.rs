@@ -45,7 +45,9 @@ pub fn hex(hash: [u8; 32]) -> String {
 
 /// The files on this machine that the compiler has read beside those of the libraries' folders:
 /// modules with a `path`, included files, build scripts. `dependencies` is what cargo writes beside
-/// a product, `product: file file ..`. Files that the build made itself are left out.
+/// a product, `product: file file ..`. Products of builds are left out: those below `target/`, and
+/// PTX, which a crate may include and whose header has the hash. So are folders, which build
+/// scripts may name.
 pub fn others(ws: &Workspace, metadata: &Metadata, package: &str, dependencies: &str) -> Result<Vec<String>> {
     let resolved =
         |path: &Path| path.canonicalize().with_context(|| format!("cannot find {}", path.display()));
@@ -58,7 +60,12 @@ pub fn others(ws: &Workspace, metadata: &Metadata, package: &str, dependencies: 
     }
     let mut found = BTreeSet::new();
     for path in dependencies_of(dependencies) {
-        let file = resolved(&ws.root.join(path))?;
+        let path = ws.root.join(path);
+        // A build script may name files that do not exist.
+        if !path.is_file() || path.extension().is_some_and(|extension| extension == "ptx") {
+            continue;
+        }
+        let file = resolved(&path)?;
         if !known.contains(&file) && !file.starts_with(root.join("target")) {
             found.insert(from(&root, &file));
         }
@@ -171,6 +178,7 @@ mod tests {
         write("src/a table.bin", "1 2 3");
         write("../shared/k.rs", "");
         write("target/ptx/out/generated.rs", "");
+        write("ptx/own.sm_90.ptx", "");
         let metadata = Metadata::of(serde_json::json!({
             "packages": [{ "id": "own", "name": "own", "version": "1.0.0", "source": null,
                 "manifest_path": root.join("Cargo.toml"),
@@ -180,7 +188,7 @@ mod tests {
         let ws = Workspace::at(&root);
         let list = format!(
             "/t/own.ptx: {0}/build.rs {0}/src/../../shared/k.rs {0}/src/a\\ table.bin {0}/src/lib.rs \
-             {0}/target/ptx/out/generated.rs\n",
+             {0}/target/ptx/out/generated.rs {0}/ptx/own.sm_90.ptx {0}/ptx {0}/missing.txt\n",
             root.display()
         );
         let files = others(&ws, &metadata, "own", &list).unwrap();

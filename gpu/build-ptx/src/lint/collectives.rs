@@ -189,7 +189,7 @@ mod tests {
             "mov.u32 %r1, %tid.x;\nand.b32 %r2, %r1, 992;\nsetp.eq.b32 %p1, %r2, 64;",
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nand.b32 %r3, %r2, -512;\nsetp.ge.u32 %p1, %r3, %r4;",
             "mov.u32 %r1, %tid.x;\nshl.b32 %r2, %r1, 4;\nsetp.lt.u32 %p1, %r2, 1024;",
-            // The warp's number in the grid: blocks of 256 threads, by a shift, a product and in 64 bits.
+            // The warp's number in the grid: by a shift, by a product, in 64 bits and by a mask.
             "mov.u32 %r1, %ctaid.x;\nshl.b32 %r2, %r1, 8;\nmov.u32 %r3, %tid.x;\nadd.s32 %r4, %r3, %r2;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
             "mov.u32 %r1, %ctaid.x;\nmov.u32 %r3, %tid.x;\nmad.lo.s32 %r4, %r1, 256, %r3;\nshr.u32 %r5, %r4, 5;\nsetp.ge.u32 %p1, %r5, %r6;",
             "mov.u32 %r1, %ctaid.x;\nmul.wide.u32 %rd1, %r1, 96;\nmov.u32 %r3, %tid.x;\ncvt.u64.u32 %rd2, %r3;\nor.b64 %rd3, %rd1, %rd2;\nshr.u64 %rd4, %rd3, 5;\nsetp.ge.u64 %p1, %rd4, %rd5;",

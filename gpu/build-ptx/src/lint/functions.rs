@@ -38,8 +38,8 @@ pub fn check(module: &Module) -> Vec<Finding> {
     findings
 }
 
-/// Whether rustc has made the name from a path, such as that of a panic function of `core`. Names of
-/// kernels and of their parameters are the author's.
+/// Whether rustc has made the name from a path, such as that of a panic function of `core`. Names
+/// of kernels and of their parameters are the author's.
 fn is_mangled(symbol: &str) -> bool {
     symbol.starts_with("_ZN") || symbol.starts_with("_R")
 }

@@ -32,9 +32,9 @@ const CODEGEN: [&str; 7] = [
     "-Zmir-enable-passes=-JumpThreading",
 ];
 
-/// Settings of the release profile, which override the workspace's. Below level 2 rustc inlines nothing
-/// that could prove a divisor or an index, the back end cannot link incremental builds, and checks
-/// of overflow would be traps in kernels.
+/// Settings of the release profile, which override the workspace's. Below level 2 rustc inlines
+/// nothing that could prove a divisor or an index, the back end cannot link incremental builds, and
+/// checks of overflow would be traps in kernels.
 pub(crate) const PROFILE: [&str; 8] = [
     "opt-level=3",
     "lto='off'",
@@ -56,7 +56,7 @@ pub fn codegen_flags(ws: &Workspace, job: &Job) -> Vec<String> {
     CODEGEN.map(str::to_owned).into_iter().chain(panic).chain([llvm]).collect()
 }
 
-/// The build, of these packages. Without `parts`, names in angle brackets stand for what is missing.
+/// The build, of these packages. Without `parts`, names in angle brackets stand for missing ones.
 pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>, packages: &BTreeSet<String>) -> Command {
     let codegen =
         parts.map_or_else(|| format!("<{BACKEND_VAR}>"), |parts| parts.codegen.display().to_string());
@@ -71,6 +71,7 @@ pub fn command(ws: &Workspace, job: &Job, parts: Option<&Parts>, packages: &BTre
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\u{1f}"))
         .env("CARGO_TARGET_DIR", job.target_dir(ws))
         .env("CARGO_BUILD_BUILD_DIR", job.target_dir(ws))
+        .env("CARGO_BUILD_DEP_INFO_BASEDIR", &ws.root)
         .env("CUDA_PATH", cuda)
         .args(["cargo", "rustc", "--package", &job.kernels.package, "--lib", "--release"])
         .args(profile("release", &PROFILE, packages).iter().flat_map(|setting| ["--config", setting]))
