@@ -156,7 +156,7 @@ impl Builder {
                 )
             }
         };
-        // Cargo documents this list of the files that it has read: it lies beside the final product.
+        // Cargo documents this list of the files that were read: it lies beside the product.
         let list = job.target_dir(ws).join(TARGET).join(profile).join(format!("{}.d", job.kernels.library));
         remove_earlier(&product)?;
         remove_earlier(&list)?;
