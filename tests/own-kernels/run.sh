@@ -174,6 +174,12 @@ cp ptx/scale.sm_80.ptx scale.kept
 sed -i 's/mul.rn.f32/add.rn.f32/' ptx/scale.sm_80.ptx
 if cargo build-ptx --check >check.log 2>&1; then fail 'an edited PTX passes the check'; fi
 grep -q 'its text was edited' check.log || fail "$(cat check.log)"
+cp scale.kept ptx/scale.sm_80.ptx
+# With another compiler than the header names, no rebuild can be compared.
+sed -i 's#^// compiler: .*#// compiler: rustc 1.94.0#' ptx/scale.sm_80.ptx
+code=0
+cargo build-ptx --check >check.log 2>&1 || code=$?
+((code == 77)) || fail "a check with another compiler ends with $code: $(cat check.log)"
 mv scale.kept ptx/scale.sm_80.ptx
 if EPOXIDE_KERNEL_RUSTC=/typo cargo build-ptx --check >check.log 2>&1; then fail 'a check without the compiler that is named passes'; fi
 grep -q 'EPOXIDE_KERNEL_RUSTC' check.log || fail "$(cat check.log)"
