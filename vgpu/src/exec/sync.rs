@@ -223,6 +223,11 @@ impl<W: Hooks> Exec<'_, W> {
         if number as usize >= NAMED_BARRIERS {
             return bad("barriers are numbered 0 to 15".into());
         }
+        // The barrier has completed in this slice, whose end releases the warps that wait there. An
+        // arrival is for the next phase, so it comes after that.
+        if self.block.completed >> number & 1 != 0 {
+            return Ok(Flow::GiveWay);
+        }
         if let Some(n) = threads.filter(|&n| n == 0 || n % 32 != 0) {
             return bad(format!("thread count {n} is not a positive multiple of 32"));
         }

@@ -1,6 +1,6 @@
 //! Block barriers, mbarriers, bulk copies.
 
-use epoxide_vgpu::{DeviceConfig, FaultKind, Progress, StuckWarp, WaitingFor};
+use epoxide_vgpu::{CheckConfig, DeviceConfig, FaultKind, Machine, Module, Progress, StuckWarp, WaitingFor};
 
 use crate::common::*;
 
@@ -112,6 +112,36 @@ fn a_later_vote_leaves_the_outcome_of_the_one_before() {
     let got = run_all("", body, 96, &[0; 96]);
     let want = |i: u64| [64_000, 64_007, 7][i as usize / 32];
     assert_eq!(got, (0..96).map(want).collect::<Vec<u64>>());
+}
+
+/// Warp 0 waits first, as the fast scheduler has it. Warp 1 completes that phase by an arrival, and
+/// waits for the next one at once.
+#[test]
+fn a_wait_behind_an_arrival_is_for_the_next_phase() {
+    for (wait, votes) in [("bar.sync 1, 64;", 0), ("bar.red.popc.u32 %r3, 1, 64, %p2;", 2)] {
+        let body = format!(
+            "mov.u32 %r1, S; mov.u64 %rd1, 0; mov.u32 %r3, 0;
+             and.b32 %r2, %r40, 31; setp.eq.u32 %p2, %r2, 0;
+             setp.ge.u32 %p1, %r40, 32; @%p1 bra B;
+             bar.sync 1, 64; nanosleep.u32 1; nanosleep.u32 1;
+             @%p2 st.shared.u32 [%r1], 5; {wait} bra END;
+         B:
+             bar.arrive 1, 64; {wait}
+             ld.shared.u32 %r2, [%r1]; mad.lo.u32 %r2, %r3, 10, %r2; cvt.u64.u32 %rd1, %r2;
+         END:
+             st.global.u64 [%rd42], %rd1;"
+        );
+        let globals = ".shared .align 4 .b8 S[4];";
+        let want: Vec<u64> = (0..64).map(|i| if i < 32 { 0 } else { 5 + 10 * votes }).collect();
+        assert_eq!(run_body(globals, &body, 64, &[0; 64]), want, "{wait}");
+        // The second phase orders the store before the load.
+        let module = Module::parse(&kernel(globals, &body)).unwrap();
+        let mut machine = Machine::with_config(1, DeviceConfig::default(), Some(CheckConfig::default()));
+        let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+        machine.launch_with(0, &module, "k", launch(1, 64), &[&buf]).unwrap();
+        machine.run().unwrap_or_else(|e| panic!("{wait}: {e}"));
+        assert_eq!(buf.download().unwrap(), want, "{wait}");
+    }
 }
 
 #[test]
