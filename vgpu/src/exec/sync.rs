@@ -99,6 +99,7 @@ impl<W: Hooks> Exec<'_, W> {
     fn execute_with_elsewhere(&mut self, op: &WarpOp, all: u32, elsewhere: u32, mask: u32) {
         let Operands { inputs, outputs } = op.operands();
         let own: Vec<_> = inputs.iter().chain(&outputs).map(|&r| (r, self.warp.regs.row(r))).collect();
+        let mut rows: Vec<_> = inputs.iter().map(|&r| self.warp.regs.row(r)).collect();
         let mut released = vec![];
         for at in 0..self.warp.groups.len() {
             let g = &self.warp.groups[at];
@@ -107,16 +108,28 @@ impl<W: Hooks> Exec<'_, W> {
             }
             let Op::Warp { op: other, .. } = &self.kernel.code[g.pc as usize].op else { continue };
             let theirs = other.operands();
-            // All before the first is set: slots of other registers may be the same.
-            let rows: Vec<_> = theirs.inputs.iter().map(|&r| self.warp.regs.row(r)).collect();
-            inputs.iter().zip(&rows).for_each(|(&r, row)| self.warp.regs.set_row(r, g.mask, row));
+            for (row, &r) in rows.iter_mut().zip(&theirs.inputs) {
+                let there = self.warp.regs.row(r);
+                lanes(g.mask).for_each(|i| row[i] = there[i]);
+            }
             released.push((g.mask, theirs.outputs));
             let g = &mut self.warp.groups[at];
             g.state = GroupState::Ready;
             g.apart = false;
             g.pc += 1;
         }
-        self.execute_warp_op(op, all, mask);
+        match *op {
+            // Two inputs of a shuffle may be one register here, and differ at the other places.
+            WarpOp::Shfl { mode, d, p, .. } => {
+                let [src, b, c] = std::array::from_fn(|k| rows[k].map(|v| v as u32));
+                self.warp.regs.shuffle(mode, [d, p], [&src, &b, &c], all, self.env.poison as u32);
+            }
+            // Other instructions have one input at most.
+            _ => {
+                inputs.iter().zip(&rows).for_each(|(&r, row)| self.warp.regs.set_row(r, elsewhere, row));
+                self.execute_warp_op(op, all, mask);
+            }
+        }
         let results: Vec<_> = outputs.iter().map(|&r| self.warp.regs.row(r)).collect();
         // The other lanes' registers of this instruction hold something else.
         own.iter().for_each(|(r, row)| self.warp.regs.set_row(*r, elsewhere, row));
@@ -126,7 +139,6 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     fn execute_warp_op(&mut self, op: &WarpOp, here: u32, mask: u32) {
-        let poison = self.env.poison as u32;
         let regs = &mut self.warp.regs;
         let flag = |pred: &[u32], p: u32| pred[p as usize] & here;
         let set = |pred: &mut Vec<u32>, p: u32, v: bool| {
@@ -138,16 +150,7 @@ impl<W: Hooks> Exec<'_, W> {
             WarpOp::Shfl { mode, d, p, a, lane, clamp } => {
                 let src = regs.r32[a as usize];
                 let (b, c) = (regs.r32[lane as usize], regs.r32[clamp as usize]);
-                let (row, mut in_range) = (&mut regs.r32[d as usize], 0);
-                for i in lanes(here) {
-                    let (from, ok) = shuffle_source(mode, i as u32, b[i], c[i]);
-                    // A value read from a lane outside of the mask is undefined.
-                    let took_part = here >> from & 1 != 0;
-                    row[i] = if took_part { src[from as usize & 31] } else { poison };
-                    in_range |= u32::from(ok) << i;
-                }
-                let old = &mut regs.pred[p as usize];
-                *old = *old & !here | in_range;
+                regs.shuffle(mode, [d, p], [&src, &b, &c], here, self.env.poison as u32);
             }
             WarpOp::VoteAll { d, p } => {
                 let v = flag(&regs.pred, p) == here;
@@ -686,6 +689,29 @@ impl WarpOp {
 }
 
 impl Regs {
+    /// Executes a shuffle into `d` and `p` with the values, lane operands and clamp operands of all
+    /// lanes.
+    #[inline(always)]
+    fn shuffle(
+        &mut self,
+        mode: ShflMode,
+        [d, p]: [u32; 2],
+        [src, b, c]: [&[u32; 32]; 3],
+        here: u32,
+        poison: u32,
+    ) {
+        let (row, mut in_range) = (&mut self.r32[d as usize], 0);
+        for i in lanes(here) {
+            let (from, ok) = shuffle_source(mode, i as u32, b[i], c[i]);
+            // A value read from a lane outside of the mask is undefined.
+            let took_part = here >> from & 1 != 0;
+            row[i] = if took_part { src[from as usize & 31] } else { poison };
+            in_range |= u32::from(ok) << i;
+        }
+        let old = &mut self.pred[p as usize];
+        *old = *old & !here | in_range;
+    }
+
     /// A register of all lanes, whatever its width.
     fn row(&self, register: Register) -> [u64; 32] {
         match register {

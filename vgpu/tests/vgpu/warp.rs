@@ -203,6 +203,12 @@ fn collectives_at_different_places_meet() {
     let high = "mov.u32 %r2, 16; add.u32 %r3, %r1, 200; shfl.sync.bfly.b32 %r0|%p3, %r3, %r2, 31, -1;";
     let shuffled = lanes(|i| if i < 16 { 200 + i + 16 } else { 1000 + 100 + i - 16 });
     assert_eq!(split(low, high), shuffled);
+    // At one of the places, one constant is both the lane and the clamp.
+    let of_lane = |lane: u32| format!("shfl.sync.idx.b32 %r0, %r1, {lane}, 31, -1;");
+    let shuffled = lanes(|i| 1000 + if i < 16 { 31 } else { 0 });
+    assert_eq!(split(&of_lane(31), &of_lane(0)), shuffled);
+    let shuffled = lanes(|i| 1000 + if i < 16 { 0 } else { 31 });
+    assert_eq!(split(&of_lane(0), &of_lane(31)), shuffled);
     let sum = "redux.sync.add.u32 %r0, %r1, -1;";
     assert_eq!(split(sum, &format!("nanosleep.u32 1; {sum}")), lanes(|_| 1000 + 31 * 16));
     let ballot = "setp.lt.u32 %p2, %r1, 2; vote.sync.ballot.b32 %r0, %p2, -1;";
