@@ -93,6 +93,9 @@ pub(crate) struct Lower<'a> {
     pub(super) inits: Vec<(File, u32, Init)>,
     pub(super) constants: HashMap<(File, Init), u32>,
     pub(super) shared_bytes: u32,
+    /// Offsets of the shared variables of bodies, by the variables' places in the text: one for all
+    /// calls of a function.
+    pub(super) shared_of_bodies: HashMap<usize, u64>,
     pub(super) shared_variables: Vec<SharedVariable>,
     pub(super) dynamic_align: u32,
     /// The first name of dynamic shared memory.
@@ -136,6 +139,7 @@ impl<'a> Lower<'a> {
             inits: vec![],
             constants: HashMap::new(),
             shared_bytes: 0,
+            shared_of_bodies: HashMap::new(),
             shared_variables: vec![],
             dynamic_align: 1,
             dynamic_shared: None,
@@ -281,7 +285,12 @@ impl<'a> Lower<'a> {
         let align = v.align as u32;
         let binding = match v.space {
             VarSpace::Shared => {
-                Binding::Shared { offset: self.place_shared(&v.name, bytes, align).ok_or_else(too_large)? }
+                let offset = match self.shared_of_bodies.get(&v.pos.start) {
+                    Some(&offset) => offset,
+                    None => self.place_shared(&v.name, bytes, align).ok_or_else(too_large)?,
+                };
+                self.shared_of_bodies.insert(v.pos.start, offset);
+                Binding::Shared { offset }
             }
             // Arguments of a function call lie in local memory; see `lower::call`.
             VarSpace::Local | VarSpace::Param => {

@@ -178,6 +178,37 @@ fn calls_that_cannot_be_inlined_are_refused() {
     }
 }
 
+#[test]
+fn a_shared_variable_of_a_function_is_one_for_all_of_its_calls() {
+    // Two functions have variables of the same name, in two scopes each; `outer` calls `swap` too.
+    let text = with_functions(
+        ".func (.param .b32 r) swap(.param .b32 p) {
+            .reg .b32 %r<4>; .shared .align 4 .b32 V; .shared .align 4 .b32 W;
+            ld.param.u32 %r1, [p]; ld.shared.u32 %r2, [V]; st.shared.u32 [V], %r1;
+            { .shared .align 4 .b32 V; st.shared.u32 [V], 77; st.shared.u32 [W], 78; }
+            st.param.b32 [r], %r2; ret;
+        }
+        .func (.param .b32 r) outer(.param .b32 p) {
+            .reg .b32 %r<4>; .shared .align 4 .b32 V;
+            ld.param.u32 %r1, [p]; st.shared.u32 [V], 79;
+            { .param .b32 x; .param .b32 y; st.param.b32 [x], %r1;
+              call (y), swap, (x); ld.param.b32 %r2, [y]; }
+            st.param.b32 [r], %r2; ret;
+        }",
+        "{ .param .b32 x; .param .b32 y; st.param.b32 [x], 7; call (y), swap, (x); }
+         { .param .b32 x; .param .b32 y; st.param.b32 [x], 9; call (y), swap, (x);
+           ld.param.b32 %r1, [y]; }
+         { .param .b32 x; .param .b32 y; st.param.b32 [x], 11; call (y), outer, (x);
+           ld.param.b32 %r2, [y]; }
+         mad.lo.u32 %r1, %r1, 100, %r2; cvt.u64.u32 %rd1, %r1; st.global.u64 [%rd42], %rd1;",
+    );
+    let module = Module::parse(&text).unwrap();
+    assert_eq!(module.kernel("k").unwrap().static_shared_bytes(), 16);
+    let mut run = Run::new(&text, &[0], launch(1, 1), &DeviceConfig::default());
+    run.finish().unwrap();
+    assert_eq!(run.words(), [709]);
+}
+
 /// Calls are inlined, so the size of a kernel must be bounded.
 #[test]
 fn calls_are_inlined_up_to_a_limit() {
