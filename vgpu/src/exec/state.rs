@@ -261,6 +261,8 @@ pub(crate) struct Barrier {
     pub(crate) expected: u32,
     /// Some warp waits for "all threads", which exited warps satisfy.
     pub(super) all: bool,
+    /// Warps that have arrived, one bit each.
+    warps: u32,
     /// Votes of `barrier.red` so far, and those when it last completed: how many were for, and how
     /// many there were.
     pub(super) votes: [u32; 2],
@@ -308,7 +310,7 @@ impl BlockState {
     }
 
     /// Counts a warp at a barrier.
-    pub(super) fn arrive(&mut self, id: u32, count: Option<u32>) -> Result<(), FaultKind> {
+    pub(super) fn arrive(&mut self, warp: u32, id: u32, count: Option<u32>) -> Result<(), FaultKind> {
         let total = self.warps * 32;
         let b = &mut self.barriers[id as usize];
         let expected = count.unwrap_or(total);
@@ -319,6 +321,7 @@ impl BlockState {
         }
         b.expected = expected;
         b.all |= count.is_none();
+        b.warps |= 1 << warp;
         b.arrived += 32;
         if b.arrived > b.expected {
             let message = format!("{} threads have arrived, {expected} were expected", b.arrived);
@@ -333,14 +336,15 @@ impl BlockState {
             return Ok(());
         }
         let b = &mut self.barriers[id as usize];
-        if self.strict_exits && b.all && b.arrived != 0 && self.exited_warps != 0 {
-            let message = format!(
-                "a warp waits for all threads of the block, but {} of its warps have ended",
-                self.exited_warps
-            );
+        // A warp may have arrived before it ended.
+        let absent = if b.all { self.ended_warps & !b.warps } else { 0 };
+        let missing = if absent == 0 { 0 } else { absent.count_ones() * 32 };
+        if self.strict_exits && b.arrived != 0 && missing != 0 {
+            let warps = missing / 32;
+            let message =
+                format!("a warp waits for all threads of the block, but {warps} of its warps have ended");
             return Err(FaultKind::BadBarrier { barrier: id, message });
         }
-        let missing = if b.all { self.exited_warps * 32 } else { 0 };
         if b.arrived != 0 && b.arrived + missing >= b.expected {
             *b = Barrier { outcome: b.votes, ..Barrier::default() };
             self.completed |= 1 << id;

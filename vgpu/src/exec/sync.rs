@@ -329,7 +329,7 @@ impl<W: Hooks> Exec<'_, W> {
             return Ok(());
         }
         self.watch.arrive(union, number);
-        self.block.arrive(number, threads).or_else(|kind| stop(kind, None))
+        self.block.arrive(self.warp.index, number, threads).or_else(|kind| stop(kind, None))
     }
 
     /// After lanes have exited: the rest of the warp may now be complete at a barrier.

@@ -144,6 +144,37 @@ fn a_wait_behind_an_arrival_is_for_the_next_phase() {
     }
 }
 
+/// Warp 3 arrives at a barrier of all threads and ends. Warp 2 comes last.
+#[test]
+fn a_warp_that_has_arrived_and_ended_counts_once() {
+    let body = "
+        mov.u32 %r1, S; mov.u64 %rd1, 0; shr.u32 %r2, %r40, 5;
+        setp.eq.u32 %p1, %r2, 3; @%p1 bra ARRIVE; setp.eq.u32 %p1, %r2, 2; @%p1 bra LATE;
+        nanosleep.u32 1; bar.sync 0; ld.shared.u32 %r3, [%r1]; cvt.u64.u32 %rd1, %r3; bra END;
+    ARRIVE:
+        bar.arrive 0, 128; exit;
+    LATE:
+        nanosleep.u32 1; nanosleep.u32 1; nanosleep.u32 1; nanosleep.u32 1;
+        nanosleep.u32 1; nanosleep.u32 1; nanosleep.u32 1; nanosleep.u32 1;
+        st.shared.u32 [%r1], 5; bar.sync 0;
+    END:
+        st.global.u64 [%rd42], %rd1;";
+    let got = run_all(".shared .align 4 .b8 S[4];", body, 128, &[0; 128]);
+    let want: Vec<u64> = (0..128).map(|i| if i < 64 { 5 } else { 0 }).collect();
+    assert_eq!(got, want);
+    // All threads arrive, so strict exits are kept too.
+    let body = body.replace("st.shared", "and.b32 %r4, %r40, 31; setp.eq.u32 %p2, %r4, 0; @%p2 st.shared");
+    let module = Module::parse(&kernel(".shared .align 4 .b8 S[4];", &body)).unwrap();
+    let check = CheckConfig { strict_exits: true, ..CheckConfig::default() };
+    for seed in 0..correct_seeds() {
+        let mut machine = Machine::with_config(1, device(seed), Some(check.clone()));
+        let buf = machine.upload(0, "buf", &[0u64; 128]).unwrap();
+        machine.launch_with(0, &module, "k", launch(1, 128), &[&buf]).unwrap();
+        machine.run().unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        assert_eq!(buf.download().unwrap(), want, "seed {seed}");
+    }
+}
+
 #[test]
 fn named_barriers_with_partial_counts() {
     // Warps 0 and 1 produce and only arrive; warps 2 and 3 wait. Another pair uses another barrier
