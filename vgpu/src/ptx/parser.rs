@@ -108,6 +108,15 @@ fn inlined_at(line: &str) -> Option<[u32; 3]> {
     Some([numbers.next()?, numbers.next()?, numbers.next().unwrap_or(0)])
 }
 
+/// The variable that an initialiser is for.
+struct Initialised<'n> {
+    pos: Span,
+    name: &'n str,
+    /// Type and bytes of an element.
+    ty: &'n str,
+    elem: usize,
+}
+
 impl<'a> Parser<'a> {
     fn peek(&self) -> Token<'a> {
         self.tokens[self.at]
@@ -493,33 +502,40 @@ impl<'a> Parser<'a> {
                 return self.error(pos, format!("alignment {align} is not a power of two up to {MAX_ALIGN}"));
             }
             let name = self.word("a variable name")?.to_string();
-            let mut bytes = Some(elem * lanes);
+            let mut dims = vec![];
             while self.eat('[') {
                 if self.eat(']') {
-                    bytes = None;
+                    if !dims.is_empty() {
+                        return self
+                            .error(pos, format!("'{name}': only the first dimension may be left out"));
+                    }
+                    dims.push(None);
                 } else {
-                    let n = self.int("an array length")? as usize;
+                    dims.push(Some(self.int("an array length")? as usize));
                     self.expect(']')?;
-                    bytes = bytes.map(|b| b.saturating_mul(n));
                 }
             }
+            if lanes > 1 {
+                dims.push(Some(lanes));
+            }
+            let mut bytes = dims.iter().try_fold(elem, |bytes, d| Some(bytes.saturating_mul((*d)?)));
             if matches!(space, VarSpace::Global | VarSpace::Const) {
                 // Padding for alignment counts as well.
                 self.variable_bytes =
                     self.variable_bytes.saturating_add(bytes.unwrap_or(0)).saturating_add(align);
             }
-            if bytes.is_some_and(|bytes| bytes > MAX_VARIABLE_BYTES)
-                || self.variable_bytes > MAX_VARIABLE_BYTES
-            {
-                let rule = format!("the variables of a module may have {MAX_VARIABLE_BYTES} bytes");
-                return self.error(pos, format!("variable '{name}' is too large: {rule}"));
-            }
+            self.fits(pos, &name, bytes.unwrap_or(0).max(self.variable_bytes))?;
             let mut init = vec![];
             if self.eat('=') {
                 if !matches!(space, VarSpace::Global | VarSpace::Const) {
                     return self.error(pos, "only .global and .const variables can have an initialiser");
                 }
-                self.initializer(ty, elem, 0, &mut init)?;
+                let of = Initialised { pos, name: &name, ty, elem };
+                self.initializer(&of, &dims, 0, &mut init)?;
+                if bytes.is_none() {
+                    self.variable_bytes = self.variable_bytes.saturating_add(init.len());
+                    self.fits(pos, &name, self.variable_bytes)?;
+                }
                 let len = *bytes.get_or_insert(init.len());
                 if init.len() > len {
                     return self.error(pos, format!("initialiser of '{name}' is longer than the variable"));
@@ -535,10 +551,20 @@ impl<'a> Parser<'a> {
         Ok(vars)
     }
 
+    /// An error where variables of so many bytes are too large.
+    fn fits(&self, pos: Span, name: &str, bytes: usize) -> Result<(), PtxError> {
+        if bytes <= MAX_VARIABLE_BYTES {
+            return Ok(());
+        }
+        let rule = format!("the variables of a module may have {MAX_VARIABLE_BYTES} bytes");
+        self.error(pos, format!("variable '{name}' is too large: {rule}"))
+    }
+
+    /// An element, or a list for these dimensions. A list that is short ends with zeros.
     fn initializer(
         &mut self,
-        ty: &str,
-        elem: usize,
+        of: &Initialised<'_>,
+        dims: &[Option<usize>],
         depth: usize,
         out: &mut Vec<u8>,
     ) -> Result<(), PtxError> {
@@ -546,18 +572,41 @@ impl<'a> Parser<'a> {
             return self
                 .error(self.pos(), format!("an initialiser of more than {MAX_DIMENSIONS} dimensions"));
         }
-        if self.eat('{') {
-            while !self.eat('}') {
-                self.initializer(ty, elem, depth + 1, out)?;
-                if !self.eat(',') {
-                    self.expect('}')?;
-                    break;
-                }
-            }
-            return Ok(());
+        if !self.eat('{') {
+            return self.initial_element(of, out);
         }
+        let Initialised { pos, name, elem, .. } = *of;
+        let (items, inner) = dims.split_first().map_or((Some(1), dims), |(&d, inner)| (d, inner));
+        let item = inner.iter().flatten().fold(elem, |bytes, &d| bytes.saturating_mul(d));
+        let start = out.len();
+        let most = items.map(|n| n.saturating_mul(item));
+        while !self.eat('}') {
+            let at = self.pos();
+            if self.peek().tok == Tok::Punct('{') && !(out.len() - start).is_multiple_of(item) {
+                return self.error(at, format!("this list begins inside of a row of '{name}'"));
+            }
+            self.initializer(of, inner, depth + 1, out)?;
+            if most.is_some_and(|most| out.len() - start > most) {
+                let whole = if depth == 0 { "the variable" } else { "its row" };
+                return self.error(at, format!("initialiser of '{name}' is longer than {whole}"));
+            }
+            if !self.eat(',') {
+                self.expect('}')?;
+                break;
+            }
+        }
+        let len = out.len() - start;
+        let rows = || len.checked_next_multiple_of(item.max(1)).unwrap_or(usize::MAX);
+        let end = start.saturating_add(most.unwrap_or_else(rows));
+        self.fits(pos, name, end)?;
+        out.resize(end, 0);
+        Ok(())
+    }
+
+    /// A number.
+    fn initial_element(&mut self, of: &Initialised<'_>, out: &mut Vec<u8>) -> Result<(), PtxError> {
         let pos = self.pos();
-        let bits = match (self.operand()?.0, ty) {
+        let bits = match (self.operand()?.0, of.ty) {
             (Operand::Int(v), ".f32") => u64::from((v as f32).to_bits()) as i128,
             (Operand::Int(v), ".f64") => (v as f64).to_bits() as i128,
             (Operand::Int(v), _) => v,
@@ -566,7 +615,7 @@ impl<'a> Parser<'a> {
             (Operand::F64(v), _) => v as i128,
             _ => return self.error(pos, "only numbers can stand in an initialiser"),
         };
-        out.extend_from_slice(&bits.to_le_bytes()[..elem]);
+        out.extend_from_slice(&bits.to_le_bytes()[..of.elem]);
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Loading: rejected texts, positions of errors, resolution of names.
 
-use epoxide_vgpu::{DeviceConfig, Module, supported_opcode};
+use epoxide_vgpu::{DeviceConfig, Memory, Module, supported_opcode};
 
 use crate::common::*;
 
@@ -408,6 +408,55 @@ fn a_variable_of_a_module_is_defined_once() {
     ] {
         let text = format!("{HEAD}{variables}\n.entry k() {{ {body} }}");
         assert_eq!(Module::parse(&text).unwrap().kernel("k").unwrap().static_shared_bytes(), 512);
+    }
+}
+
+/// The first contents of the module's variable `x`, and its address.
+fn initial(variables: &str) -> (Vec<u8>, u64) {
+    let module =
+        Module::parse(&format!("{HEAD}{variables}\n")).unwrap_or_else(|e| panic!("{variables}: {e}"));
+    let memory = Memory::new();
+    let (addr, bytes) = memory.variable(&module, "x").unwrap().unwrap();
+    let mut found = vec![0; bytes as usize];
+    memory.read(addr, &mut found).unwrap();
+    (found, addr)
+}
+
+fn refusal(variables: &str) -> String {
+    Module::parse(&format!("{HEAD}{variables}\n")).map(|_| ()).expect_err(variables).message
+}
+
+#[test]
+fn short_lists_of_an_initialiser_end_with_zeros() {
+    for (variable, want) in [
+        (".global .s32 x[2][2] = {{1}, {2, 3}};", &[1, 0, 2, 3][..]),
+        (".global .s32 x[2][2] = {{}, {2}};", &[0, 0, 2, 0]),
+        (".global .s32 x[2][2] = {1, 2, 3};", &[1, 2, 3, 0]),
+        (".global .s32 x[2][2] = {1, 2, {3}};", &[1, 2, 3, 0]),
+        (".const .s32 x[][3] = {{1}, {2, 3}};", &[1, 0, 0, 2, 3, 0]),
+        (".global .s32 x[2][2][2] = {{{1}}, {{2}, {3}}};", &[1, 0, 0, 0, 2, 0, 3, 0]),
+        (".global .v2 .s32 x[2] = {{1}, {2, 3}};", &[1, 0, 2, 3]),
+        (".global .v4 .s32 x = {1, 2};", &[1, 2, 0, 0]),
+        (".global .s32 x = {7};", &[7]),
+        (".global .s32 x[] = {7, 8};", &[7, 8]),
+        (".global .s32 x[3] = 7;", &[7, 0, 0]),
+    ] {
+        let want: Vec<u8> = want.iter().flat_map(|v: &i32| v.to_ne_bytes()).collect();
+        assert_eq!(initial(variable).0, want, "{variable}");
+    }
+    for (variable, what) in [
+        (".global .s32 x[2][2] = {{1, 2, 3}, {4}};", "longer than"),
+        (".global .s32 x[2][2] = {{1}, {2}, {3}};", "longer than"),
+        (".global .v2 .s32 x[2] = {{1, 2, 3}};", "longer than"),
+        (".global .s32 x = {1, 2};", "longer than"),
+        (".global .s32 x[2] = {1, 2, 3};", "longer than"),
+        (".global .s32 x[2][2] = {1, {2, 3}};", "begins inside of"),
+        (".global .s32 x[2][] = {{1}, {2}};", "first dimension"),
+        (".global .s32 x[][16000000] = {{1}, {2}};", "too large"),
+        (".global .s32 x[][4000000000000] = {{1}};", "too large"),
+    ] {
+        let message = refusal(variable);
+        assert!(message.contains(what), "{variable}: {message}");
     }
 }
 
