@@ -77,7 +77,7 @@ fn load(
     let mut init = vec![];
     let mut defined = HashSet::new();
     for v in &file.variables {
-        let is_definition = v.bytes.is_some();
+        let is_definition = v.bytes.is_some() && !v.external;
         if is_definition && !defined.insert(v.name.as_str()) {
             return Err(at((v.pos, format!("variable '{}' is defined twice", v.name))));
         }
@@ -90,9 +90,7 @@ fn load(
                 }
             }
             VarSpace::Global | VarSpace::Const => {
-                let Some(bytes) = v.bytes else {
-                    return Err(at((v.pos, format!("variable '{}' is defined elsewhere", v.name))));
-                };
+                let Some(bytes) = v.bytes.filter(|_| is_definition) else { continue };
                 let offset = init.len().next_multiple_of(v.align.max(1));
                 globals.insert(v.name.as_str(), offset as u64);
                 variables.insert(v.name.clone(), (offset as u64, bytes as u64));
@@ -103,6 +101,11 @@ fn load(
             VarSpace::Local | VarSpace::Param => {
                 return Err(at((v.pos, "local variable outside of a kernel".into())));
             }
+        }
+    }
+    for v in file.variables.iter().filter(|v| matches!(v.space, VarSpace::Global | VarSpace::Const)) {
+        if !globals.contains_key(v.name.as_str()) {
+            return Err(at((v.pos, format!("variable '{}' is defined elsewhere", v.name))));
         }
     }
     // A definition comes after the declaration of the same name, and takes its place.

@@ -219,6 +219,8 @@ pub struct Variable {
     pub space: VarSpace,
     /// Alignment in bytes.
     pub align: usize,
+    /// Declared by `.extern`, and defined elsewhere.
+    pub external: bool,
     /// Bytes; `None` for an `.extern` array without a length.
     pub bytes: Option<usize>,
     /// Initial bytes, padded with zeros to `bytes`; empty when there is no initialiser.

@@ -277,7 +277,8 @@ impl<'a> Parser<'a> {
                     self.file.functions.push(function);
                 }
                 Tok::Word(".global" | ".const" | ".shared") => {
-                    let vars = self.variables()?;
+                    let before = self.at.checked_sub(1).map(|before| self.tokens[before].tok);
+                    let vars = self.variables(before == Some(Tok::Word(".extern")))?;
                     self.file.variables.extend(vars);
                 }
                 _ => return self.unexpected("a module-level directive"),
@@ -466,8 +467,9 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// `.shared .align 16 .b8 name[64] = {..}, other;` at module or function level.
-    fn variables(&mut self) -> Result<Vec<Variable>, PtxError> {
+    /// `.shared .align 16 .b8 name[64] = {..}, other;` at module or function level. Variables
+    /// behind `.extern` are `external`.
+    fn variables(&mut self, external: bool) -> Result<Vec<Variable>, PtxError> {
         let space = match self.word("a state space")? {
             ".global" => VarSpace::Global,
             ".const" => VarSpace::Const,
@@ -530,6 +532,9 @@ impl<'a> Parser<'a> {
                 if !matches!(space, VarSpace::Global | VarSpace::Const) {
                     return self.error(pos, "only .global and .const variables can have an initialiser");
                 }
+                if external {
+                    return self.error(pos, format!("'{name}' is .extern, so it has no initialiser"));
+                }
                 let of = Initialised { pos, name: &name, ty, elem };
                 self.initializer(&of, &dims, 0, &mut init)?;
                 if bytes.is_none() {
@@ -542,7 +547,7 @@ impl<'a> Parser<'a> {
                 }
                 init.resize(len, 0);
             }
-            vars.push(Variable { pos, name, space, align, bytes, init });
+            vars.push(Variable { pos, name, space, align, external, bytes, init });
             if !self.eat(',') {
                 break;
             }
@@ -647,7 +652,7 @@ impl<'a> Parser<'a> {
                     self.registers(pos, &mut out)?;
                 }
                 Tok::Word(".local" | ".shared" | ".param") => {
-                    out.extend(self.variables()?.into_iter().map(Stmt::Var));
+                    out.extend(self.variables(false)?.into_iter().map(Stmt::Var));
                 }
                 Tok::Punct('@') => {
                     self.at += 1;

@@ -460,6 +460,28 @@ fn short_lists_of_an_initialiser_end_with_zeros() {
     }
 }
 
+#[test]
+fn an_extern_variable_is_defined_in_the_module() {
+    for variables in [
+        ".extern .global .align 4 .u32 x;\n.global .u32 x = 7;",
+        ".global .u32 x = 7;\n.extern .global .align 4 .u32 x;",
+        ".extern .const .u32 x;\n.extern .const .u32 x;\n.visible .const .u32 x = 7;",
+        ".extern .global .u32 x[];\n.global .u32 x[1] = {7};",
+    ] {
+        assert_eq!(initial(variables).0, 7u32.to_ne_bytes(), "{variables}");
+    }
+    for variables in [".extern .global .align 4 .u32 x;", ".extern .const .u32 y, x[2];"] {
+        let message = refusal(variables);
+        assert!(message.contains("is defined elsewhere"), "{variables}: {message}");
+    }
+    let message = refusal(".extern .global .u32 x = 7;");
+    assert!(message.contains("has no initialiser"), "{message}");
+    let body = ".reg .b32 %r<2>; mov.u32 %r1, tile; ret;";
+    let pair = ".extern .shared .b8 tile[16];\n.shared .b8 tile[512];";
+    let text = format!("{HEAD}{pair}\n.entry k() {{ {body} }}");
+    assert_eq!(Module::parse(&text).unwrap().kernel("k").unwrap().static_shared_bytes(), 512);
+}
+
 /// A line less breaks most kernels in one of many ways.
 #[test]
 fn there_are_refusals_where_a_module_does_not_load_and_only_there() {
