@@ -101,9 +101,10 @@ pub(crate) fn type_bytes(ty: &str) -> Option<usize> {
     })
 }
 
-/// The place after `inlined_at`: file, line and maybe column.
+/// The place after `inlined_at` in a comment: file, line and maybe column.
 fn inlined_at(line: &str) -> Option<[u32; 3]> {
-    let (_, place) = line.split_once("inlined_at ")?;
+    let (_, comment) = line.split_once("//")?;
+    let (_, place) = comment.split_once("inlined_at ")?;
     let mut numbers = place.split_whitespace().map_while(|word| word.parse().ok());
     Some([numbers.next()?, numbers.next()?, numbers.next().unwrap_or(0)])
 }
@@ -201,12 +202,6 @@ impl<'a> Parser<'a> {
         let pos = self.pos();
         let v = self.int(what)?;
         u32::try_from(v).or_else(|_| self.error(pos, format!("{v} is too large for {what}")))
-    }
-
-    fn skip_line(&mut self, line: usize) {
-        while self.pos().line == line && self.peek().tok != Tok::Eof {
-            self.at += 1;
-        }
     }
 
     /// Skips a `{ .. }` block, starting at its `{`.
@@ -308,13 +303,25 @@ impl<'a> Parser<'a> {
             Tok::Word(".loc") => {
                 let file = self.int32("a file number")?;
                 let line = self.int32("a line")?;
-                let column = if matches!(self.peek().tok, Tok::Int(_)) { self.int32("a column")? } else { 0 };
-                // `, function_name X, inlined_at F L C` stands on the line. `// inlined_at F L`
-                // gives the same in a comment, because ptxas rejects a call site that has no `.loc`
-                // of its own.
-                let inlined_at = self.lines.get(t.span.line - 1).and_then(|text| inlined_at(text));
+                let column = self.column()?;
+                let mut caller = None;
+                while self.eat(',') {
+                    if self.eat_word("function_name") {
+                        self.word("a label")?;
+                        if self.eat('+') {
+                            self.int("an offset")?;
+                        }
+                    } else if self.eat_word("inlined_at") {
+                        caller = Some([self.int32("a file number")?, self.int32("a line")?, self.column()?]);
+                    } else {
+                        return self.unexpected("'function_name' or 'inlined_at'");
+                    }
+                }
+                // `// inlined_at F L` gives the same in a comment, because ptxas rejects a call
+                // site that has no `.loc` of its own.
+                let text = self.lines.get(t.span.line - 1);
+                let inlined_at = caller.or_else(|| text.and_then(|text| inlined_at(text)));
                 self.locs.add([file, line, column], inlined_at);
-                self.skip_line(t.span.line);
             }
             _ => {
                 while !self.eat(';') {
@@ -325,6 +332,11 @@ impl<'a> Parser<'a> {
             }
         }
         Ok(())
+    }
+
+    /// The column of a `.loc`, which may be left out.
+    fn column(&mut self) -> Result<u32, PtxError> {
+        if matches!(self.peek().tok, Tok::Int(_)) { self.int32("a column") } else { Ok(0) }
     }
 
     fn entry(&mut self) -> Result<Entry, PtxError> {
@@ -946,6 +958,17 @@ $L__info_string0:
         let body = ".loc 1 10 0\nret;\n.loc 2 40 9\nret;\n.loc 1 12 3\n.loc 3 5 1\nret;\n.loc 1 0 0\nret;";
         assert_eq!(sources(body), [[1, 10, 1, 10], [2, 40, 1, 10], [3, 5, 1, 12], [0, 0, 0, 0]]);
         assert_eq!(sources("ret;"), [[0; 4]]);
+    }
+
+    #[test]
+    fn statements_stand_behind_a_loc() {
+        assert_eq!(sources(".loc 1 10 0 ret;"), [[1, 10, 1, 10]]);
+        assert_eq!(sources(".loc 1 10 ret; .loc 1 11 ret;"), [[1, 10, 1, 10], [1, 11, 1, 11]]);
+        let inlined =
+            ".loc 1 10 0\n.loc 2 40 9, function_name $L + 4, inlined_at 1 25 1 ret; // inlined_at 1 26";
+        assert_eq!(sources(inlined), [[2, 40, 1, 25]]);
+        let e = parse(&format!("{HEAD}.visible .entry k()\n{{\n.loc 1 2 3, where 4\nret;\n}}")).unwrap_err();
+        assert!(e.message.contains("'function_name' or 'inlined_at'"), "{e}");
     }
 
     #[test]

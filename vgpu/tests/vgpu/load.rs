@@ -482,6 +482,15 @@ fn an_extern_variable_is_defined_in_the_module() {
     assert_eq!(Module::parse(&text).unwrap().kernel("k").unwrap().static_shared_bytes(), 512);
 }
 
+#[test]
+fn statements_may_stand_behind_a_loc_on_its_line() {
+    let body = "mov.u32 %r1, 3;
+        .loc 1 7 1 mov.u32 %r1, 5;
+        .loc 1 8 1, function_name $L+4, inlined_at 1 7 1 add.u32 %r1, %r1, 1; // inlined_at 1 2
+        cvt.u64.u32 %rd1, %r1; st.global.u64 [%rd42], %rd1;";
+    assert_eq!(run_body("", body, 1, &[0]), [6]);
+}
+
 /// A line less breaks most kernels in one of many ways.
 #[test]
 fn there_are_refusals_where_a_module_does_not_load_and_only_there() {
