@@ -315,7 +315,7 @@ impl Grid {
     ) -> Result<(), LaunchError> {
         check_launch(kernel, dev, cfg, params)?;
         if let Some(g) = &kernel.globals {
-            memory.module_globals(g.module_id, &g.init)?;
+            memory.module_globals(g)?;
         }
         if memory.checker().is_some() { allows_checks(kernel, cfg) } else { Ok(()) }
     }
@@ -354,7 +354,7 @@ impl Grid {
             Residency::Together => None,
         };
         let globals = match &kernel.globals {
-            Some(g) => Some(memory.module_globals(g.module_id, &g.init)?),
+            Some(g) => Some(memory.module_globals(g)?),
             None => None,
         };
         coverage::prepare(&kernel);
@@ -1352,10 +1352,10 @@ impl SpecialInputs {
     ) {
         let values = match init {
             Init::Bits(v) => [v; 32],
-            Init::GlobalAddress(offset) => [self.globals + offset; 32],
+            Init::GlobalAddress(offset) => [self.globals.wrapping_add(offset); 32],
             Init::SharedAddress(offset) => [map_shared(offset, self.rank); 32],
             Init::DynamicShared(offset) => {
-                let offset = offset + u64::from(dynamic_shared_offset(kernel));
+                let offset = offset.wrapping_add(dynamic_shared_offset(kernel).into());
                 [map_shared(offset, self.rank); 32]
             }
             Init::Special(s) => std::array::from_fn(|lane| special(s, warp, lane as u32, self)),

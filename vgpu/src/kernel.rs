@@ -32,6 +32,8 @@ pub struct ParamInfo {
 pub(crate) struct Globals {
     pub(crate) module_id: u64,
     pub(crate) init: Vec<u8>,
+    /// Places in `init` that hold addresses, each with the offset of what it points to.
+    pub(crate) addresses: Vec<(usize, u64)>,
     /// Offset and length of each variable, in bytes, by name.
     pub(crate) variables: BTreeMap<String, (u64, u64)>,
 }

@@ -24,6 +24,7 @@ use crate::check::record::ViolationAt;
 use crate::check::shadow::{Names, Shadow};
 use crate::check::world::World;
 use crate::fault::FaultKind;
+use crate::kernel::Globals;
 use crate::memory_error::{MemoryError, NearRegion, PAGE, Spot};
 use crate::module::Module;
 use crate::multicast::{MulticastObject, Target, Targets, Window};
@@ -686,16 +687,23 @@ impl Memory {
         self.shared.table.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The variables of module `id`: allocated and initialised once per device.
-    pub(crate) fn module_globals(&self, id: u64, init: &[u8]) -> Result<Arc<Region>, MemoryError> {
+    /// The variables of a module: allocated and initialised once per device.
+    pub(crate) fn module_globals(&self, module: &Globals) -> Result<Arc<Region>, MemoryError> {
         let mut globals = self.shared.globals.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(region) = globals.get(&id) {
+        if let Some(region) = globals.get(&module.module_id) {
             return Ok(region.clone());
         }
         // The variables count as written, by no actor: a module is loaded before all launches.
-        let begin = |fresh: &mut [u8]| fresh.copy_from_slice(init);
-        let region = Arc::new(self.alloc_file(init.len() as u64, "module variables", true, begin)?);
-        globals.insert(id, region.clone());
+        let begin = |fresh: &mut [u8]| {
+            fresh.copy_from_slice(&module.init);
+            let base = fresh.as_ptr() as u64;
+            for &(at, offset) in &module.addresses {
+                fresh[at..at + 8].copy_from_slice(&base.wrapping_add(offset).to_ne_bytes());
+            }
+        };
+        let bytes = module.init.len() as u64;
+        let region = Arc::new(self.alloc_file(bytes, "module variables", true, begin)?);
+        globals.insert(module.module_id, region.clone());
         Ok(region)
     }
 
@@ -709,7 +717,7 @@ impl Memory {
 
     /// The memory of all of a module's variables on this device; `None` if it has none.
     pub fn variables(&self, module: &Module) -> Result<Option<Arc<Region>>, MemoryError> {
-        module.globals().map(|globals| self.module_globals(globals.module_id, &globals.init)).transpose()
+        module.globals().map(|globals| self.module_globals(globals)).transpose()
     }
 
     /// The region of a module's variables, and the offset and length of one of them.
@@ -720,7 +728,7 @@ impl Memory {
     ) -> Result<Option<(Arc<Region>, u64, u64)>, MemoryError> {
         let Some(globals) = module.globals() else { return Ok(None) };
         let Some(&(offset, bytes)) = globals.variables.get(name) else { return Ok(None) };
-        Ok(Some((self.module_globals(globals.module_id, &globals.init)?, offset, bytes)))
+        Ok(Some((self.module_globals(globals)?, offset, bytes)))
     }
 
     /// Frees the variables of module `id`.
@@ -1027,7 +1035,8 @@ mod tests {
         let bytes = if cfg!(miri) { 2 * PAGE } else { POISON_BYTES };
         let init = vec![7; bytes as usize];
         let alloc = |m: &Memory| m.alloc(bytes, "region").map(Arc::new);
-        let variables = |m: &Memory| m.module_globals(1, &init);
+        let globals = Globals { module_id: 1, init, addresses: vec![], variables: Default::default() };
+        let variables = |m: &Memory| m.module_globals(&globals);
         type Maker<'a> = &'a dyn Fn(&Memory) -> Result<Arc<Region>, MemoryError>;
         let makers: [(Maker<'_>, u64); 2] = [(&alloc, poison(0)), (&variables, u64::from_ne_bytes([7; 8]))];
         for (make, wanted) in makers {

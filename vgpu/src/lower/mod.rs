@@ -75,6 +75,7 @@ fn load(
     let mut globals = HashMap::new();
     let mut variables = BTreeMap::new();
     let mut init = vec![];
+    let mut addresses = vec![];
     let mut defined = HashSet::new();
     for v in &file.variables {
         let is_definition = v.bytes.is_some() && !v.external;
@@ -104,13 +105,21 @@ fn load(
         }
     }
     for v in file.variables.iter().filter(|v| matches!(v.space, VarSpace::Global | VarSpace::Const)) {
-        if !globals.contains_key(v.name.as_str()) {
+        let Some(place) = globals.get(v.name.as_str()) else {
             return Err(at((v.pos, format!("variable '{}' is defined elsewhere", v.name))));
+        };
+        for address in &v.addresses {
+            let Some(target) = globals.get(address.variable.as_str()) else {
+                let name = &address.variable;
+                return Err(at((address.pos, format!("'{name}' is not a .global or .const variable here"))));
+            };
+            addresses.push((*place as usize + address.at, target.wrapping_add_signed(address.offset)));
         }
     }
     // A definition comes after the declaration of the same name, and takes its place.
     let functions: HashMap<_, _> = file.functions.iter().map(|f| (f.name.as_str(), f)).collect();
-    let globals_init = (!init.is_empty()).then(|| Arc::new(Globals { module_id, init, variables }));
+    let globals_init =
+        (!init.is_empty()).then(|| Arc::new(Globals { module_id, init, addresses, variables }));
     let files = Arc::new(file.files.clone());
     let text_arc: Arc<str> = text.into();
     let mut kernels: Vec<Kernel> = vec![];

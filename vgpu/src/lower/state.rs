@@ -413,6 +413,13 @@ impl<'a> Lower<'a> {
                 return Err((pos, format!("floating-point constant does not fit {bits} bits")));
             }
             Operand::Name(name) => return self.named_source(name, pos, file, bits),
+            Operand::Offset { name, offset } => {
+                return self.variable_address(name, *offset, pos, file, bits);
+            }
+            Operand::Element { name, index } => {
+                let remedy = format!("write the offset in bytes, as in '{name}+20'");
+                return Err((pos, format!("'{name}[{index}]' is not supported: {remedy}")));
+            }
             Operand::Not(name) if file == File::Pred => {
                 let p = self.named_source(name, pos, file, bits)?;
                 return Ok(self.negated(p));
@@ -448,20 +455,42 @@ impl<'a> Lower<'a> {
             }
             return Ok(self.constant(file, init));
         }
-        let init = match self.lookup(name, pos)? {
+        match self.lookup(name, pos)? {
             Binding::Reg { file: f, bits: b, slot } => {
                 if (f, b) != (file, bits) {
                     return Err((pos, format!("'{name}' is a {b}-bit register, {bits} bits are needed")));
                 }
-                return Ok(slot);
+                Ok(slot)
             }
-            Binding::Label { .. } | Binding::Targets { .. } => {
+            _ => self.variable_address(name, 0, pos, file, bits),
+        }
+    }
+
+    /// The address so many bytes behind the start of a variable.
+    fn variable_address(
+        &mut self,
+        name: &str,
+        offset: i64,
+        pos: Span,
+        file: File,
+        bits: u32,
+    ) -> Lowered<u32> {
+        let behind = |start: u64| start.wrapping_add_signed(offset);
+        let binding = match self.lookup(name, pos) {
+            Err(_) if special_register(name).is_some() => None,
+            found => Some(found?),
+        };
+        let init = match binding {
+            None | Some(Binding::Reg { .. }) => {
+                return Err((pos, format!("'{name}' is a register, which has no offset here")));
+            }
+            Some(Binding::Label { .. } | Binding::Targets { .. }) => {
                 return Err((pos, format!("label '{name}' cannot stand here")));
             }
-            Binding::Local { offset } | Binding::Param { offset } => Init::Bits(offset),
-            Binding::Shared { offset } => Init::SharedAddress(offset),
-            Binding::DynamicShared => Init::DynamicShared(0),
-            Binding::Global { offset } => Init::GlobalAddress(offset),
+            Some(Binding::Local { offset } | Binding::Param { offset }) => Init::Bits(behind(offset)),
+            Some(Binding::Shared { offset }) => Init::SharedAddress(behind(offset)),
+            Some(Binding::DynamicShared) => Init::DynamicShared(behind(0)),
+            Some(Binding::Global { offset }) => Init::GlobalAddress(behind(offset)),
         };
         if bits == 64 || bits == 32 && !matches!(init, Init::GlobalAddress(_)) {
             return Ok(self.constant(file, init));
@@ -549,6 +578,7 @@ impl<'a> Lower<'a> {
 pub(super) fn describe(op: &Operand) -> &'static str {
     match op {
         Operand::Name(_) => "a name",
+        Operand::Offset { .. } | Operand::Element { .. } => "an address",
         Operand::Not(_) => "a negated predicate",
         Operand::Int(_) | Operand::F32(_) | Operand::F64(_) => "a constant",
         Operand::List(_) => "a list",

@@ -63,6 +63,20 @@ impl FromStr for Version {
 pub enum Operand {
     /// Register, special register, variable or label.
     Name(String),
+    /// `name + offset`: an address in or near a variable.
+    Offset {
+        /// The variable.
+        name: String,
+        /// In bytes.
+        offset: i64,
+    },
+    /// `name[index]`: the address of an element of a variable.
+    Element {
+        /// The variable.
+        name: String,
+        /// In elements.
+        index: u64,
+    },
     /// `!%p`.
     Not(String),
     /// Integer constant, two's complement.
@@ -162,6 +176,7 @@ impl Operand {
     pub fn names(&self) -> Vec<&str> {
         match self {
             Operand::Name(name) | Operand::Not(name) => vec![name],
+            Operand::Offset { name, .. } | Operand::Element { name, .. } => vec![name],
             Operand::List(parts) | Operand::Vector(parts) => parts.iter().flat_map(Operand::names).collect(),
             Operand::Address { base, .. } => base.names(),
             Operand::Tensor { map, coordinates } => {
@@ -225,6 +240,21 @@ pub struct Variable {
     pub bytes: Option<usize>,
     /// Initial bytes, padded with zeros to `bytes`; empty when there is no initialiser.
     pub init: Vec<u8>,
+    /// Addresses in the initialiser; `init` holds zeros in their places.
+    pub addresses: Vec<InitialAddress>,
+}
+
+/// An address in an initialiser: `x`, `generic(x)` or `generic(x) + 8`.
+#[derive(Clone, Debug)]
+pub struct InitialAddress {
+    /// The place in the text.
+    pub pos: Span,
+    /// Its first byte in the variable that it initialises.
+    pub at: usize,
+    /// The variable whose address it is.
+    pub variable: String,
+    /// Bytes from there on.
+    pub offset: i64,
 }
 
 /// A statement of a kernel body.

@@ -118,6 +118,13 @@ struct Initialised<'n> {
     elem: usize,
 }
 
+/// The contents that an initialiser gives.
+#[derive(Default)]
+struct Initial {
+    bytes: Vec<u8>,
+    addresses: Vec<InitialAddress>,
+}
+
 impl<'a> Parser<'a> {
     fn peek(&self) -> Token<'a> {
         self.tokens[self.at]
@@ -539,7 +546,7 @@ impl<'a> Parser<'a> {
                     self.variable_bytes.saturating_add(bytes.unwrap_or(0)).saturating_add(align);
             }
             self.fits(pos, &name, bytes.unwrap_or(0).max(self.variable_bytes))?;
-            let mut init = vec![];
+            let mut init = Initial::default();
             if self.eat('=') {
                 if !matches!(space, VarSpace::Global | VarSpace::Const) {
                     return self.error(pos, "only .global and .const variables can have an initialiser");
@@ -550,16 +557,17 @@ impl<'a> Parser<'a> {
                 let of = Initialised { pos, name: &name, ty, elem };
                 self.initializer(&of, &dims, 0, &mut init)?;
                 if bytes.is_none() {
-                    self.variable_bytes = self.variable_bytes.saturating_add(init.len());
+                    self.variable_bytes = self.variable_bytes.saturating_add(init.bytes.len());
                     self.fits(pos, &name, self.variable_bytes)?;
                 }
-                let len = *bytes.get_or_insert(init.len());
-                if init.len() > len {
+                let len = *bytes.get_or_insert(init.bytes.len());
+                if init.bytes.len() > len {
                     return self.error(pos, format!("initialiser of '{name}' is longer than the variable"));
                 }
-                init.resize(len, 0);
+                init.bytes.resize(len, 0);
             }
-            vars.push(Variable { pos, name, space, align, external, bytes, init });
+            let Initial { bytes: init, addresses } = init;
+            vars.push(Variable { pos, name, space, align, external, bytes, init, addresses });
             if !self.eat(',') {
                 break;
             }
@@ -583,7 +591,7 @@ impl<'a> Parser<'a> {
         of: &Initialised<'_>,
         dims: &[Option<usize>],
         depth: usize,
-        out: &mut Vec<u8>,
+        out: &mut Initial,
     ) -> Result<(), PtxError> {
         if depth > MAX_DIMENSIONS {
             return self
@@ -595,15 +603,15 @@ impl<'a> Parser<'a> {
         let Initialised { pos, name, elem, .. } = *of;
         let (items, inner) = dims.split_first().map_or((Some(1), dims), |(&d, inner)| (d, inner));
         let item = inner.iter().flatten().fold(elem, |bytes, &d| bytes.saturating_mul(d));
-        let start = out.len();
+        let start = out.bytes.len();
         let most = items.map(|n| n.saturating_mul(item));
         while !self.eat('}') {
             let at = self.pos();
-            if self.peek().tok == Tok::Punct('{') && !(out.len() - start).is_multiple_of(item) {
+            if self.peek().tok == Tok::Punct('{') && !(out.bytes.len() - start).is_multiple_of(item) {
                 return self.error(at, format!("this list begins inside of a row of '{name}'"));
             }
             self.initializer(of, inner, depth + 1, out)?;
-            if most.is_some_and(|most| out.len() - start > most) {
+            if most.is_some_and(|most| out.bytes.len() - start > most) {
                 let whole = if depth == 0 { "the variable" } else { "its row" };
                 return self.error(at, format!("initialiser of '{name}' is longer than {whole}"));
             }
@@ -612,27 +620,58 @@ impl<'a> Parser<'a> {
                 break;
             }
         }
-        let len = out.len() - start;
+        let len = out.bytes.len() - start;
         let rows = || len.checked_next_multiple_of(item.max(1)).unwrap_or(usize::MAX);
         let end = start.saturating_add(most.unwrap_or_else(rows));
         self.fits(pos, name, end)?;
-        out.resize(end, 0);
+        out.bytes.resize(end, 0);
         Ok(())
     }
 
-    /// A number.
-    fn initial_element(&mut self, of: &Initialised<'_>, out: &mut Vec<u8>) -> Result<(), PtxError> {
+    /// A number, or the address of a variable: `x`, `generic(x)`, either with an offset.
+    fn initial_element(&mut self, of: &Initialised<'_>, out: &mut Initial) -> Result<(), PtxError> {
         let pos = self.pos();
-        let bits = match (self.operand()?.0, of.ty) {
+        let generic = self.peek().tok == Tok::Word("generic");
+        let op = if generic && self.tokens[self.at + 1].tok == Tok::Punct('(') {
+            self.at += 2;
+            let name = self.word("a variable")?.to_string();
+            self.expect(')')?;
+            self.behind_name(name)?
+        } else {
+            self.operand()?.0
+        };
+        let bits = match (op, of.ty) {
             (Operand::Int(v), ".f32") => u64::from((v as f32).to_bits()) as i128,
             (Operand::Int(v), ".f64") => (v as f64).to_bits() as i128,
             (Operand::Int(v), _) => v,
             (Operand::F32(v), _) => v as i128,
             (Operand::F64(v), ".f32") => (f64::from_bits(v) as f32).to_bits() as i128,
             (Operand::F64(v), _) => v as i128,
-            _ => return self.error(pos, "only numbers can stand in an initialiser"),
+            (Operand::Name(variable), _) => return self.initial_address(pos, variable, 0, of, out),
+            (Operand::Offset { name, offset }, _) => {
+                return self.initial_address(pos, name, offset, of, out);
+            }
+            _ => return self.error(pos, "only numbers and addresses can stand in an initialiser"),
         };
-        out.extend_from_slice(&bits.to_le_bytes()[..of.elem]);
+        out.bytes.extend_from_slice(&bits.to_le_bytes()[..of.elem]);
+        Ok(())
+    }
+
+    fn initial_address(
+        &self,
+        pos: Span,
+        variable: String,
+        offset: i64,
+        of: &Initialised<'_>,
+        out: &mut Initial,
+    ) -> Result<(), PtxError> {
+        if of.elem != 8 {
+            let bits = 8 * of.elem;
+            return self
+                .error(pos, format!("an address has 64 bits, an element of '{}' has {bits}", of.name));
+        }
+        out.addresses.push(InitialAddress { pos, at: out.bytes.len(), variable, offset });
+        out.bytes.extend_from_slice(&[0; 8]);
         Ok(())
     }
 
@@ -794,15 +833,8 @@ impl<'a> Parser<'a> {
                         coordinates = Some(self.vector()?);
                         continue;
                     }
-                    let negative = if self.eat('+') {
-                        self.eat('-')
-                    } else if self.eat('-') {
-                        true
-                    } else {
-                        return self.unexpected("'+', '-' or ']'");
-                    };
-                    let v = self.int("an offset")? as i64;
-                    offset = offset.wrapping_add(if negative { v.wrapping_neg() } else { v });
+                    let Some(more) = self.offset()? else { return self.unexpected("'+', '-' or ']'") };
+                    offset = offset.wrapping_add(more);
                 }
                 self.expect(']')?;
                 let address = Operand::Address { base: Box::new(base), offset };
@@ -811,13 +843,39 @@ impl<'a> Parser<'a> {
                     None => address,
                 }
             }
-            _ => self.simple()?,
+            _ => match self.simple()? {
+                Operand::Name(name) => self.behind_name(name)?,
+                other => other,
+            },
         };
         if self.eat('|') {
             let second = self.simple()?;
             return Ok((Operand::Pair(Box::new(op), Box::new(second)), self.since(pos)));
         }
         Ok((op, self.since(pos)))
+    }
+
+    /// `+ 4` or `- 4`, if one of them comes.
+    fn offset(&mut self) -> Result<Option<i64>, PtxError> {
+        let negative = match (self.eat('+'), self.eat('-')) {
+            (false, false) => return Ok(None),
+            (_, negative) => negative,
+        };
+        let v = self.int("an offset")? as i64;
+        Ok(Some(if negative { v.wrapping_neg() } else { v }))
+    }
+
+    /// A name with the offset or the index behind it, if there is one.
+    fn behind_name(&mut self, name: String) -> Result<Operand, PtxError> {
+        if self.eat('[') {
+            let index = self.int("an index")?;
+            self.expect(']')?;
+            return Ok(Operand::Element { name, index });
+        }
+        Ok(match self.offset()? {
+            Some(offset) => Operand::Offset { name, offset },
+            None => Operand::Name(name),
+        })
     }
 
     /// `{a, b, ..}`. Its elements are names and numbers, so that a short text cannot nest lists.

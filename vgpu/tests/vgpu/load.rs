@@ -461,6 +461,52 @@ fn short_lists_of_an_initialiser_end_with_zeros() {
 }
 
 #[test]
+fn initialisers_hold_addresses_of_variables() {
+    // `x` comes first in the memory of the variables; `y` comes behind it, aligned.
+    for (value, offset) in
+        [("y", 32), ("generic(y)", 32), ("y + 4", 36), ("generic(y)+8", 40), ("generic(y)-8", 24), ("x", 0)]
+    {
+        let variables = format!(".global .u64 x[3] = {{1, {value}, 2}};\n.global .align 16 .b8 y[16];");
+        let (bytes, addr) = initial(&variables);
+        let want: Vec<u8> = [1, addr + offset, 2].into_iter().flat_map(u64::to_ne_bytes).collect();
+        assert_eq!(bytes, want, "{value}");
+    }
+    for (variables, what) in [
+        (".global .u64 x = nothing;", "'nothing' is not a .global or .const variable"),
+        (".global .u32 y;\n.global .u32 x = y;", "an address has 64 bits"),
+        (".shared .u32 y;\n.global .u64 x = generic(y);", "'y' is not a .global or .const variable"),
+    ] {
+        let message = refusal(variables);
+        assert!(message.contains(what), "{variables}: {message}");
+    }
+}
+
+#[test]
+fn operands_are_addresses_behind_variables() {
+    let globals = ".global .align 4 .b8 A[64];\n.shared .align 4 .b8 S[64];";
+    let body = ".local .align 4 .b8 L[64];
+         mov.u64 %rd1, A; mov.u64 %rd2, A+20; sub.u64 %rd1, %rd2, %rd1;
+         mov.u32 %r1, S + 32; mov.u32 %r2, S; sub.u32 %r1, %r1, %r2;
+         mov.u32 %r3, L+12; mov.u32 %r4, L-4; sub.u32 %r3, %r3, %r4;
+         add.u64 %rd4, %rd2, 8; mov.u64 %rd5, A+-4; sub.u64 %rd4, %rd4, %rd5;
+         mad.lo.u32 %r1, %r1, 100, %r3; cvt.u64.u32 %rd3, %r1; mad.lo.u64 %rd1, %rd1, 10000, %rd3;
+         mad.lo.u64 %rd1, %rd4, 1000000, %rd1; st.global.u64 [%rd42], %rd1;";
+    assert_eq!(run_body(globals, body, 1, &[0]), [32_203_216]);
+    for (body, what) in [
+        ("mov.u32 %r1, %r2+4;", "'%r2' is a register"),
+        ("mov.u32 %r1, %tid.x+4;", "'%tid.x' is a register"),
+        ("mov.u32 %r1, nothing+4;", "'nothing' is not declared"),
+        ("mov.u32 %r1, A[5];", "'A[5]'"),
+        ("add.u32 A+4, %r1, %r2;", "cannot be a destination"),
+    ] {
+        let text = format!("{}\n.entry other() {{ ret; }}", kernel(".shared .b32 A[8];", body));
+        let refusals = Module::refusals(&text);
+        let [only] = refusals.as_slice() else { panic!("{body}: {refusals:?}") };
+        assert!(only.kernel == "k" && only.error.message.contains(what), "{body}: {}", only.error);
+    }
+}
+
+#[test]
 fn an_extern_variable_is_defined_in_the_module() {
     for variables in [
         ".extern .global .align 4 .u32 x;\n.global .u32 x = 7;",
