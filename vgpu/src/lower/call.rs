@@ -4,7 +4,8 @@
 //! after any branch. Arguments lie in local memory, in the caller's `.param` variables; the
 //! function uses the same bytes under its own names. Recursion cannot be supported this way, and a
 //! call through a pointer is a fault of the lanes that execute it. Lanes of a warp that call the
-//! same function from different places do not meet at the warp-wide instructions in it.
+//! same function from different places meet at its shuffles, votes, matches, reductions, elections
+//! and barriers of the warp, as at copies of one instruction. At matrix products they do not meet.
 
 use super::state::{self, Binding, Call, Lower, Lowered, describe};
 use crate::ir::{Access, Addr, File, GUARD_NOT, Init, NO_GUARD, Op, SINK, Scope, Sem, Space};
