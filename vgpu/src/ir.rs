@@ -841,7 +841,9 @@ pub(crate) enum Op {
         relaxed: bool,
     },
     /// `barrier.cluster.wait`: until all have arrived as often as its warp.
-    ClusterWait,
+    ClusterWait {
+        aligned: bool,
+    },
     /// `barrier.red` before its barrier: counts the predicate `p` of the lanes.
     BarrierVote {
         id: u32,
@@ -926,7 +928,9 @@ impl Op {
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
             Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
             Op::Multimem { .. } => true,
-            Op::Bulk(_) | Op::Copy(_) | Op::Wgmma(_) | Op::ClusterArrive { .. } | Op::ClusterWait => true,
+            Op::Bulk(_) | Op::Copy(_) | Op::Wgmma(_) | Op::ClusterArrive { .. } | Op::ClusterWait { .. } => {
+                true
+            }
             _ => false,
         }
     }

@@ -133,16 +133,17 @@ impl BlockState {
 
 impl<W: Hooks> Exec<'_, W> {
     /// `barrier.cluster.arrive`: the warp counts once all its live lanes have arrived, and
-    /// continues.
+    /// continues. A lane waits between two arrivals.
     pub(super) fn arrive_at_cluster(&mut self, aligned: bool) -> Run<Flow> {
-        if aligned {
+        if aligned || self.gathers_to_wait() {
             self.one_aligned_barrier(CLUSTER_BARRIER)?;
         }
-        if self.warp.cluster_arrivals > self.block.cluster_phases {
-            let message =
-                "the warp arrives again before the barrier has completed: barrier.cluster.wait comes between";
-            let kind = FaultKind::BadBarrier { barrier: CLUSTER_BARRIER, message: message.into() };
-            return stop(kind, Some(self.mask.trailing_zeros() as usize));
+        let unwaited = self.mask & !self.warp.cluster_waited;
+        if unwaited != 0 {
+            return misuse(
+                "the warp arrives again without a wait: barrier.cluster.wait comes between",
+                unwaited,
+            );
         }
         let state =
             GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: true, arrived: false };
@@ -152,21 +153,46 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(Flow::Gone)
     }
 
-    /// `barrier.cluster.wait`
-    pub(super) fn wait_for_cluster(&mut self) -> Flow {
+    /// `barrier.cluster.wait`: the lanes continue once all blocks have arrived. With `.aligned` all
+    /// live lanes of the warp come to it first.
+    pub(super) fn wait_for_cluster(&mut self, aligned: bool) -> Run<Flow> {
+        let early = self.mask & self.warp.cluster_waited;
+        if early != 0 {
+            return misuse("the warp waits without an arrival: barrier.cluster.arrive comes first", early);
+        }
+        let (id, count, arrive_only) = (CLUSTER_BARRIER, None, false);
+        if aligned {
+            self.one_aligned_barrier(CLUSTER_BARRIER)?;
+            for g in self.warp.groups.extract_if(.., |g| g.waits_for_its_warp()) {
+                self.mask |= g.mask;
+            }
+            self.apart = false;
+            if self.mask != self.warp.live {
+                let state = GroupState::Barrier { id, count, arrive_only, arrived: false };
+                self.push(self.mask, self.pc, state);
+                return Ok(Flow::Gone);
+            }
+            self.warp.converged.meet(self.mask);
+        }
         // A completion that the block has not processed yet wakes the warp.
         let noticed = self.block.completed >> CLUSTER_BARRIER & 1 == 0;
         if noticed && self.warp.cluster_arrivals <= self.block.cluster_phases {
             if W::ON {
                 self.watch.pass(self.mask, CLUSTER_BARRIER);
             }
+            self.warp.cluster_waited |= self.mask;
             self.pc += 1;
-            return Flow::Next;
+            return Ok(Flow::Next);
         }
-        let state =
-            GroupState::Barrier { id: CLUSTER_BARRIER, count: None, arrive_only: false, arrived: true };
-        self.push(self.mask, self.pc, state);
-        Flow::Gone
+        self.push(self.mask, self.pc, GroupState::Barrier { id, count, arrive_only, arrived: true });
+        Ok(Flow::Gone)
+    }
+
+    /// Whether lanes of the warp stand at an aligned wait, and other lanes have yet to come.
+    fn gathers_to_wait(&self) -> bool {
+        let code = &self.kernel.code;
+        let waits = |pc: u32| matches!(code[pc as usize].op, Op::ClusterWait { .. });
+        self.warp.groups.iter().any(|g| g.waits_for_its_warp() && waits(g.pc))
     }
 
     /// The lanes at the barrier of the cluster whose arrivals release nothing.
@@ -175,4 +201,10 @@ impl<W: Hooks> Exec<'_, W> {
         let relaxed = |pc: u32| matches!(code[pc as usize].op, Op::ClusterArrive { relaxed: true, .. });
         self.warp.groups.iter().filter(|g| g.waits_for_its_warp() && relaxed(g.pc)).fold(0, |m, g| m | g.mask)
     }
+}
+
+/// The fault of the lanes `wrong` at the barrier of the cluster.
+fn misuse<T>(message: &str, wrong: u32) -> Run<T> {
+    let kind = FaultKind::BadBarrier { barrier: CLUSTER_BARRIER, message: message.into() };
+    stop(kind, Some(wrong.trailing_zeros() as usize))
 }

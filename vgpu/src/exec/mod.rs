@@ -332,9 +332,9 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 self.split_off(m);
                 return self.arrive_at_cluster(*aligned);
             }
-            Op::ClusterWait => {
+            Op::ClusterWait { aligned } => {
                 self.split_off(m);
-                return Ok(self.wait_for_cluster());
+                return self.wait_for_cluster(*aligned);
             }
             Op::BarrierVote { id, p } => self.vote(*id, *p, m),
             Op::BarrierResult { what, d } => self.outcome(*what, *d, m),

@@ -178,6 +178,8 @@ pub(crate) struct Warp {
     pub(super) products: Products,
     /// How often it has arrived at the barrier of the cluster.
     pub(super) cluster_arrivals: u32,
+    /// Lanes that have waited at that barrier since the last arrival: those that may arrive again.
+    pub(super) cluster_waited: u32,
     /// The long rows that it has accessed, by loads and by stores.
     pub(super) rows: [LongRows; 2],
     /// Strong loads that changed nothing. Empty without checks.
@@ -209,6 +211,7 @@ impl Warp {
         self.late.clear();
         self.products.start();
         self.cluster_arrivals = 0;
+        self.cluster_waited = u32::MAX;
         self.since_switch = 0;
         self.again.clear();
     }
@@ -248,6 +251,9 @@ impl Warp {
         }
         if released != 0 {
             self.outcome = outcome;
+        }
+        if barrier == CLUSTER_BARRIER {
+            self.cluster_waited |= released;
         }
         released
     }

@@ -325,6 +325,7 @@ impl<W: Hooks> Exec<'_, W> {
                 self.watch.arrive(union & !relaxed, number);
             }
             self.warp.cluster_arrivals += 1;
+            self.warp.cluster_waited = 0;
             self.block.arrive_at_cluster(self.warp.index);
             return Ok(());
         }

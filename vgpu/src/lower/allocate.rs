@@ -216,7 +216,7 @@ pub(super) fn registers(
             }
             d.iter_mut().for_each(|s| f(R32, Update, s));
         }
-        Op::Wgmma(_) | Op::CheckRegisters(_) | Op::ClusterArrive { .. } | Op::ClusterWait => {}
+        Op::Wgmma(_) | Op::CheckRegisters(_) | Op::ClusterArrive { .. } | Op::ClusterWait { .. } => {}
         Op::Bra { .. }
         | Op::Fence(_)
         | Op::Sleep

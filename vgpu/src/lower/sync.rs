@@ -95,7 +95,7 @@ pub(super) fn barrier(m: &mut Mods) -> Result<Emit, String> {
                 let relaxed = m.has("relaxed");
                 Ok(super::decode::plain(Op::ClusterArrive { aligned, relaxed }, 0))
             }
-            Some(false) => Ok(super::decode::plain(Op::ClusterWait, 0)),
+            Some(false) => Ok(super::decode::plain(Op::ClusterWait { aligned }, 0)),
             None => m.unsupported(),
         };
     }

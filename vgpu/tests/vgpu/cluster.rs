@@ -285,6 +285,32 @@ fn misuse_of_the_barrier_of_a_cluster_is_reported() {
         matches!(&kind, FaultKind::BadBarrier { message, .. } if message.contains("arrives again")),
         "{kind}"
     );
+    // In a block that is a cluster by itself too: a barrier completes with its arrival.
+    for (body, wrong) in [
+        ("barrier.cluster.wait;", "waits without an arrival"),
+        ("barrier.cluster.wait.aligned;", "waits without an arrival"),
+        ("barrier.cluster.arrive; barrier.cluster.wait; barrier.cluster.wait;", "waits without an arrival"),
+        (twice, "arrives again"),
+        // Lanes that have not waited may not arrive again.
+        (
+            "barrier.cluster.arrive; setp.lt.u32 %p1, %r40, 16; @%p1 barrier.cluster.wait; barrier.cluster.arrive;",
+            "arrives again",
+        ),
+    ] {
+        let kind = fault(body, launch(1, 32));
+        assert!(
+            matches!(&kind, FaultKind::BadBarrier { message, .. } if message.contains(wrong)),
+            "{kind}\n{body}"
+        );
+    }
+    // An aligned wait is one instruction for all lanes of the warp.
+    for rest in ["", "@!%p1 barrier.cluster.wait.aligned;", "@!%p1 bar.sync 0;", "barrier.cluster.arrive;"] {
+        let half = format!(
+            "barrier.cluster.arrive.aligned; setp.lt.u32 %p1, %r40, 16; @%p1 barrier.cluster.wait.aligned; {rest}"
+        );
+        let kind = fault(&half, launch(1, 32));
+        assert!(matches!(&kind, FaultKind::DivergentBarrier { .. }), "{kind}\n{half}");
+    }
     // Block 1 waits for an arrival that never comes: its barrier 1 has one warp of two.
     let alone = format!(
         "mov.u32 %r1, %cluster_ctarank; setp.ne.u32 %p1, %r1, 0; @%p1 bra A; {MEET} bra E;
@@ -294,6 +320,23 @@ fn misuse_of_the_barrier_of_a_cluster_is_reported() {
     let FaultKind::Deadlock(report) = &kind else { panic!("{kind}") };
     assert_eq!(report.warps.len(), 2, "{kind}");
     assert!(kind.to_string().contains("32 of 64 threads have arrived"), "{kind}");
+}
+
+#[test]
+fn lanes_wait_at_the_barrier_of_a_cluster_in_parts() {
+    // Some lanes come to an aligned wait later, behind a wait for a word of the others; others wait
+    // at different places, which a wait without the modifier allows.
+    let late = "mov.u64 %rd1, 1; setp.eq.u32 %p1, %r40, 31; @%p1 st.relaxed.cta.global.u64 [%rd40], %rd1;
+        setp.lt.u32 %p2, %r40, 16; @!%p2 bra A;
+        L: ld.relaxed.cta.global.u64 %rd2, [%rd40]; setp.ne.u64 %p3, %rd2, 1; @%p3 bra L;
+        A:";
+    let body = format!(
+        "{late} barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+         barrier.cluster.arrive; @%p2 bra B; barrier.cluster.wait; bra C; B: barrier.cluster.wait; C:
+         barrier.cluster.arrive; barrier.cluster.wait.aligned;"
+    );
+    passes(&body, launch(1, 32), |word| (word == 0).then_some(1));
+    passes(&body.replace("cta", "gpu"), clusters(4, 64, 2), |word| (word == 0).then_some(1));
 }
 
 #[test]
