@@ -1,10 +1,12 @@
 //! Decoding of loads, stores, atomics, address-space instructions and cache hints.
 
+use std::ops::Range;
+
 use super::decode::{Emit, simple};
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
-use crate::exec::lanes::{op1, op3};
+use crate::exec::lanes::{Spec, op1, op3};
 use crate::ir::{Access, Addr, Atomic, CopyOp, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
 use crate::ptx::{Operand, Span};
 
@@ -17,9 +19,13 @@ const SPACES: &[(&str, Space)] = &[
     ("param", Space::Param),
     ("param::entry", Space::Param),
     ("param::func", Space::Param),
-    // Constants live beside the global variables.
-    ("const", Space::Global),
 ];
+
+/// Whether an instruction names the space of constants. They live beside the global variables, and
+/// their addresses are generic.
+fn constant(m: &mut Mods) -> bool {
+    m.has("const")
+}
 
 pub(super) const SCOPES: &[(&str, Scope)] =
     &[("cta", Scope::Cta), ("cluster", Scope::Cluster), ("gpu", Scope::Gpu), ("sys", Scope::Sys)];
@@ -81,7 +87,9 @@ fn shape(m: &mut Mods) -> Result<Shape, String> {
     }
     // `.volatile` and `.mmio` name no scope and mean the widest.
     let scope = m.one_of(SCOPES).unwrap_or(Scope::Sys);
-    let space = m.one_of(SPACES).unwrap_or(Space::Generic);
+    let of_constants = m.base != "st" && constant(m);
+    let space = if of_constants { Some(Space::Global) } else { m.one_of(SPACES) };
+    let space = space.unwrap_or(Space::Generic);
     m.ignore(CACHE_HINTS);
     let read_only = m.base == "ldu" || m.base == "ld" && m.has("nc");
     let policy = m.has("L2::cache_hint");
@@ -433,8 +441,10 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
         }));
     }
     m.one_of(SPACES);
-    // The address of a tensor map.
-    m.has("tensormap");
+    // The address of a tensor map, which may be a constant.
+    if m.has("tensormap") {
+        constant(m);
+    }
     m.ignore(&["L1", "L2", "L2::evict_last", "L2::evict_normal"]);
     Ok(Box::new(|l, ops| {
         l.count(ops, 1..=2)?;
@@ -450,7 +460,7 @@ pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
     match m.base {
         "cvta" => {
             let to = m.has("to");
-            let space = m.one_of(SPACES);
+            let space = if constant(m) { Some(Space::Global) } else { m.one_of(SPACES) };
             if m.ty()? != Ty::U64 {
                 return m.unsupported();
             }
@@ -469,14 +479,42 @@ pub(super) fn spaces(m: &mut Mods) -> Result<Emit, String> {
             };
             Ok(simple(spec))
         }
-        "isspacep" => Ok(simple(match m.one_of(SPACES) {
-            Some(Space::Shared) => return Ok(super::cluster::is_own_shared()),
-            Some(Space::Global) => op1(|a: u64| a & TAG == 0),
-            Some(Space::Cluster) => op1(|a: u64| a & TAG == SHARED_TAG),
-            Some(Space::Local) => op1(|a: u64| a & TAG == LOCAL_TAG),
-            Some(Space::Param) => op1(|a: u64| a & TAG == PARAM_TAG),
-            _ => return m.unsupported(),
-        })),
+        "isspacep" => {
+            if constant(m) {
+                return Ok(relative_to_constants(op3(|a: u64, start: u64, bytes: u64| {
+                    a.wrapping_sub(start) < bytes
+                })));
+            }
+            Ok(simple(match m.one_of(SPACES) {
+                Some(Space::Shared) => return Ok(super::cluster::is_own_shared()),
+                // The window of constants is none of global memory.
+                Some(Space::Global) => {
+                    return Ok(relative_to_constants(op3(|a: u64, start: u64, bytes: u64| {
+                        a & TAG == 0 && a.wrapping_sub(start) >= bytes
+                    })));
+                }
+                Some(Space::Cluster) => op1(|a: u64| a & TAG == SHARED_TAG),
+                Some(Space::Local) => op1(|a: u64| a & TAG == LOCAL_TAG),
+                Some(Space::Param) => op1(|a: u64| a & TAG == PARAM_TAG),
+                _ => return m.unsupported(),
+            }))
+        }
         _ => super::cluster::map_address(m),
     }
+}
+
+/// A predicate on a generic address, and on the first address and the length of the module's
+/// constants.
+fn relative_to_constants(spec: Spec) -> Emit {
+    Box::new(move |l, ops| {
+        l.count(ops, 2..=2)?;
+        let (d, a) = (l.dest_of::<bool>(&ops[0])?, l.source_of::<u64>(&ops[1])?);
+        let Range { start, end } = l.module_constants.clone();
+        let bytes = l.constant(File::R64, Init::Bits(end - start));
+        // Without constants the module may have no variables at all.
+        let init = if end > start { Init::GlobalAddress(start) } else { Init::Bits(0) };
+        let start = l.constant(File::R64, init);
+        l.push_alu(spec.f, [d, a, start, bytes, 0, 0], spec.sig);
+        Ok(())
+    })
 }

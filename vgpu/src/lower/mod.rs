@@ -77,7 +77,12 @@ fn load(
     let mut init = vec![];
     let mut addresses = vec![];
     let mut defined = HashSet::new();
-    for v in &file.variables {
+    // Constants lie together behind the others, so that one range tells their addresses from those
+    // of global memory.
+    let mut constants = 0..0;
+    let mut in_order: Vec<_> = file.variables.iter().collect();
+    in_order.sort_by_key(|v| v.space == VarSpace::Const);
+    for v in in_order {
         let is_definition = v.bytes.is_some() && !v.external;
         if is_definition && !defined.insert(v.name.as_str()) {
             return Err(at((v.pos, format!("variable '{}' is defined twice", v.name))));
@@ -98,6 +103,10 @@ fn load(
                 init.resize(offset, 0);
                 init.extend_from_slice(&v.init);
                 init.resize(offset + bytes, 0);
+                if v.space == VarSpace::Const {
+                    let start = if constants.is_empty() { offset as u64 } else { constants.start };
+                    constants = start..init.len() as u64;
+                }
             }
             VarSpace::Local | VarSpace::Param => {
                 return Err(at((v.pos, "local variable outside of a kernel".into())));
@@ -124,7 +133,7 @@ fn load(
     let text_arc: Arc<str> = text.into();
     let mut kernels: Vec<Kernel> = vec![];
     for e in &file.entries {
-        let mut l = Lower::new(&shared, &globals, &functions);
+        let mut l = Lower::new(&shared, &globals, constants.clone(), &functions);
         l.refused = refused.is_some().then(Vec::new);
         let mut params = vec![];
         let mut param_bytes = 0usize;

@@ -1,6 +1,7 @@
 //! State of a kernel's lowering: its names, its code so far, and the meaning of its operands.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use crate::compiled::native::{Logic, Native};
 use crate::exec::lanes::{self, Role, Sig, Spec};
@@ -68,6 +69,8 @@ pub(super) struct Call {
 pub(crate) struct Lower<'a> {
     pub(super) module_shared: &'a HashMap<&'a str, &'a ptx::Variable>,
     pub(super) module_globals: &'a HashMap<&'a str, u64>,
+    /// Where the module's constants are among its variables.
+    pub(super) module_constants: Range<u64>,
     pub(super) functions: &'a HashMap<&'a str, &'a ptx::Function>,
     /// The module's shared variables that the kernel names.
     pub(super) shared_named: HashMap<&'a str, Binding>,
@@ -115,11 +118,13 @@ impl<'a> Lower<'a> {
     pub(super) fn new(
         module_shared: &'a HashMap<&'a str, &'a ptx::Variable>,
         module_globals: &'a HashMap<&'a str, u64>,
+        module_constants: Range<u64>,
         functions: &'a HashMap<&'a str, &'a ptx::Function>,
     ) -> Self {
         Lower {
             module_shared,
             module_globals,
+            module_constants,
             functions,
             shared_named: HashMap::new(),
             scopes: vec![Scope::default()],

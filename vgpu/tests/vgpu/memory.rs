@@ -281,6 +281,39 @@ fn module_variables_last_from_launch_to_launch() {
 }
 
 #[test]
+fn constants_have_a_window_of_their_own() {
+    // The constants lie together, whatever stands between their definitions.
+    let globals = ".const .align 4 .b32 FIRST[2] = {1, 2};\n.global .align 8 .u64 BETWEEN = 5;\n\
+                   .shared .align 8 .b64 S;\n.const .align 8 .b64 LAST = 3;\n";
+    let inside = ["FIRST", "FIRST+7", "LAST", "LAST+7"].map(|at| (at, 1));
+    let outside = ["BETWEEN", "BETWEEN+7", "FIRST-1", "LAST+8"].map(|at| (at, 2));
+    for (at, want) in inside.into_iter().chain(outside) {
+        let (name, offset) = at.split_at(at.find(['+', '-']).unwrap_or(at.len()));
+        let offset = if offset.is_empty() { "0" } else { offset.trim_start_matches('+') };
+        let body = format!(
+            "mov.u64 %rd1, {name}; cvta.const.u64 %rd1, %rd1; add.s64 %rd1, %rd1, {offset};
+             isspacep.const %p1, %rd1; isspacep.global %p2, %rd1;
+             selp.u64 %rd2, 1, 0, %p1; selp.u64 %rd3, 2, 0, %p2; or.b64 %rd2, %rd2, %rd3; st.global.u64 [%rd40], %rd2;"
+        );
+        assert_eq!(run_body(globals, &body, 1, &[0]), [want], "{at}");
+    }
+    let body = "mov.u64 %rd1, S; cvta.shared.u64 %rd1, %rd1; isspacep.const %p1, %rd1; isspacep.const %p2, %rd40;
+        mov.u64 %rd2, FIRST; cvta.const.u64 %rd3, %rd2; cvta.to.const.u64 %rd4, %rd3; ld.const.u32 %r1, [%rd4+4];
+        ld.u32 %r2, [%rd3]; @%p1 add.u32 %r1, %r1, 10; @%p2 add.u32 %r1, %r1, 10; add.u32 %r1, %r1, %r2;
+        st.global.u32 [%rd40], %r1;";
+    assert_eq!(run_body(globals, body, 1, &[0]), [3]);
+    // A module need not have variables.
+    let none = "isspacep.const %p1, %rd40; isspacep.global %p2, %rd40; selp.u64 %rd2, 1, 0, %p1;
+        selp.u64 %rd3, 2, 0, %p2; or.b64 %rd2, %rd2, %rd3; st.global.u64 [%rd40], %rd2;";
+    assert_eq!(run_body("", none, 1, &[0]), [2]);
+    for body in
+        ["st.const.u32 [%rd1], %r1;", "atom.const.add.u32 %r1, [%rd1], 1;", "red.const.add.u32 [%rd1], 1;"]
+    {
+        assert!(reject(body).message.contains("const"), "{body}");
+    }
+}
+
+#[test]
 fn f32_atomics_flush_subnormals_in_global_memory_only() {
     // Two subnormals, and two normal numbers whose sum is subnormal.
     let (smallest, next) = (0x0080_0000u64, 0x8080_0001u64);
