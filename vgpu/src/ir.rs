@@ -493,6 +493,8 @@ pub(crate) enum MbarOp {
         count: u32,
         tx: u32,
         drop: bool,
+        /// The program promises that the phase does not complete.
+        no_complete: bool,
         order: Order,
     },
     ExpectTx {

@@ -190,8 +190,12 @@ struct Mbarrier {
     /// The instructions that have initialised it and arrived last, for reports.
     init: u32,
     arrival: Option<u32>,
+    /// `mbarrier.inval` has not ended it.
+    live: bool,
     /// Phases completed.
     phases: u32,
+    /// A test has returned true for the last phase that has completed, or none has completed.
+    seen: bool,
     /// Bulk copies that complete on it and have not landed.
     under_way: u32,
     /// The last phase behind which all copies that were issued up to its end had landed. A phase
@@ -853,8 +857,36 @@ impl BlockCheck {
         let (phases, under_way, covered) = old.map_or((0, 0, 0), |m| (m.phases + 1, m.under_way, m.covered));
         let key = clock::mbarrier(self.warps[0].key, index);
         let (arrived, completed) = (CausalPast::default(), CausalPast::default());
-        let fresh = Mbarrier { key, init: pc, arrival: None, phases, under_way, covered, arrived, completed };
+        let fresh = Mbarrier {
+            key,
+            init: pc,
+            arrival: None,
+            live: true,
+            phases,
+            seen: true,
+            under_way,
+            covered,
+            arrived,
+            completed,
+        };
         self.mbarriers.insert(offset, fresh);
+    }
+
+    pub(crate) fn inval_mbarrier(&mut self, offset: u64) {
+        if let Some(m) = self.mbarriers.get_mut(&offset) {
+            m.live = false;
+        }
+    }
+
+    /// Whether an mbarrier has been initialised, and not ended.
+    pub(crate) fn has_mbarrier(&self, offset: u64) -> bool {
+        self.mbarriers.get(&offset).is_some_and(|m| m.live)
+    }
+
+    /// Whether no test has returned true for the last completed phase of an mbarrier. By the manual
+    /// one does, of any thread, before an arrival in the next phase.
+    pub(crate) fn is_unseen(&self, offset: u64) -> bool {
+        self.mbarriers.get(&offset).is_some_and(|m| !m.seen)
     }
 
     /// The causal past that an arrival of a lane at an mbarrier releases: a relaxed one that of its
@@ -885,6 +917,7 @@ impl BlockCheck {
     pub(crate) fn complete_mbarrier(&mut self, offset: u64) {
         if let Some(m) = self.mbarriers.get_mut(&offset) {
             m.phases += 1;
+            m.seen = false;
             m.completed = std::mem::take(&mut m.arrived);
             if m.under_way == 0 {
                 m.covered = m.phases;
@@ -904,7 +937,8 @@ impl BlockCheck {
     /// The lanes of a mask have observed that the last phase is complete: they acquire it, or a
     /// fence behind a relaxed test does.
     pub(crate) fn pass_mbarrier(&mut self, warp: u32, mask: u32, offset: u64, order: Order) {
-        let Some(m) = self.mbarriers.get(&offset) else { return };
+        let Some(m) = self.mbarriers.get_mut(&offset) else { return };
+        m.seen = true;
         if !order.relaxed {
             self.warps[warp as usize].each(mask, |lane| lane.past.join(&m.completed));
         } else if self.has_fences {

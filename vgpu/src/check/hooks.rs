@@ -242,6 +242,26 @@ pub(crate) trait Hooks {
     /// The lanes of a mask pass a barrier that completed before they reached it.
     fn pass(&mut self, _mask: u32, _barrier: u32) {}
     fn init_mbarrier(&mut self, _pc: u32, _offset: u64) {}
+    fn inval_mbarrier(&mut self, _offset: u64) {}
+    /// Whether the block has an mbarrier at this place.
+    fn has_mbarrier(&self, _offset: u64) -> bool {
+        false
+    }
+    /// Whether no test has returned true for the last completed phase of an mbarrier.
+    fn is_unseen(&self, _offset: u64) -> bool {
+        false
+    }
+    /// A lane uses an mbarrier in a way that the manual leaves undefined. The fault, if the run must
+    /// end.
+    fn misused_mbarrier(
+        &mut self,
+        _lane: usize,
+        _pc: u32,
+        kind: FaultKind,
+        _recent: impl Iterator<Item = RecentStep>,
+    ) -> Option<FaultKind> {
+        Some(kind)
+    }
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64, _: Order) {}
     /// A lane has arrived at the mbarrier of another block with a scope that leaves that block out.
     /// The fault, if the run must end.
@@ -865,6 +885,33 @@ impl Hooks for CheckHooks<'_> {
 
     fn init_mbarrier(&mut self, pc: u32, offset: u64) {
         self.block.init_mbarrier(pc, offset_of(offset));
+    }
+
+    fn inval_mbarrier(&mut self, offset: u64) {
+        self.block.inval_mbarrier(offset_of(offset));
+    }
+
+    fn has_mbarrier(&self, offset: u64) -> bool {
+        self.block.has_mbarrier(offset_of(offset))
+    }
+
+    fn is_unseen(&self, offset: u64) -> bool {
+        self.peers.at(self.block, offset).is_unseen(offset_of(offset))
+    }
+
+    fn misused_mbarrier(
+        &mut self,
+        lane: usize,
+        pc: u32,
+        kind: FaultKind,
+        recent: impl Iterator<Item = RecentStep>,
+    ) -> Option<FaultKind> {
+        let own = self.own(lane);
+        let pair = (kind.name(), [self.line(own, pc); 2], None);
+        if self.world.reports.count_again(&pair) {
+            return None;
+        }
+        self.collect(pair, kind, (own, pc), recent)
     }
 
     fn arrive_mbarrier(&mut self, lane: usize, pc: u32, offset: u64, order: Order) {

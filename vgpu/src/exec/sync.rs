@@ -401,10 +401,14 @@ impl<W: Hooks> Exec<'_, W> {
             let next = match *op {
                 MbarOp::Init { count } => Mbarrier::new(word(regs, count)).map(Some),
                 MbarOp::Inval => object.map(|_| None),
-                MbarOp::Arrive { state, count, tx, drop, .. } => object.and_then(|mut b| {
+                MbarOp::Arrive { state, count, tx, drop, no_complete, .. } => object.and_then(|mut b| {
                     let n = if count == SINK { 1 } else { word(regs, count) };
                     let tx = (tx != SINK).then(|| word(regs, tx));
+                    let phase = b.phase;
                     if drop { b.arrive_drop(n, tx) } else { b.arrive(n, tx) }?;
+                    if no_complete && b.phase != phase {
+                        return Err(format!("an arrival of .noComplete completes phase {phase}"));
+                    }
                     if state != SINK {
                         regs.r64[state as usize][i] = bits;
                     }
@@ -507,8 +511,26 @@ impl<W: Hooks> Exec<'_, W> {
         for (lane, violation) in violations {
             self.blame(place, violation, lane, how, write)?;
         }
+        let misuse = match op {
+            MbarOp::Init { .. } if Mbarrier::from_bits(bits).is_ok() && self.watch.has_mbarrier(offset) => {
+                Some(
+                    "its place holds a valid mbarrier, which mbarrier.inval ends before mbarrier.init begins another",
+                )
+            }
+            MbarOp::Arrive { .. } if self.watch.is_unseen(offset) => Some(
+                "no test_wait or try_wait has returned true for the last phase: one does, before the next arrival",
+            ),
+            _ => None,
+        };
+        if let Some(message) = misuse {
+            let kind = FaultKind::Mbarrier { offset, message: message.into() };
+            let recent = self.warp.trace.before(self.pc);
+            let kind = self.watch.misused_mbarrier(lane, self.pc, kind, recent);
+            kind.map_or(Ok(()), |kind| stop(kind, Some(lane)))?;
+        }
         match op {
             MbarOp::Init { .. } => self.watch.init_mbarrier(self.pc, offset),
+            MbarOp::Inval => self.watch.inval_mbarrier(offset),
             MbarOp::Arrive { order, .. } => {
                 self.watch.arrive_mbarrier(lane, self.pc, offset, *order);
                 if order.scope == Scope::Cta && !order.relaxed && self.block.is_remote(offset) {

@@ -271,7 +271,7 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
     enum Kind {
         Init,
         Inval,
-        Arrive { expect: bool, drop: bool },
+        Arrive { expect: bool, drop: bool, no_complete: bool },
         ExpectTx,
         CompleteTx,
         Wait { parity: bool, blocking: bool },
@@ -281,8 +281,8 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
     let Some(mut kind) = m.one_of(&[
         ("init", Kind::Init),
         ("inval", Kind::Inval),
-        ("arrive", Kind::Arrive { expect: false, drop: false }),
-        ("arrive_drop", Kind::Arrive { expect: false, drop: true }),
+        ("arrive", Kind::Arrive { expect: false, drop: false, no_complete: false }),
+        ("arrive_drop", Kind::Arrive { expect: false, drop: true, no_complete: false }),
         ("expect_tx", Kind::ExpectTx),
         ("complete_tx", Kind::CompleteTx),
         ("test_wait", Kind::Wait { parity: false, blocking: false }),
@@ -292,10 +292,9 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
         return m.unsupported();
     };
     match &mut kind {
-        Kind::Arrive { expect, .. } => {
+        Kind::Arrive { expect, no_complete, .. } => {
             *expect = m.has("expect_tx");
-            // Guarantees that the phase does not complete; ignored here.
-            m.has("noComplete");
+            *no_complete = m.has("noComplete");
         }
         Kind::Wait { parity, .. } => *parity = m.has("parity"),
         _ => {}
@@ -332,7 +331,7 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
                 let expect = kind == Kind::ExpectTx;
                 push(l, if expect { MbarOp::ExpectTx { tx } } else { MbarOp::CompleteTx { tx } }, &ops[0])
             }
-            Kind::Arrive { expect, drop } => {
+            Kind::Arrive { expect, drop, no_complete } => {
                 // The state operand may be missing.
                 let state_given = !matches!(ops.first(), Some((Operand::Address { .. }, _)));
                 let at = usize::from(state_given);
@@ -340,7 +339,7 @@ pub(super) fn mbarrier(m: &mut Mods) -> Result<Emit, String> {
                 let state = if state_given { l.dest_of::<u64>(&ops[0])? } else { SINK };
                 let last = ops.get(at + 1).map_or(Ok(SINK), |op| l.source_of::<u32>(op))?;
                 let (count, tx) = if expect { (SINK, last) } else { (last, SINK) };
-                push(l, MbarOp::Arrive { state, count, tx, drop, order }, &ops[at])
+                push(l, MbarOp::Arrive { state, count, tx, drop, no_complete, order }, &ops[at])
             }
             Kind::Wait { parity, blocking } => {
                 // `try_wait` may carry a time hint.

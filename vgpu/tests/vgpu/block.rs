@@ -1,6 +1,9 @@
 //! Block barriers, mbarriers, bulk copies.
 
-use epoxide_vgpu::{CheckConfig, DeviceConfig, FaultKind, Machine, Module, Progress, StuckWarp, WaitingFor};
+use epoxide_vgpu::{
+    CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module, Progress, StuckWarp,
+    WaitingFor,
+};
 
 use crate::common::*;
 
@@ -308,6 +311,7 @@ fn every_mbarrier_form() {
         mbarrier.test_wait.parity.shared.b64 %p5, [%r1], 1;
         mbarrier.arrive_drop.shared.b64 _, [%r1]; mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 0;
         mbarrier.arrive.b64 _, [%rd1];
+        mbarrier.test_wait.parity.shared.b64 %p7, [%r1], 1;
         mbarrier.arrive.shared.b64 _, [%r1], 2;
         mbarrier.test_wait.parity.shared.b64 %p6, [%r1], 0;
         mbarrier.inval.shared.b64 [%r1];
@@ -316,6 +320,8 @@ fn every_mbarrier_form() {
         or.b32 %r3, %r3, %r4; or.b32 %r3, %r3, %r5; or.b32 %r3, %r3, %r6; or.b32 %r3, %r3, %r7; or.b32 %r3, %r3, %r8;
         st.global.u32 [%rd40], %r2; st.global.u32 [%rd40+8], %r3;";
     let got = run_all(BAR, body, 1, &[0; 2]);
+    let module = Module::parse(&kernel(BAR, body)).unwrap();
+    run_numbered(&module, launch(1, 1), 0, Some(CheckConfig::default())).unwrap();
     // Pending before the first arrival: 3. Phase 0 is not complete while bytes are missing; in the
     // end phase 2, of parity 0 like phase 0, is complete as well.
     assert_eq!(got, [3, 2 | 4 | 8 | 32]);
@@ -337,6 +343,57 @@ fn mbarrier_misuse() {
     }
     let kind = fault_of(BAR, "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1+4], 1;", 1).kind;
     assert!(matches!(kind, FaultKind::Misaligned { align: 8, .. }));
+}
+
+#[test]
+fn undefined_uses_of_an_mbarrier_are_reported() {
+    let start = "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 1;";
+    let kind =
+        fault_of(BAR, &format!("{start} mbarrier.arrive.noComplete.shared.b64 %rd1, [%r1], 1;"), 1).kind;
+    assert!(kind.to_string().contains("arrival of .noComplete completes phase 0"), "{kind}");
+    let checked = |body: &str, shape: GridConfig| {
+        let ptx = kernel(BAR, &format!("{start} {body}"));
+        let module = Module::parse(&ptx).unwrap_or_else(|e| panic!("{e}\n{ptx}"));
+        run_numbered(&module, shape, 0, Some(CheckConfig::default()))
+    };
+    let (arrive, test) =
+        ("mbarrier.arrive.shared.b64 %rd1, [%r1];", "mbarrier.test_wait.shared.b64 %p1, [%r1], %rd1;");
+    let parity = "mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0;";
+    let init = "mbarrier.init.shared.b64 [%r1], 1;";
+    for (body, what) in [
+        (format!("{arrive} {arrive}"), "no test_wait or try_wait has returned true"),
+        (format!("{parity} {arrive} {arrive}"), "no test_wait or try_wait has returned true"),
+        (format!("{arrive} {test} {arrive} {arrive}"), "no test_wait or try_wait has returned true"),
+        (init.to_string(), "holds a valid mbarrier"),
+        (format!("{arrive} {test} {init}"), "holds a valid mbarrier"),
+    ] {
+        match checked(&body, launch(1, 1)) {
+            Err(MachineError::Fault(fault)) => {
+                assert!(fault.to_string().contains(what), "{fault}");
+                assert_eq!((fault.kind.name(), fault.kind.class()), ("mbarrier", Class::Synchronisation));
+            }
+            other => panic!("{other:?}\n{body}"),
+        }
+    }
+    for body in [
+        format!("{arrive} {test} {arrive} {test} {arrive}"),
+        format!("{arrive} {parity} {arrive}"),
+        format!("{arrive} mbarrier.inval.shared.b64 [%r1]; {init} {arrive}"),
+        // Its memory has held something else.
+        format!("{arrive} st.shared.u64 [%r1], 5; {init} {arrive}"),
+    ] {
+        checked(&body, launch(1, 1)).unwrap_or_else(|e| panic!("{e}\n{body}"));
+    }
+    // The test of one thread is enough, and each block has its own.
+    let body =
+        "mov.u32 %r1, BAR; setp.eq.u32 %p2, %r40, 0; @%p2 mbarrier.init.shared.b64 [%r1], 32; bar.sync 0;
+        mbarrier.arrive.shared.b64 %rd1, [%r1]; @!%p2 bra MEET;
+        W: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra W;
+        MEET: bar.sync 0; mbarrier.arrive.shared.b64 %rd1, [%r1];";
+    let module = Module::parse(&kernel(BAR, body)).unwrap();
+    for seed in 0..tier(20, 200) {
+        run_numbered(&module, launch(3, 32), seed, Some(CheckConfig::default())).unwrap();
+    }
 }
 
 /// Loads 256 bytes by bulk copy, adds 1 to each word, stores them by bulk copy.
