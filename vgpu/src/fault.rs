@@ -654,6 +654,11 @@ pub enum FaultKind {
         /// The error.
         message: String,
     },
+    /// A copy by `cp.async` of a size for which its effect is undefined.
+    AsyncCopy {
+        /// The error.
+        message: String,
+    },
     /// A bulk copy with an address or a size that the hardware rejects.
     BulkCopy {
         /// The error.
@@ -735,6 +740,7 @@ impl FaultKind {
             FaultKind::BadMemberMask { .. } => "bad-member-mask",
             FaultKind::AbsentMembers { .. } => "absent-members",
             FaultKind::Mbarrier { .. } => "mbarrier",
+            FaultKind::AsyncCopy { .. } => "async-copy",
             FaultKind::BulkCopy { .. } => "bulk-copy",
             FaultKind::Multicast { .. } => "multicast",
             FaultKind::Wgmma { .. } => "wgmma",
@@ -763,6 +769,7 @@ impl FaultKind {
             | FaultKind::OutOfCluster { .. }
             | FaultKind::Misaligned { .. }
             | FaultKind::Multicast { .. }
+            | FaultKind::AsyncCopy { .. }
             | FaultKind::BulkCopy { .. } => Class::Bounds,
             FaultKind::Race(race) => race.class,
             FaultKind::DivergentBarrier { .. }
@@ -838,6 +845,7 @@ impl fmt::Display for FaultKind {
             FaultKind::Mbarrier { offset, message } => {
                 write!(f, "mbarrier at shared offset {offset:#x}: {message}")
             }
+            FaultKind::AsyncCopy { message } => write!(f, "cp.async: {message}"),
             FaultKind::BulkCopy { message } | FaultKind::CopyOutlivesBlock { message } => {
                 write!(f, "bulk copy: {message}")
             }

@@ -330,9 +330,10 @@ fn fault_code(fault: &Fault) -> CUresult {
         // A call that traps is one of `__assertfail`.
         FaultKind::Trap if fault.ptx_text.trim_start().starts_with("call") => ASSERT,
         FaultKind::Deadlock(_) | FaultKind::Livelock { .. } => LAUNCH_TIMEOUT,
-        FaultKind::Unsupported(_) | FaultKind::BadBarrier { .. } | FaultKind::BulkCopy { .. } => {
-            ILLEGAL_INSTRUCTION
-        }
+        FaultKind::Unsupported(_)
+        | FaultKind::BadBarrier { .. }
+        | FaultKind::AsyncCopy { .. }
+        | FaultKind::BulkCopy { .. } => ILLEGAL_INSTRUCTION,
         _ => LAUNCH_FAILED,
     }
 }

@@ -261,7 +261,13 @@ impl<W: Hooks> Exec<'_, W> {
         let size = u64::from(bytes);
         let (dst, src) = (self.addresses(dst), self.addresses(src));
         let sizes = (read != SINK).then(|| self.warp.regs.r32[read as usize]);
-        let read = sizes.map_or([bytes; 32], |sizes| sizes.map(|n| n.min(u32::from(bytes)) as u8));
+        if let Some((i, n)) =
+            sizes.and_then(|sizes| lanes(m).map(|i| (i, sizes[i])).find(|(_, n)| *n > bytes.into()))
+        {
+            let message = format!("it reads {n} bytes (src-size), and copies {bytes} (cp-size)");
+            return stop(FaultKind::AsyncCopy { message }, Some(i));
+        }
+        let read = sizes.map_or([bytes; 32], |sizes| sizes.map(|n| n as u8));
         let (warp, pc, first) = (self.warp.index, self.pc, self.warp.index as usize * 32);
         let (mut number, mut stale) = ([0; 32], vec![]);
         for i in lanes(m) {

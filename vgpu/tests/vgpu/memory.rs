@@ -508,6 +508,21 @@ fn copies_of_single_threads() {
 }
 
 #[test]
+fn a_copy_reads_no_more_bytes_than_it_writes() {
+    const S: &str = ".shared .align 16 .b8 S[128];";
+    for (n, read) in [("-4", 0xffff_fffc_u32), ("5", 5)] {
+        let body = format!(
+            "mov.u32 %r1, S; mov.u32 %r2, {n}; setp.eq.u32 %p1, %r40, 3; @!%p1 mov.u32 %r2, 4;
+             mad.lo.u32 %r1, %r40, 4, %r1; cp.async.ca.shared.global [%r1], [%rd40], 4, %r2;"
+        );
+        let fault = fault_of(S, &body, 8);
+        assert_eq!(fault.lane, Some(3), "{fault}");
+        let FaultKind::AsyncCopy { message } = &fault.kind else { panic!("{fault}") };
+        assert_eq!(*message, format!("it reads {read} bytes (src-size), and copies 4 (cp-size)"));
+    }
+}
+
+#[test]
 fn matrices_go_to_registers_and_back() {
     // Element c of row r of matrix m is 64 m + 8 r + c. Each lane stores its four registers.
     let fill = "
