@@ -875,6 +875,11 @@ pub(crate) enum Op {
     },
     Copy(CopyOp),
     Wgmma(WgmmaOp),
+    /// `discard.L2` and `applypriority.L2`: a line of 128 bytes of global memory.
+    Line {
+        addr: Addr,
+        discards: bool,
+    },
     /// Checks that the first `rows` lanes have addresses of rows of 16 bytes.
     CheckRows {
         addr: Addr,
@@ -930,6 +935,7 @@ impl Op {
             Op::Warp { op, .. } => matches!(op, WarpOp::Sync),
             Op::Atom(_) | Op::Fence(_) | Op::Barrier { .. } | Op::Mbar { .. } => true,
             Op::Multimem { .. } => true,
+            Op::Line { discards, .. } => *discards,
             Op::Bulk(_) | Op::Copy(_) | Op::Wgmma(_) | Op::ClusterArrive { .. } | Op::ClusterWait { .. } => {
                 true
             }

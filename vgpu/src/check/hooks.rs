@@ -222,6 +222,8 @@ pub(crate) trait Hooks {
     ) -> (u32, Vec<(usize, ViolationAt)>) {
         (0, vec![])
     }
+    /// A lane discards what it has just overwritten, which counts as unwritten.
+    fn discard(&mut self, _: Place, _lane: usize, _bytes: u64) {}
     /// The lanes of a mask have read the last write of a location, or the one before.
     fn observe(&mut self, _: Place, _mask: u32, _pc: u32, _: Sem, _: Scope, _older: bool) {}
     /// The lanes of a mask have read the last write of a location as before:
@@ -680,6 +682,12 @@ impl Hooks for CheckHooks<'_> {
             weak_memory.then_some(before),
         );
         (strong_before != 0, self.unless_only_weak(found.first()))
+    }
+
+    fn discard(&mut self, place: Place, lane: usize, bytes: u64) {
+        if let Some((shadow, _, at, _)) = self.look(place, 1 << lane) {
+            shadow.renew(at, bytes);
+        }
     }
 
     fn write_row(

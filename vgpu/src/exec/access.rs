@@ -965,6 +965,43 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
+    /// `discard.L2` and `applypriority.L2`, of 128 bytes of global memory. To discard them is a weak
+    /// write that leaves them unwritten.
+    #[cold]
+    pub(super) fn line(&mut self, addr: &Addr, discards: bool, m: u32) -> Run<()> {
+        const LINE: usize = 128;
+        if discards {
+            self.changed();
+        }
+        let poison = self.env.poison;
+        for i in lanes(m) {
+            let at = self.address(addr, i);
+            let p = self.pointer(STORES, Space::Global, at, LINE as u64, i)?;
+            if !discards {
+                continue;
+            }
+            if W::ON {
+                let (place, how) = (self.place(STORES, Space::Global, at), How::WEAK);
+                let (mut now, mut new) = ([0; LINE], [0; LINE]);
+                for (k, (now, new)) in now.as_chunks_mut().0.iter_mut().zip(new.as_chunks_mut().0).enumerate()
+                {
+                    // SAFETY: `pointer` checked bounds and alignment of the line.
+                    *now = unsafe { read(p.add(8 * k), 8, Ordering::Relaxed) }.to_ne_bytes();
+                    *new = poison.to_ne_bytes();
+                }
+                if let (_, Some(violation)) = self.watch.write(place, i, self.pc, how, &now, &new) {
+                    self.blame(place, violation, i, how, true)?;
+                }
+                self.watch.discard(place, i, LINE as u64);
+            }
+            for k in 0..LINE / 8 {
+                // SAFETY: `pointer` checked bounds and alignment of the line.
+                unsafe { write(p.add(8 * k), 8, poison, Ordering::Relaxed) };
+            }
+        }
+        Ok(())
+    }
+
     /// Stores the vector of lane `i`.
     ///
     /// # Safety

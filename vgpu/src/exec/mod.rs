@@ -346,6 +346,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
                 self.split_off(m);
                 return self.wgmma(op);
             }
+            Op::Line { addr, discards } => self.line(addr, *discards, m)?,
             Op::CheckRows { addr, rows } => self.check_rows(addr, *rows, m)?,
             Op::CheckRegisters(check) => self.check_registers(*check, m)?,
             Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,

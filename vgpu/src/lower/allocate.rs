@@ -132,7 +132,7 @@ pub(super) fn registers(
                 }
             }
         }
-        Op::CheckRows { addr, .. } => address(addr, f),
+        Op::Line { addr, .. } | Op::CheckRows { addr, .. } => address(addr, f),
         Op::Print { format, arguments, d } => {
             [format, arguments].into_iter().for_each(|s| f(R64, Use, s));
             f(R32, Def, d);

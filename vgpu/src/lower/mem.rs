@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::decode::{Emit, simple};
 use super::state::{Lower, Lowered};
 use super::types::{Mods, Ty};
+use super::wgmma::integer;
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
 use crate::exec::lanes::{Spec, op1, op3};
 use crate::ir::{Access, Addr, Atomic, CopyOp, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
@@ -415,28 +416,23 @@ fn vector_atomic(
     })
 }
 
-/// `prefetch`, `discard`, `applypriority`: nothing to do. `createpolicy`: a policy that nothing
-/// reads.
+/// `prefetch`: nothing to do. `discard`, `applypriority`: a line of global memory. `createpolicy`: a
+/// policy that nothing reads.
 pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
     if m.base == "createpolicy" {
-        if !m.has("fractional") {
+        return policy(m);
+    }
+    if let "discard" | "applypriority" = m.base {
+        m.has("global");
+        let discards = m.base == "discard";
+        if !m.has(if discards { "L2" } else { "L2::evict_normal" }) {
             return m.unsupported();
         }
-        let policies = ["L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"];
-        // A primary and possibly a secondary priority.
-        for _ in 0..2 {
-            m.ignore(&policies);
-        }
-        m.has("b64");
-        return Ok(Box::new(|l, ops| {
-            l.count(ops, 1..=2)?;
-            let d = l.dest_of::<u64>(&ops[0])?;
-            if let Some(fraction) = ops.get(1) {
-                l.source_of::<f32>(fraction)?;
-            }
-            let zero = l.constant(File::R64, Init::Bits(0));
-            let spec = op1(|a: u64| a);
-            l.push_alu(spec.f, [d, zero, 0, 0, 0, 0], spec.sig);
+        return Ok(Box::new(move |l, ops| {
+            l.count(ops, 2..=2)?;
+            let addr = l.address(&ops[0])?;
+            integer(l, &ops[1], 128..=128, "size")?;
+            l.push(Op::Line { addr, discards });
             Ok(())
         }));
     }
@@ -447,9 +443,32 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
     }
     m.ignore(&["L1", "L2", "L2::evict_last", "L2::evict_normal"]);
     Ok(Box::new(|l, ops| {
-        l.count(ops, 1..=2)?;
+        l.count(ops, 1..=1)?;
         l.address(&ops[0])?;
         l.push(Op::Nop);
+        Ok(())
+    }))
+}
+
+/// `createpolicy`
+fn policy(m: &mut Mods) -> Result<Emit, String> {
+    if !m.has("fractional") {
+        return m.unsupported();
+    }
+    // A primary and possibly a secondary priority.
+    for _ in 0..2 {
+        m.ignore(&["L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"]);
+    }
+    m.has("b64");
+    Ok(Box::new(|l, ops| {
+        l.count(ops, 1..=2)?;
+        let d = l.dest_of::<u64>(&ops[0])?;
+        if let Some(fraction) = ops.get(1) {
+            l.source_of::<f32>(fraction)?;
+        }
+        let zero = l.constant(File::R64, Init::Bits(0));
+        let spec = op1(|a: u64| a);
+        l.push_alu(spec.f, [d, zero, 0, 0, 0, 0], spec.sig);
         Ok(())
     }))
 }

@@ -1,6 +1,8 @@
 //! Loads, stores, atomics, address spaces, and the faults they raise.
 
-use epoxide_vgpu::{DeviceConfig, FaultKind, Grid, GridConfig, Memory, Module, Progress};
+use epoxide_vgpu::{
+    CheckConfig, DeviceConfig, FaultKind, Grid, GridConfig, MachineError, Memory, Module, Progress,
+};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -208,8 +210,53 @@ fn every_cache_and_ordering_form_is_understood() {
         ld.global.L2::cache_hint.v2.u64 {%rd1, %rd2}, [%rd40], %rd9;
         st.global.L2::cache_hint.u64 [%rd40+16], %rd2, %rd10;
         prefetch.global.L2 [%rd40]; prefetch.global.L2::evict_last [%rd40]; prefetchu.L1 [%rd40];
-        discard.global.L2 [%rd40], 128; applypriority.global.L2::evict_normal [%rd40], 128;";
-    assert_eq!(run_body("", hints, 32, &[1, 2, 0]), [1, 2, 2]);
+        discard.global.L2 [%rd40+128], 128; applypriority.global.L2::evict_normal [%rd40], 128;";
+    assert_eq!(run_body("", hints, 32, &[1, 2, 0].repeat(11))[..3], [1, 2, 2]);
+}
+
+#[test]
+fn discarded_memory_counts_as_unwritten() {
+    let discard = "st.global.u64 [%rd40+8], %rd40; discard.global.L2 [%rd40], 128;";
+    let discarded = format!("{discard} ld.global.u64 %rd1, [%rd40+8]; st.global.u64 [%rd40+128], %rd1;");
+    let words: Vec<u64> = (0..40).collect();
+    let mut run = Run::new(&kernel("", &discarded), &words, launch(1, 1), &DeviceConfig::default());
+    run.finish().unwrap();
+    let (got, poison) = (run.words(), run.words()[0]);
+    assert_eq!(got[..17], [poison; 17]);
+    assert_eq!(got[17..], words[17..]);
+    assert!(poison != 0 && poison != run.buf.addr());
+    let checked = |body: &str, threads| {
+        let module = Module::parse(&kernel("", body)).unwrap_or_else(|e| panic!("{e}"));
+        run_numbered(&module, launch(1, threads), 0, Some(CheckConfig::default()))
+    };
+    let report = |result: Result<Vec<u64>, MachineError>| match result {
+        Err(MachineError::Fault(fault)) => fault.kind,
+        other => panic!("{other:?}"),
+    };
+    assert!(matches!(report(checked(&discarded, 1)), FaultKind::Unwritten { .. }));
+    // Writing the line again makes it whole, and lanes may discard a line together.
+    let again = "discard.L2 [%rd40], 128; bar.warp.sync -1; st.global.u64 [%rd42], %rd41;
+        discard.global.L2 [%rd40+256], 128; ld.global.u64 %rd1, [%rd42]; st.global.u64 [%rd42+128], %rd1;";
+    let got = checked(again, 16).unwrap();
+    assert_eq!(got[..16], got[16..32]);
+    assert_eq!(got[15], 120);
+    // A discard is a weak write.
+    let raced =
+        "setp.eq.u32 %p1, %r40, 0; @%p1 discard.global.L2 [%rd40], 128; @!%p1 ld.global.u64 %rd1, [%rd42];";
+    let kind = report(checked(raced, 2));
+    assert!(matches!(kind, FaultKind::Race(_) | FaultKind::Unwritten { .. }), "{kind}");
+    let raced =
+        "setp.eq.u32 %p1, %r40, 0; @!%p1 st.global.u64 [%rd42], %rd41; @%p1 discard.global.L2 [%rd40], 128;";
+    assert!(matches!(report(checked(raced, 2)), FaultKind::Race(_)));
+    for op in ["discard.global.L2", "applypriority.global.L2::evict_normal"] {
+        let kind = fault_kind(&format!("{op} [%rd40+64], 128;"));
+        assert!(matches!(kind, FaultKind::Misaligned { align: 128, .. }), "{op}: {kind}");
+        let kind = fault_kind(&format!("{op} [%rd40+1048576], 128;"));
+        assert!(matches!(kind, FaultKind::OutOfBounds { bytes: 128, .. }), "{op}: {kind}");
+        for operands in ["[%rd40], 64", "[%rd40], %r1", "[%rd40]"] {
+            reject(&format!("{op} {operands};"));
+        }
+    }
 }
 
 #[test]
