@@ -2,6 +2,7 @@
 
 use super::state::{Lower, Lowered, Patch, timer_register};
 use super::types::{Mods, Ty};
+use super::wgmma::integer;
 use super::{arith, call, cluster, convert, extended, matrix, mem, multimem, sync, tensor, wgmma, wmma};
 use crate::compiled::native::{Logic, Native, Unary, Width};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
@@ -55,11 +56,19 @@ pub(crate) fn decode(opcode: &str) -> Result<Emit, String> {
             plain(Op::Nop, 1)
         }
         "setmaxnreg" => {
-            if m.one_of(&[("inc", ()), ("dec", ())]).is_none() {
+            let way = m.one_of(&[("inc", ()), ("dec", ())]);
+            let [sync, aligned, typed] = ["sync", "aligned", "u32"].map(|name| m.has(name));
+            if way.is_none() || !(sync && aligned && typed) {
                 return m.unsupported();
             }
-            m.ignore(&["sync", "aligned", "u32"]);
-            plain(Op::Nop, 1)
+            Box::new(|l, ops| {
+                l.count(ops, 1..=1)?;
+                if integer(l, &ops[0], 24..=256, "number of registers")? % 8 != 0 {
+                    return l.error("the number of registers must be a multiple of 8");
+                }
+                l.push(Op::Nop);
+                Ok(())
+            })
         }
         "griddepcontrol" => {
             if m.one_of(&[("launch_dependents", ()), ("wait", ())]).is_none() {

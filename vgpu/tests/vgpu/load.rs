@@ -58,6 +58,7 @@ fn opcodes_can_be_asked_for() {
         "red.release.sys.global.add.u64",
         "fence.proxy.async.global",
         "fence.sc.sys",
+        "setmaxnreg.dec.sync.aligned.u32",
         "membar.gl",
         "setp.neu.ftz.f32",
         "call.uni",
@@ -76,12 +77,38 @@ fn opcodes_can_be_asked_for() {
         "ld.global.v3.u32",
         "ld.global.v4.u64",
         "fence.bogus",
+        "setmaxnreg.inc",
+        "setmaxnreg.sync.aligned.u32",
+        "setmaxnreg.inc.sync.aligned",
         "call.banana",
         "ldmatrix.sync.aligned.m8n8.x3.shared.b16",
         "bar.red.xor.pred",
     ] {
         assert!(!supported_opcode(op), "{op}");
     }
+}
+
+#[test]
+fn a_number_of_registers_is_one_that_a_warpgroup_may_have() {
+    for (operand, what) in [
+        ("7", "24 to 256"),
+        ("16", "24 to 256"),
+        ("4000", "24 to 256"),
+        ("-40", "24 to 256"),
+        ("28", "multiple of 8"),
+        ("no_such_name", "24 to 256"),
+        ("%r1", "24 to 256"),
+    ] {
+        for way in ["inc", "dec"] {
+            let e = reject(&format!("setmaxnreg.{way}.sync.aligned.u32 {operand};"));
+            assert!(e.message.contains(what), "{operand}: {e}");
+        }
+    }
+    reject("setmaxnreg.inc 40;");
+    reject("setmaxnreg.inc.sync.aligned.u32 40, 40;");
+    run_body("", "setmaxnreg.dec.sync.aligned.u32 24; setmaxnreg.inc.sync.aligned.u32 256;", 128, &[0]);
+}
+
 }
 
 #[test]
