@@ -452,19 +452,51 @@ pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
 
 /// `createpolicy`
 fn policy(m: &mut Mods) -> Result<Emit, String> {
-    if !m.has("fractional") {
+    #[derive(Clone, Copy, PartialEq)]
+    enum Kind {
+        Fraction,
+        /// Of an address and two sizes.
+        Range,
+        /// Of an access property of CUDA.
+        Property,
+    }
+    let kinds = [("fractional", Kind::Fraction), ("range", Kind::Range), ("cvt", Kind::Property)];
+    let Some(kind) = m.one_of(&kinds) else { return m.unsupported() };
+    if kind == Kind::Property && !m.has("L2") {
         return m.unsupported();
     }
-    // A primary and possibly a secondary priority.
-    for _ in 0..2 {
-        m.ignore(&["L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"]);
+    if kind == Kind::Range {
+        m.has("global");
+    }
+    if kind != Kind::Property {
+        // A primary and possibly a secondary priority.
+        for _ in 0..2 {
+            m.ignore(&["L2::evict_last", "L2::evict_normal", "L2::evict_first", "L2::evict_unchanged"]);
+        }
     }
     m.has("b64");
-    Ok(Box::new(|l, ops| {
-        l.count(ops, 1..=2)?;
+    Ok(Box::new(move |l, ops| {
+        let (least, most) = match kind {
+            Kind::Fraction => (1, 2),
+            Kind::Range => (4, 4),
+            Kind::Property => (2, 2),
+        };
+        l.count(ops, least..=most)?;
         let d = l.dest_of::<u64>(&ops[0])?;
-        if let Some(fraction) = ops.get(1) {
-            l.source_of::<f32>(fraction)?;
+        match kind {
+            Kind::Fraction => {
+                if let Some(fraction) = ops.get(1) {
+                    l.source_of::<f32>(fraction)?;
+                }
+            }
+            Kind::Range => {
+                l.address(&ops[1])?;
+                l.source_of::<u32>(&ops[2])?;
+                l.source_of::<u32>(&ops[3])?;
+            }
+            Kind::Property => {
+                l.source_of::<u64>(&ops[1])?;
+            }
         }
         let zero = l.constant(File::R64, Init::Bits(0));
         let spec = op1(|a: u64| a);

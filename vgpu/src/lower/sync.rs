@@ -23,10 +23,8 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
         ("gl", Scope::Gpu),
         ("sys", Scope::Sys),
     ];
-    let fence = if m.base == "membar" {
-        // `membar` is `fence.sc`.
-        m.one_of(WIDTHS).map(Fence::Sc)
-    } else if m.has("tensormap::generic") && m.has("proxy") {
+    // `membar.proxy` is `fence.proxy`.
+    let fence = if m.base == "fence" && m.has("tensormap::generic") && m.has("proxy") {
         let acquires = m.one_of(&[("acquire", true), ("release", false)]);
         let (Some(acquires), Some(scope)) = (acquires, m.one_of(WIDTHS)) else { return m.unsupported() };
         return Ok(Box::new(move |l, ops| {
@@ -50,6 +48,9 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
             true => Fence::Async { shared: shared || !global, global: global || !shared },
             false => Fence::Other,
         })
+    } else if m.base == "membar" {
+        // `membar` is `fence.sc`.
+        m.one_of(WIDTHS).map(Fence::Sc)
     } else if m.has("mbarrier_init") {
         m.ignore(&["release", "cluster"]);
         Some(Fence::MbarrierInit)
@@ -63,8 +64,8 @@ pub(super) fn fence(m: &mut Mods) -> Result<Emit, String> {
             ("acquire", Fence::Acquire),
             ("release", Fence::Release),
         ];
-        let side = m.one_of(SIDES);
-        side.zip(m.one_of(WIDTHS)).map(|(side, scope)| side(scope))
+        let side = m.one_of(SIDES).unwrap_or(Fence::AcqRel);
+        m.one_of(WIDTHS).map(side)
     };
     let Some(fence) = fence else { return m.unsupported() };
     Ok(Box::new(move |l, ops| {

@@ -210,6 +210,8 @@ fn every_cache_and_ordering_form_is_understood() {
         ld.global.L2::cache_hint.v2.u64 {%rd1, %rd2}, [%rd40], %rd9;
         st.global.L2::cache_hint.u64 [%rd40+16], %rd2, %rd10;
         prefetch.global.L2 [%rd40]; prefetch.global.L2::evict_last [%rd40]; prefetchu.L1 [%rd40];
+        createpolicy.range.global.L2::evict_last.L2::evict_unchanged.b64 %rd9, [%rd40], 64, 128;
+        createpolicy.range.L2::evict_first.b64 %rd9, [%rd40], %r1, 128; createpolicy.cvt.L2.b64 %rd10, %rd9;
         discard.global.L2 [%rd40+128], 128; applypriority.global.L2::evict_normal [%rd40], 128;";
     assert_eq!(run_body("", hints, 32, &[1, 2, 0].repeat(11))[..3], [1, 2, 2]);
 }
