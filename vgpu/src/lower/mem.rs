@@ -409,7 +409,8 @@ fn vector_atomic(
         }
         for (i, a) in added.into_iter().enumerate() {
             let d = results.get(i).map_or(Ok(SINK), |part| l.dest(part, File::R32, bits))?;
-            let addr = Addr { offset: addr.offset + i as i64 * i64::from(bits / 8), ..addr };
+            let offset = addr.offset.wrapping_add(i as i64 * i64::from(bits / 8));
+            let addr = Addr { offset, ..addr };
             l.push(one(addr, d, a));
         }
         Ok(())
