@@ -22,6 +22,7 @@ use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, S
 use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
+use crate::float_mode::IeeeMode;
 use crate::ir::{BARRIERS, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special, WgmmaOp};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
@@ -620,7 +621,9 @@ impl Grid {
         if let Some(fault) = &self.fault {
             return Err(fault.clone());
         }
+        let mode = IeeeMode::enter();
         let outcome = self.run(max_warp_instructions);
+        drop(mode);
         if !matches!(outcome, Ok(Progress::Running | Progress::Spinning)) {
             coverage::note(&self.env.kernel);
         }

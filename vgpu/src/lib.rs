@@ -73,6 +73,7 @@ mod explore;
 mod fault;
 mod faulty;
 mod float;
+mod float_mode;
 mod grid;
 mod ir;
 mod kernel;

@@ -4,6 +4,7 @@ use super::{Grid, Locked, WarpRef};
 use crate::exec::{Activity, Slice, Status};
 use crate::explore::Actor;
 use crate::fault::Fault;
+use crate::float_mode::IeeeMode;
 use crate::ir::{MbarOp, Op};
 
 /// Instructions that a warp computes at the most before others get their turn.
@@ -90,6 +91,7 @@ impl Grid {
 
     /// Takes a step of one of [`Grid::actors`].
     pub(crate) fn take_step(&mut self, actor: Actor) -> Result<Step, Fault> {
+        let _mode = IeeeMode::enter();
         let step = match actor {
             Actor::Warp { block, warp, .. } => self.step_warp(WarpRef { block, warp }),
             Actor::Copy { block, index, .. } => self.step_copy(block, index),

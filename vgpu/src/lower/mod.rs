@@ -33,6 +33,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use crate::fault::PtxError;
+use crate::float_mode::IeeeMode;
 use crate::ir::{File, GUARD_NOT, Init, NO_GUARD, Op, Origin, Special, count_straight_runs};
 use crate::kernel::{Globals, Kernel, ParamInfo};
 use crate::module::Refusal;
@@ -70,6 +71,8 @@ fn load(
     module_id: u64,
     mut refused: Option<&mut Vec<Refusal>>,
 ) -> Result<Loaded, PtxError> {
+    // Constants are converted.
+    let _mode = IeeeMode::enter();
     let at = |(pos, message): (Span, String)| error_at(text, pos.line, pos.column, message);
     let mut shared = HashMap::new();
     let mut globals = HashMap::new();

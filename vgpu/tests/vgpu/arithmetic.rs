@@ -1,6 +1,6 @@
 //! Every arithmetic instruction against values worked out by hand from the PTX manual.
 
-use crate::common::{check, d, f, reject};
+use crate::common::{check, d, f, reject, run_body};
 const M: u64 = u32::MAX as u64;
 const MIN: u64 = 0x8000_0000;
 
@@ -550,4 +550,31 @@ fn directed_rounding_of_fma() {
     // Nearly nothing is added to one, and a subnormal is nothing with `.ftz`.
     check("fma.rp.f32 %r0, %r1, %r1, 0f3F800000;", &[f(1e-30)], f(1f32.next_up()));
     check("fma.rm.ftz.f32 %r0, %r1, 0f3F800000, 0f3F800000;", &[f(-1e-40)], f(1.0));
+}
+
+/// A program may have set its thread to flush subnormals. Kernels do not see it, and the program
+/// finds its own mode behind them.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[test]
+fn results_do_not_depend_on_the_mode_of_the_calling_thread() {
+    use std::arch::asm;
+
+    /// Subnormals become zero where they are read and where they are results.
+    const FLUSHES: u32 = 0x1f80 | 1 << 15 | 1 << 6;
+    let body = "mov.b32 %r1, 1; mov.b32 %r2, 0; add.f32 %r3, %r1, %r2; st.global.b32 [%rd40], %r3;
+        mov.b64 %rd1, 1; mov.b64 %rd2, 0; add.f64 %rd3, %rd1, %rd2; st.global.b64 [%rd40+8], %rd3;
+        mov.f32 %r4, 0d36A0000000000000; st.global.b32 [%rd40+16], %r4;";
+    let run = move || {
+        let (mut before, mut behind) = (FLUSHES, 0u32);
+        // SAFETY: `before` is a valid mode. The thread computes with no floats outside of kernels.
+        unsafe { asm!("ldmxcsr [{}]", in(reg) &raw mut before, options(nostack)) };
+        let got = run_body("", body, 1, &[0; 3]);
+        // SAFETY: the instruction stores the mode to the variable.
+        unsafe { asm!("stmxcsr [{}]", in(reg) &raw mut behind, options(nostack)) };
+        // The lowest bits note exceptions that have occurred.
+        (got, behind & !0x3f)
+    };
+    let (got, behind) = std::thread::spawn(run).join().unwrap();
+    assert_eq!(got, [1; 3]);
+    assert_eq!(behind, FLUSHES);
 }
