@@ -16,6 +16,7 @@ use crate::memory::{Memory, Region, Reservation};
 use crate::memory_error::MemoryError;
 use crate::module::Module;
 use crate::multicast::MulticastObject;
+use crate::names::counted;
 use crate::seeds::Rng;
 
 /// Longest turn of a device, in warp instructions, unless the machine has another.
@@ -107,6 +108,60 @@ pub enum MachineError {
         /// The first number behind them.
         end: usize,
     },
+    /// An array does not hold what [`Array::expect`] was given.
+    #[error("{0}")]
+    Mismatch(Box<Mismatch>),
+}
+
+/// The difference between an array and what it should hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Mismatch {
+    /// The label of the array's memory.
+    pub label: String,
+    /// Numbers of the array.
+    pub len: usize,
+    /// Numbers that were expected.
+    pub expected_len: usize,
+    /// How many numbers are wrong, among those that both have.
+    pub wrong: usize,
+    /// The first of these.
+    pub first: Option<WrongNumber>,
+}
+
+/// A number of an array that is not as expected.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WrongNumber {
+    /// Its index.
+    pub index: usize,
+    /// The number in the array, as text.
+    pub actual: String,
+    /// The expected one.
+    pub expected: String,
+    /// The last write there: the kernel, the line, and the memory that its block has read
+    /// ([`Memory::origin`]). Or that no kernel has written the place. `None` without check mode or
+    /// weak memory, where writes are not tracked.
+    pub written: Option<String>,
+}
+
+impl std::fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Mismatch { label, len, expected_len, wrong, first } = self;
+        let are = if *wrong == 1 { "is" } else { "are" };
+        let numbers = counted(*len as u64, "number");
+        if len == expected_len {
+            write!(f, "{wrong} of {numbers} of '{label}' {are} wrong")?;
+        } else {
+            write!(f, "'{label}' has {numbers}, {expected_len} were expected")?;
+            if *wrong > 0 {
+                write!(f, "; {wrong} of the first {} {are} wrong", len.min(expected_len))?;
+            }
+        }
+        let Some(WrongNumber { index, actual, expected, written }) = first else { return Ok(()) };
+        write!(f, ", the first at {index}: {actual}, expected {expected}")?;
+        written.iter().try_for_each(|written| write!(f, "\n  {written}"))
+    }
 }
 
 impl std::fmt::Debug for MachineError {
@@ -122,7 +177,7 @@ impl From<Fault> for MachineError {
 }
 
 /// A number as it lies in device memory.
-pub trait Number: Copy + Argument + sealed::Sealed {
+pub trait Number: Copy + std::fmt::Debug + Argument + sealed::Sealed {
     /// Appends its bytes.
     fn put(self, bytes: &mut Vec<u8>);
     /// The number of these bytes, as many as it has.
@@ -257,6 +312,73 @@ impl<T: Number> Array<T> {
         bytes.chunks_exact(size_of::<T>()).map(|number| number.iter().all(|byte| *byte)).collect()
     }
 
+    /// Compares it with the numbers that it should hold. All bits count: a NaN equals itself, and
+    /// `0.0` is not `-0.0`. In check mode and under weak memory the error names the write of the
+    /// first wrong number.
+    ///
+    /// ```
+    /// use epoxide_vgpu::{GridConfig, Machine, Module};
+    ///
+    /// let module = Module::parse(
+    ///     ".version 8.4\n.target sm_90\n.address_size 64
+    ///      .visible .entry first(.param .u64 out) {
+    ///          .reg .b32 %r<2>; .reg .b64 %rd<2>;
+    ///          ld.param.u64 %rd1, [out];
+    ///          mov.u32 %r1, 7;
+    ///          st.global.u32 [%rd1], %r1;
+    ///          ret;
+    ///      }",
+    /// )?;
+    /// let mut machine = Machine::checked(1, 0);
+    /// let out = machine.upload(0, "out", &[0u32; 4])?;
+    /// machine.launch_with(0, &module, "first", GridConfig::new(1, 1, 0), &[&out])?;
+    /// machine.run()?;
+    /// out.expect([7, 0, 0, 0])?;
+    /// let error = out.expect([7; 4]).unwrap_err().to_string();
+    /// assert!(error.starts_with("3 of 4 numbers of 'out' are wrong, the first at 1: 0, expected 7\n"));
+    /// assert!(error.contains("last written by no kernel"));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MachineError::Mismatch`] where numbers or lengths differ, or those of
+    /// [`Array::download`].
+    pub fn expect(&self, expected: impl IntoIterator<Item = T>) -> Result<(), MachineError> {
+        let actual = self.download()?;
+        let (mut expected, mut compared) = (expected.into_iter(), 0);
+        let (mut wrong, mut first) = (0, None);
+        for (index, (actual, expected)) in actual.iter().zip(expected.by_ref()).enumerate() {
+            compared = index + 1;
+            let bytes = [*actual, expected].map(bytes_of);
+            if bytes[0] == bytes[1] {
+                continue;
+            }
+            wrong += 1;
+            if first.is_none() {
+                let [actual, expected] = shown([*actual, expected], &bytes);
+                first = Some(WrongNumber { index, actual, expected, written: self.written_by(index) });
+            }
+        }
+        let expected_len = compared + expected.count();
+        if wrong == 0 && expected_len == self.len {
+            return Ok(());
+        }
+        let label = self.region.label().to_owned();
+        Err(MachineError::Mismatch(Box::new(Mismatch { label, len: self.len, expected_len, wrong, first })))
+    }
+
+    /// The last write of a number, for reports. `None` where writes are not tracked.
+    fn written_by(&self, index: usize) -> Option<String> {
+        self.memory.checker()?;
+        let addr = self.addr() + (index * size_of::<T>()) as u64;
+        let origin = self.memory.origin(addr);
+        let is_written = || self.memory.written(addr, size_of::<T>() as u64).into_iter().all(|byte| byte);
+        Some(origin.unwrap_or_else(|| match is_written() {
+            true => "last written by no kernel".to_owned(),
+            false => "nothing has written it".to_owned(),
+        }))
+    }
+
     /// Copies `numbers` to its begin.
     ///
     /// # Errors
@@ -274,6 +396,27 @@ impl<T: Number> Array<T> {
         numbers.iter().for_each(|number| number.put(&mut bytes));
         Ok(self.memory.write(self.addr(), &bytes)?)
     }
+}
+
+fn bytes_of(number: impl Number) -> Vec<u8> {
+    let mut bytes = vec![];
+    number.put(&mut bytes);
+    bytes
+}
+
+/// Two numbers as texts, with their bits where the texts would be the same, as those of two NaNs.
+fn shown<T: Number>(numbers: [T; 2], bytes: &[Vec<u8>; 2]) -> [String; 2] {
+    let texts = numbers.map(|number| format!("{number:?}"));
+    if texts[0] != texts[1] {
+        return texts;
+    }
+    // Numbers have the byte order of the host.
+    let bits = |bytes: &Vec<u8>| {
+        let high_first = |digits: String, byte: &u8| format!("{byte:02x}{digits}");
+        bytes.iter().fold(String::new(), high_first)
+    };
+    let [first, second] = texts;
+    [format!("{first} (0x{})", bits(&bytes[0])), format!("{second} (0x{})", bits(&bytes[1]))]
 }
 
 impl<T: Number> Argument for Array<T> {
@@ -1060,6 +1203,56 @@ mod tests {
         assert!(!array.is_empty() && array.len() == 2);
         assert_eq!(array.download().unwrap(), [half::bf16::ONE; 2]);
         assert!(array.upload(&[half::bf16::ONE; 5000]).is_err());
+    }
+
+    #[test]
+    fn a_wrong_array_names_its_first_wrong_number_and_who_wrote_it() {
+        let module = module();
+        let mut machine = Machine::checked(1, 1);
+        let words = machine.upload(0, "words", &[0u32; 33]).unwrap();
+        machine.launch_with(0, &module, "row", GridConfig::new(1, 32, 0), &[&words]).unwrap();
+        machine.run().unwrap();
+        let right = [[1; 32].as_slice(), &[0]].concat();
+        words.expect(right.iter().copied()).unwrap();
+        let error = |expected: &[u32]| words.expect(expected.iter().copied()).unwrap_err().to_string();
+        let wrong = error(&[[1; 30].as_slice(), &[5; 3]].concat());
+        let start = "3 of 33 numbers of 'words' are wrong, the first at 30: 1, expected 5\n  \
+                     last written by a weak write in kernel 'row', block [0, 0, 0], warp 0, lane 30";
+        assert!(wrong.starts_with(start), "{wrong}");
+        let wrong = error(&[[1; 32].as_slice(), &[1]].concat());
+        assert!(wrong.contains("1 of 33 numbers of 'words' is wrong, the first at 32: 0, expected 1\n"), "{wrong}");
+        assert!(wrong.contains("\n  last written by no kernel"), "{wrong}");
+        assert_eq!(error(&right[..32]), "'words' has 33 numbers, 32 were expected");
+        let longer = error(&[2; 40]);
+        let start =
+            "'words' has 33 numbers, 40 were expected; 33 of the first 33 are wrong, the first at 0: 1, expected 2\n";
+        assert!(longer.starts_with(start), "{longer}");
+        // Far from what kernels have written.
+        let other = machine.alloc::<u32>(0, "other", 2).unwrap();
+        let poison = other.download().unwrap()[0];
+        let unwritten = other.expect([!poison, 0]).unwrap_err();
+        let MachineError::Mismatch(unwritten) = unwritten else { panic!("{unwritten}") };
+        let first = unwritten.first.unwrap();
+        assert_eq!((first.index, first.actual), (0, poison.to_string()));
+        assert_eq!(first.written.as_deref(), Some("nothing has written it"));
+        other.upload(&[5, 5]).unwrap();
+        let uploaded = other.expect([5, 6]).unwrap_err().to_string();
+        let text =
+            "1 of 2 numbers of 'other' is wrong, the first at 1: 5, expected 6\n  last written by no kernel";
+        assert_eq!(uploaded, text);
+    }
+
+    #[test]
+    fn expected_numbers_are_compared_bit_by_bit() {
+        let machine = Machine::new(1);
+        let other_nan = f32::from_bits(f32::NAN.to_bits() ^ 1);
+        let array = machine.upload(0, "x", &[0.0, f32::NAN]).unwrap();
+        array.expect([0.0, f32::NAN]).unwrap();
+        // Fast mode tracks no writes.
+        let text = "1 of 2 numbers of 'x' is wrong, the first at 0: 0.0, expected -0.0";
+        assert_eq!(array.expect([-0.0, f32::NAN]).unwrap_err().to_string(), text);
+        let text = "1 of 2 numbers of 'x' is wrong, the first at 1: NaN (0x7fc00000), expected NaN (0x7fc00001)";
+        assert_eq!(array.expect([0.0, other_nan]).unwrap_err().to_string(), text);
     }
 
     #[test]
