@@ -4,10 +4,10 @@ use std::error::Error;
 use std::fmt;
 use std::process::ExitCode;
 
-use crate::check::{CheckConfig, MOST_COLLECTED, Report};
+use crate::check::{AcceptList, Accepted, CheckConfig, MOST_COLLECTED, Report};
 use crate::device::DeviceConfig;
 use crate::machine::{Machine, MachineError};
-use crate::names::counted;
+use crate::names::{counted, readable_name};
 use crate::seeds::for_each_seed;
 
 /// The checks of a run.
@@ -56,12 +56,45 @@ impl Mode {
 ///     let out = machine.alloc::<u32>(0, "out", 1)?;
 ///     machine.launch_with(0, &module, "one", GridConfig::new(1, 1, 0), &[&out])?;
 ///     machine.run()?;
-///     if out.download()? != [1] {
-///         return Err("wrong".into());
-///     }
-///     Ok(())
+///     Ok(out.expect([1])?)
 /// });
 /// assert_eq!(tried.to_string(), "9 runs, 0 reports, 0 failures\n");
+/// assert!(tried.is_clean());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// Reports that are known stand in an [`AcceptList`]. The trial leaves them out, and prints the
+/// entries that fit none:
+///
+/// ```
+/// # use epoxide_vgpu::{GridConfig, Module};
+/// use epoxide_vgpu::{AcceptList, Trial};
+/// # let module = Module::parse(
+/// #     ".version 8.4\n.target sm_90\n.address_size 64
+/// #      .visible .entry both(.param .u64 out) {
+/// #          .reg .b32 %r<2>; .reg .b64 %rd<2>;
+/// #          ld.param.u64 %rd1, [out];
+/// #          mov.u32 %r1, 1;
+/// #          st.global.u32 [%rd1], %r1;
+/// #          ret;
+/// #      }",
+/// # )?;
+///
+/// let accept = AcceptList::parse(
+///     "race both ptx:7 -- blocks store the same number
+///      race both ptx:9 -- a line that has no race",
+/// )?;
+/// let tried = Trial { seeds: 3, accept, ..Trial::default() }.run(|machine| {
+///     let out = machine.alloc::<u32>(0, "out", 1)?;
+///     machine.launch_with(0, &module, "both", GridConfig::new(2, 1, 0), &[&out])?;
+///     machine.run()?;
+///     Ok(out.expect([1])?)
+/// });
+/// assert_eq!(
+///     tried.to_string(),
+///     "line 2 of the accept list has accepted nothing: a line that has no race
+/// 9 runs, 0 reports, 1 accepted, 0 failures\n"
+/// );
 /// assert!(tried.is_clean());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -77,10 +110,12 @@ pub struct Trial {
     pub check: CheckConfig,
     /// The devices. Each run sets the seed and, in [`Mode::Fast`], the assumptions of `check`.
     pub device: DeviceConfig,
+    /// Reports that are known. They are no reports of the outcome and of its exit code.
+    pub accept: AcceptList,
 }
 
 impl Default for Trial {
-    /// One device, 20 seeds, all modes, up to 100 reports of a run.
+    /// One device, 20 seeds, all modes, up to 100 reports of a run, none of which is accepted.
     fn default() -> Self {
         Self {
             devices: 1,
@@ -88,6 +123,7 @@ impl Default for Trial {
             modes: Mode::ALL.to_vec(),
             check: CheckConfig::collecting(),
             device: DeviceConfig { collect: MOST_COLLECTED, ..DeviceConfig::default() },
+            accept: AcceptList::default(),
         }
     }
 }
@@ -105,14 +141,18 @@ pub struct FailedRuns {
 }
 
 /// The outcome of a [`Trial`]. Displayed, it has the [`Summary`](crate::Summary) of the reports, a
-/// line for each failure, and the counts.
+/// line for each failure, a line for each unused entry of the accept list, and the counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tried {
     /// Runs of all modes.
     pub runs: u64,
-    /// The reports of all runs, merged.
+    /// The reports of all runs, merged, without those that [`Trial::accept`] accepts.
     pub reports: Vec<Report>,
+    /// Those that it accepts.
+    pub accepted: Vec<Report>,
+    /// Its entries that have accepted nothing.
+    pub unused: Vec<Accepted>,
     /// Errors of the program. A fault or a hang is a report and no failure.
     pub failures: Vec<FailedRuns>,
 }
@@ -152,6 +192,10 @@ impl Trial {
                 }
             });
         }
+        let mut list = self.accept.clone();
+        let is_accepted = |report: &mut Report| list.accepts(report, &readable_name).is_some();
+        tried.accepted = tried.reports.extract_if(.., is_accepted).collect();
+        tried.unused = list.unused().cloned().collect();
         tried
     }
 }
@@ -164,7 +208,7 @@ impl Tried {
         }
     }
 
-    /// Whether no run had a report or failed.
+    /// Whether no run failed or had a report that is not accepted.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.reports.is_empty() && self.failures.is_empty()
@@ -185,8 +229,14 @@ impl fmt::Display for Tried {
             let seed = if seeds.len() == 1 { "seed" } else { "seeds" };
             writeln!(f, "{}, {seed} {}: {text}", mode.name(), numbers.join(", "))?;
         }
+        for Accepted { line, reason, .. } in &self.unused {
+            writeln!(f, "line {line} of the accept list has accepted nothing: {reason}")?;
+        }
         let [reports, failures] = [self.reports.len(), self.failures.len()].map(|number| number as u64);
-        let [runs, reports] = [counted(self.runs, "run"), counted(reports, "report")];
-        writeln!(f, "{runs}, {reports}, {}", counted(failures, "failure"))
+        write!(f, "{}, {}, ", counted(self.runs, "run"), counted(reports, "report"))?;
+        if !self.accepted.is_empty() {
+            write!(f, "{} accepted, ", self.accepted.len())?;
+        }
+        writeln!(f, "{}", counted(failures, "failure"))
     }
 }

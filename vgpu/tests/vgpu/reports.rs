@@ -367,6 +367,32 @@ READER:
 }
 
 #[test]
+fn a_trial_leaves_accepted_reports_out_and_lists_unused_entries() {
+    let module = parse(THREE);
+    let run = |accept: &str| {
+        let accept = AcceptList::parse(accept).unwrap();
+        Trial { seeds: 3, modes: vec![Mode::Check], accept, ..Trial::default() }.run(|machine| {
+            let buf = machine.upload(0, "buf", &[0u64; 64])?;
+            machine.launch_with(0, &module, "k", launch(8, 1), &[&buf])?;
+            Ok(machine.run()?)
+        })
+    };
+    let tried = run("race k ptx:9999 -- another line\n* * ptx:9998 -- a second one");
+    assert_eq!((tried.reports.len(), tried.accepted.len(), tried.is_clean()), (3, 0, false), "{tried}");
+    let text = "\nline 1 of the accept list has accepted nothing: another line\n\
+                line 2 of the accept list has accepted nothing: a second one\n3 runs, 3 reports, 0 failures\n";
+    assert!(tried.to_string().ends_with(text), "{tried}");
+    let line = |report: &Report| report.places()[0].ptx_line;
+    let entry = |report: &Report| format!("{} k ptx:{} -- known", report.kind(), line(report));
+    let one = run(&entry(&tried.reports[0]));
+    assert_eq!((one.accepted, one.unused.len()), (tried.reports[..1].to_vec(), 0));
+    assert!(one.reports == tried.reports[1..], "{:?}", one.reports);
+    let all = run(&tried.reports.iter().map(entry).collect::<Vec<_>>().join("\n"));
+    assert!(all.is_clean() && all.accepted.len() == 3, "{all}");
+    assert_eq!(all.to_string(), "3 runs, 0 reports, 3 accepted, 0 failures\n");
+}
+
+#[test]
 fn a_ring_that_waits_for_itself_ends_in_fast_mode_too() {
     // A warp polls and stores the values, so that the block never only waits.
     let module = parse(
