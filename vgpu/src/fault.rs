@@ -78,6 +78,24 @@ pub enum LaunchError {
         /// [A line for each parameter](crate::Kernel::param_lines).
         params: Vec<String>,
     },
+    /// A `usize` or `isize` does not fit into its parameter.
+    #[error(
+        "parameter {param} of kernel '{}' has {bytes} bytes, too few for {value}{}",
+        readable_name(kernel),
+        indented(params)
+    )]
+    ArgumentRange {
+        /// Kernel name.
+        kernel: String,
+        /// Number of the parameter, from 0.
+        param: usize,
+        /// Bytes the kernel declares.
+        bytes: usize,
+        /// The argument.
+        value: i128,
+        /// [A line for each parameter](crate::Kernel::param_lines).
+        params: Vec<String>,
+    },
     /// A grid or block dimension is zero or too large.
     #[error(
         "bad launch of '{}': {what} is {value:?} (each must be from 1 to {max:?})",

@@ -11,7 +11,7 @@ use crate::exec::state::SHARED_BASE;
 use crate::exec::wgmma::RegisterCheck;
 use crate::fault::{LaunchError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Operands, Origin};
-use crate::machine::Argument;
+use crate::machine::{Argument, ArgumentValue};
 use crate::ptx::{self, SourceLine};
 
 /// A parameter of a kernel.
@@ -144,7 +144,8 @@ impl Kernel {
     /// The parameter block for these arguments, in the order of the parameters.
     ///
     /// # Errors
-    /// Number or sizes of the arguments are not those of the parameters.
+    /// Number or sizes of the arguments are not those of the parameters, or a `usize` or `isize` does
+    /// not fit.
     pub fn pack(&self, arguments: &[&dyn Argument]) -> Result<Vec<u8>, LaunchError> {
         let (kernel, expected) = (self.name.clone(), self.params.len());
         let mut values = vec![];
@@ -156,8 +157,28 @@ impl Kernel {
         let mut block = vec![];
         for (number, (param, value)) in self.params.iter().zip(values).enumerate() {
             block.resize(param.offset, 0);
-            block.extend_from_slice(&value);
-            let (expected, actual) = (param.size, value.len());
+            let (expected, actual) = match value {
+                ArgumentValue::Bytes(bytes) => {
+                    block.extend_from_slice(&bytes);
+                    (param.size, bytes.len())
+                }
+                ArgumentValue::Integer(value) if [1, 2, 4, 8].contains(&param.size) => {
+                    let (kernel, bytes) = (kernel.clone(), param.size);
+                    if !(-1 << (8 * bytes - 1)..1 << (8 * bytes)).contains(&value) {
+                        let params = self.param_lines();
+                        return Err(LaunchError::ArgumentRange {
+                            kernel,
+                            param: number,
+                            bytes,
+                            value,
+                            params,
+                        });
+                    }
+                    block.extend_from_slice(&value.to_le_bytes()[..bytes]);
+                    (bytes, bytes)
+                }
+                ArgumentValue::Integer(_) => (param.size, size_of::<usize>()),
+            };
             if expected != actual {
                 let params = self.param_lines();
                 return Err(LaunchError::ArgumentBytes { kernel, param: number, expected, actual, params });

@@ -108,7 +108,7 @@ pub use fault::{
 };
 pub use grid::{Grid, Progress, Residency, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};
-pub use machine::{Argument, Array, Machine, MachineError, Mismatch, Number, WrongNumber};
+pub use machine::{Argument, ArgumentValue, Array, Machine, MachineError, Mismatch, Number, WrongNumber};
 pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::{Module, Refusal};

@@ -186,15 +186,46 @@ pub trait Number: Copy + std::fmt::Debug + Argument + sealed::Sealed {
 
 /// Arguments of a kernel: a number, the address of an [`Array`], or a Rust array of numbers, which
 /// is a parameter for each of them.
+///
+/// A [`Number`] has the size of its parameter, or the launch is an error: the wrong one of two
+/// arguments is often of another size. `usize` and `isize` are whole numbers of any parameter of 1,
+/// 2, 4 or 8 bytes, and the launch is an error where the value does not fit. So an index or a
+/// length of the host needs no conversion for a parameter `int`, and `0usize` is also a null
+/// pointer.
+///
+/// ```
+/// use epoxide_vgpu::{GridConfig, Machine, Module};
+///
+/// let module = Module::parse(
+///     ".version 8.4\n.target sm_90\n.address_size 64
+///      .visible .entry put(.param .u64 out, .param .u32 at, .param .u32 value) {
+///          .reg .b32 %r<2>; .reg .b64 %rd<3>;
+///          ld.param.u64 %rd1, [out];
+///          ld.param.u32 %r1, [at];
+///          mul.wide.u32 %rd2, %r1, 4;
+///          add.u64 %rd1, %rd1, %rd2;
+///          ld.param.u32 %r1, [value];
+///          st.global.u32 [%rd1], %r1;
+///          ret;
+///      }",
+/// )?;
+/// let mut machine = Machine::checked(1, 0);
+/// let out = machine.upload(0, "out", &[0u32; 4])?;
+/// let last: usize = out.len() - 1;
+/// machine.launch_with(0, &module, "put", GridConfig::new(1, 1, 0), &[&out, &last, &-1isize])?;
+/// machine.run()?;
+/// out.expect([0, 0, 0, u32::MAX])?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub trait Argument {
     /// Appends its bytes, as the parameter block holds them.
     fn pack(&self, params: &mut Vec<u8>);
 
-    /// Appends the bytes of each parameter that it is. One, unless the type has it otherwise.
-    fn pack_each(&self, values: &mut Vec<Vec<u8>>) {
-        let mut value = vec![];
-        self.pack(&mut value);
-        values.push(value);
+    /// Appends the value of each parameter that it is. One, unless the type has it otherwise.
+    fn pack_each(&self, values: &mut Vec<ArgumentValue>) {
+        let mut bytes = vec![];
+        self.pack(&mut bytes);
+        values.push(ArgumentValue::Bytes(bytes));
     }
 
     /// Device memory that the launch keeps allocated until its kernel has ended.
@@ -203,9 +234,43 @@ pub trait Argument {
     }
 }
 
+/// The value of a parameter, as an [`Argument`] has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ArgumentValue {
+    /// The bytes, as many as the parameter has.
+    Bytes(Vec<u8>),
+    /// A whole number, for a parameter of 1, 2, 4 or 8 bytes that can hold it, with or without a
+    /// sign.
+    Integer(i128),
+}
+
 mod sealed {
     pub trait Sealed {}
 }
+
+/// Whole numbers that take the size of their parameter.
+macro_rules! sizes {
+    ($($ty:ty),*) => { $(
+        impl Argument for $ty {
+            fn pack(&self, params: &mut Vec<u8>) {
+                params.extend_from_slice(&self.to_ne_bytes());
+            }
+            fn pack_each(&self, values: &mut Vec<ArgumentValue>) {
+                values.push(ArgumentValue::Integer(*self as i128));
+            }
+        }
+        impl<const N: usize> Argument for [$ty; N] {
+            fn pack(&self, params: &mut Vec<u8>) {
+                self.iter().for_each(|number| number.pack(params));
+            }
+            fn pack_each(&self, values: &mut Vec<ArgumentValue>) {
+                self.iter().for_each(|number| number.pack_each(values));
+            }
+        }
+    )* };
+}
+sizes!(usize, isize);
 
 macro_rules! numbers {
     ($($ty:ty),*) => { $(
@@ -234,7 +299,7 @@ impl<T: Number, const N: usize> Argument for [T; N] {
         self.iter().for_each(|number| number.put(params));
     }
 
-    fn pack_each(&self, values: &mut Vec<Vec<u8>>) {
+    fn pack_each(&self, values: &mut Vec<ArgumentValue>) {
         self.iter().for_each(|number| number.pack_each(values));
     }
 }
@@ -742,12 +807,13 @@ impl Machine {
         self.enqueue(Residency::InTurn, device, module.find(kernel)?, shape, params.to_vec(), vec![])
     }
 
-    /// The same with the arguments by themselves, in the order of the kernel's parameters. Arrays
-    /// among them stay allocated until the kernel has ended, even if they are dropped before.
+    /// The same with the arguments by themselves, in the order of the kernel's parameters
+    /// ([`Argument`]). Arrays among them stay allocated until the kernel has ended, even if they are
+    /// dropped before.
     ///
     /// # Errors
     /// Those of [`launch`](Self::launch). Also, number and sizes of the arguments must be those of
-    /// the parameters.
+    /// the parameters, and a `usize` or `isize` must fit.
     pub fn launch_with(
         &mut self,
         device: usize,
@@ -1289,6 +1355,58 @@ mod tests {
         assert_eq!(words.of(1).download().unwrap(), [8, 1]);
         assert_eq!(words.of(0).download().unwrap(), [0, 0]);
         assert_eq!(words.addrs(1)[1], words.of(1).addr());
+    }
+
+    #[test]
+    fn a_usize_takes_the_size_of_its_parameter_where_it_fits() {
+        let params = [8, 4, 2, 1].map(|bytes| format!(".param .u{} p{bytes}", 8 * bytes)).join(", ");
+        let kernel = format!("{HEAD}.visible .entry k({params}, .param .align 8 .b8 s[24]) {{ ret; }}");
+        let module = Module::parse(&kernel).unwrap();
+        let kernel = module.find("k").unwrap();
+        struct Structure([u8; 24]);
+        impl Argument for Structure {
+            fn pack(&self, params: &mut Vec<u8>) {
+                params.extend_from_slice(&self.0);
+            }
+        }
+        let structure = [0; 24];
+        let pack = |numbers: [&dyn Argument; 4]| {
+            let [a, b, c, d] = numbers;
+            kernel.pack(&[a, b, c, d, &Structure(structure)])
+        };
+        let bytes = pack([&usize::MAX, &0xffff_fffeusize, &0xfffdusize, &0xfcusize]).unwrap();
+        let number =
+            |at: usize, len: usize| bytes[at..at + len].iter().rev().fold(0, |n, b| n << 8 | u64::from(*b));
+        assert_eq!(
+            [(0, 8), (8, 4), (12, 2), (14, 1)].map(|(at, len)| number(at, len)),
+            [u64::MAX, 0xffff_fffe, 0xfffd, 0xfc]
+        );
+        // Negative numbers in two's complement.
+        let negative = pack([&-1isize, &-2isize, &-3isize, &-4isize]).unwrap();
+        assert_eq!(negative[..15], bytes[..15]);
+        assert_eq!(
+            kernel.pack(&[&[usize::MAX, 0xffff_fffe, 0xfffd, 0xfc], &Structure(structure)]).unwrap(),
+            bytes
+        );
+        let lowest = pack([&isize::MIN, &-0x8000_0000isize, &-0x8000isize, &-0x80isize]).unwrap();
+        assert_eq!((lowest[7], lowest[11], lowest[13], lowest[14]), (0x80, 0x80, 0x80, 0x80));
+        let error = |numbers: &[&dyn Argument; 4]| pack(*numbers).unwrap_err().to_string();
+        for (place, number) in [(1, 1usize << 32), (2, 1 << 16), (3, 1 << 8)] {
+            let mut numbers: [&dyn Argument; 4] = [&0usize; 4];
+            numbers[place] = &number;
+            let bytes = 8 >> place;
+            let start = format!("parameter {place} of kernel 'k' has {bytes} bytes, too few for {number}\n");
+            assert!(error(&numbers).starts_with(&start), "{}", error(&numbers));
+            let below = -(1isize << (8 * bytes - 1)) - 1;
+            let mut numbers: [&dyn Argument; 4] = [&0usize; 4];
+            numbers[place] = &below;
+            assert!(error(&numbers).contains(&format!("too few for {below}\n")), "{}", error(&numbers));
+        }
+        // A number with a size of its own keeps it.
+        let other = error(&[&0usize, &0u64, &0usize, &0usize]);
+        assert!(other.starts_with("parameter 1 of kernel 'k' has 4 bytes, its argument has 8\n"), "{other}");
+        let other = kernel.pack(&[&[0usize; 5]]).unwrap_err().to_string();
+        assert!(other.starts_with("parameter 4 of kernel 'k' has 24 bytes, its argument has 8\n"), "{other}");
     }
 
     #[test]
