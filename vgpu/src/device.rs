@@ -133,7 +133,8 @@ pub struct DeviceConfig {
     /// Most warp instructions that a grid may run without progress. Progress is the begin or the
     /// end of a block, or a time at which all warps only wait for others. A grid beyond the limit
     /// is stopped with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`:
-    /// [`CHECKED_LIVELOCK_LIMIT`] in check mode and on a [`Machine`](crate::Machine), no limit
+    /// [`TRIAL_LIVELOCK_LIMIT`](crate::TRIAL_LIVELOCK_LIMIT) in a [`Trial`](crate::Trial),
+    /// [`CHECKED_LIVELOCK_LIMIT`] else in check mode and on a [`Machine`](crate::Machine), no limit
     /// otherwise.
     pub livelock_limit: Option<u64>,
     /// Destination of `printf` in kernels.

@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use crate::check::{AcceptList, Accepted, CheckConfig, MOST_COLLECTED, Report};
 use crate::device::DeviceConfig;
+use crate::fault::FaultKind;
 use crate::machine::{Machine, MachineError};
 use crate::names::{counted, readable_name};
 use crate::seeds::for_each_seed;
@@ -35,6 +36,12 @@ impl Mode {
         }
     }
 }
+
+/// The limit of warp instructions without progress in a [`Trial`], unless
+/// [`DeviceConfig::livelock_limit`] sets another: about 15 seconds of a kernel in check mode. It is
+/// lower than that of a [`Machine`](crate::CHECKED_LIVELOCK_LIMIT), because each run of a trial
+/// reaches it where the kernel hangs.
+pub const TRIAL_LIVELOCK_LIMIT: u64 = 1 << 24;
 
 /// Runs a program in several modes, in each under the same seeds, and merges the reports.
 ///
@@ -109,6 +116,7 @@ pub struct Trial {
     /// The checks; [`Mode::Weak`] sets `races` and `weak_memory`.
     pub check: CheckConfig,
     /// The devices. Each run sets the seed and, in [`Mode::Fast`], the assumptions of `check`.
+    /// Without a limit of instructions it has that of [`TRIAL_LIVELOCK_LIMIT`].
     pub device: DeviceConfig,
     /// Reports that are known. They are no reports of the outcome and of its exit code.
     pub accept: AcceptList,
@@ -140,8 +148,8 @@ pub struct FailedRuns {
     pub text: String,
 }
 
-/// The outcome of a [`Trial`]. Displayed, it has the [`Summary`](crate::Summary) of the reports, a
-/// line for each failure, a line for each unused entry of the accept list, and the counts.
+/// The outcome of a [`Trial`]. Displayed, it has the [`Summary`](crate::Summary) of the reports, the
+/// waits of each hang, a line for each failure, a line for each unused entry of the accept list, and the counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tried {
@@ -161,8 +169,12 @@ impl Trial {
     /// The machine of a run.
     #[must_use]
     pub fn machine(&self, mode: Mode, seed: u64) -> Machine {
-        let device =
-            DeviceConfig { schedule_seed: Some(seed), assume: self.check.assume, ..self.device.clone() };
+        let device = DeviceConfig {
+            schedule_seed: Some(seed),
+            assume: self.check.assume,
+            livelock_limit: self.device.livelock_limit.or(Some(TRIAL_LIVELOCK_LIMIT)),
+            ..self.device.clone()
+        };
         let check = match mode {
             Mode::Fast => None,
             Mode::Check => Some(self.check),
@@ -221,9 +233,27 @@ impl Tried {
     }
 }
 
+/// The warps that wait, with their events, where a report is a hang of any kind.
+fn waits(report: &Report) -> String {
+    match &report.fault.kind {
+        FaultKind::Deadlock(waits) | FaultKind::Livelock { report: waits, .. } => waits.to_string(),
+        FaultKind::Hang(devices) => {
+            devices.iter().map(|(device, waits)| format!("device {device}: {waits}\n")).collect()
+        }
+        _ => String::new(),
+    }
+}
+
 impl fmt::Display for Tried {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", Report::summary(&self.reports))?;
+        let summary = Report::summary(&self.reports);
+        for cause in &summary.causes {
+            writeln!(f, "{cause}")?;
+            for &at in &cause.reports {
+                writeln!(f, "  {}", summary.reports[at])?;
+                waits(&self.reports[at]).lines().try_for_each(|line| writeln!(f, "    {line}"))?;
+            }
+        }
         for FailedRuns { mode, seeds, text } in &self.failures {
             let numbers: Vec<String> = seeds.iter().map(u64::to_string).collect();
             let seed = if seeds.len() == 1 { "seed" } else { "seeds" };

@@ -2,7 +2,7 @@
 
 use epoxide_vgpu::{
     AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine,
-    MachineError, Mode, Module, Report, Trial,
+    MachineError, Mode, Module, Report, TRIAL_LIVELOCK_LIMIT, Trial,
 };
 
 use crate::cases::SHARED;
@@ -392,18 +392,73 @@ fn a_trial_leaves_accepted_reports_out_and_lists_unused_entries() {
     assert_eq!(all.to_string(), "3 runs, 0 reports, 3 accepted, 0 failures\n");
 }
 
-#[test]
-fn a_ring_that_waits_for_itself_ends_in_fast_mode_too() {
-    // A warp polls and stores the values, so that the block never only waits.
-    let module = parse(
-        "
+/// A warp polls and stores the values, so that the block never only waits.
+const WAITS_FOR_ITSELF: &str = "
 AGAIN:
     ld.relaxed.gpu.global.u32 %r1, [%rd40];
     mov.u32 %r2, DATA;
     st.shared.u32 [%r2], %r1;
     setp.eq.u32 %p1, %r1, 0;
-    @%p1 bra AGAIN;",
-    );
+    @%p1 bra AGAIN;";
+
+#[test]
+fn hangs_of_a_trial_come_soon_and_list_the_waits() {
+    let polls = "
+POLL:
+    ld.relaxed.gpu.global.u32 %r1, [%rd40+8];
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra POLL;";
+    let barrier = "
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, 32;
+    @%p1 bra FIRST;
+    bar.sync 1, 64;
+FIRST:
+    bar.sync 2, 64;";
+    for (body, devices, kind, waits) in [
+        (polls, 2, "hang", "\n    device 0: kernel 'k': 2 groups of lanes are alive\n"),
+        (WAITS_FOR_ITSELF, 1, "livelock", "\n    kernel 'k': 2 groups of lanes are alive\n"),
+        (barrier, 1, "deadlock", "\n    kernel 'k': 2 groups of lanes are alive\n"),
+    ] {
+        let module = parse(body);
+        let trial = Trial { devices, seeds: 1, modes: vec![Mode::Fast], ..Trial::default() };
+        let tried = trial.run(|machine| {
+            let buf = machine.symmetric("buf", &[0u64; 64])?;
+            for device in 0..machine.devices() {
+                machine.launch_with(device, &module, "k", launch(1, 64), &[buf.of(device)])?;
+            }
+            Ok(machine.run()?)
+        });
+        let text = tried.to_string();
+        assert_eq!((kinds(&tried.reports), tried.failures.len()), (vec![kind], 0), "{text}");
+        assert!(text.contains(waits) && text.contains("\n      block [0, 0, 0] warp"), "{text}");
+        match &tried.reports[0].fault.kind {
+            FaultKind::Hang(_) => {
+                let device = "\n    device 1: kernel 'k': 2 groups of lanes are alive\n      block [0, 0, 0] warps 0-1 \
+                              lanes 0xffffffff: spins on 'buf of device 1' + 0x8";
+                assert!(text.contains(device), "{text}");
+            }
+            FaultKind::Livelock { instructions, .. } => {
+                assert!((TRIAL_LIVELOCK_LIMIT..TRIAL_LIVELOCK_LIMIT + 4096).contains(instructions), "{text}");
+            }
+            _ => {}
+        }
+    }
+    // A limit of the device's own.
+    let device = DeviceConfig { livelock_limit: Some(1000), ..DeviceConfig::default() };
+    let module = parse(WAITS_FOR_ITSELF);
+    let tried = Trial { seeds: 1, device, ..Trial::default() }.run(|machine| {
+        let buf = machine.upload(0, "buf", &[0u64; 64])?;
+        machine.launch_with(0, &module, "k", launch(1, 32), &[&buf])?;
+        Ok(machine.run()?)
+    });
+    let FaultKind::Livelock { instructions, .. } = tried.reports[0].fault.kind else { panic!("{tried}") };
+    assert!((1000..5000).contains(&instructions), "{tried}");
+}
+
+#[test]
+fn a_ring_that_waits_for_itself_ends_in_fast_mode_too() {
+    let module = parse(WAITS_FOR_ITSELF);
     let device = DeviceConfig { livelock_limit: Some(100_000), ..DeviceConfig::default() };
     for check in [None, Some(CheckConfig::default()), Some(CheckConfig::collecting())] {
         let mut machine = Machine::with_config(1, device.clone(), check);
