@@ -969,20 +969,20 @@ impl fmt::Display for TraceStep {
 
 /// The lanes of a mask, as in `lanes 0-3, 8`.
 fn lane_numbers(mask: u32) -> String {
-    let lanes = (0..32).filter(|lane| mask >> lane & 1 != 0);
+    let lanes = (0..32u32).filter(|lane| mask >> lane & 1 != 0);
     format!("{} {}", if mask.is_power_of_two() { "lane" } else { "lanes" }, ranges(lanes))
 }
 
 /// Numbers in rising order, as in `0-3, 8`.
-fn ranges(numbers: impl IntoIterator<Item = u32>) -> String {
-    let mut ranges: Vec<[u32; 2]> = vec![];
-    for number in numbers {
+pub(crate) fn ranges<N: Into<u64>>(numbers: impl IntoIterator<Item = N>) -> String {
+    let mut ranges: Vec<[u64; 2]> = vec![];
+    for number in numbers.into_iter().map(Into::into) {
         match ranges.last_mut() {
             Some([_, last]) if *last + 1 == number => *last = number,
             _ => ranges.push([number; 2]),
         }
     }
-    let range = |[first, last]: [u32; 2]| {
+    let range = |[first, last]: [u64; 2]| {
         if first == last { first.to_string() } else { format!("{first}-{last}") }
     };
     ranges.into_iter().map(range).collect::<Vec<_>>().join(", ")

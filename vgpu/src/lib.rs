@@ -117,7 +117,7 @@ pub use names::readable_name;
 pub use seeds::for_each_seed;
 pub use symmetric::Symmetric;
 pub use tensor_map::{ElementType, Fill, PixelTensor, Swizzle, TensorMap, TensorMapError, TiledTensor};
-pub use trial::{FailedRuns, Mode, TRIAL_LIVELOCK_LIMIT, Trial, Tried};
+pub use trial::{FailedRuns, Mode, ModeSeeds, TRIAL_LIVELOCK_LIMIT, Trial, Tried, TriedReport};
 
 /// The examples of the README are compiled and run.
 #[cfg(doctest)]

@@ -6,9 +6,9 @@ use std::process::ExitCode;
 
 use crate::check::{AcceptList, Accepted, CheckConfig, MOST_COLLECTED, Report};
 use crate::device::DeviceConfig;
-use crate::fault::FaultKind;
+use crate::fault::{FaultKind, ranges};
 use crate::machine::{Machine, MachineError};
-use crate::names::{counted, readable_name};
+use crate::names::{brief_name, counted, readable_name};
 use crate::seeds::for_each_seed;
 
 /// The checks of a run.
@@ -81,21 +81,20 @@ pub const TRIAL_LIVELOCK_LIMIT: u64 = 1 << 24;
 /// #      .visible .entry both(.param .u64 out) {
 /// #          .reg .b32 %r<2>; .reg .b64 %rd<2>;
 /// #          ld.param.u64 %rd1, [out];
-/// #          mov.u32 %r1, 1;
+/// #          mov.u32 %r1, %ctaid.x;
 /// #          st.global.u32 [%rd1], %r1;
 /// #          ret;
 /// #      }",
 /// # )?;
 ///
 /// let accept = AcceptList::parse(
-///     "race both ptx:7 -- blocks store the same number
+///     "race both ptx:8 -- nothing reads the number
 ///      race both ptx:9 -- a line that has no race",
 /// )?;
 /// let tried = Trial { seeds: 3, accept, ..Trial::default() }.run(|machine| {
 ///     let out = machine.alloc::<u32>(0, "out", 1)?;
 ///     machine.launch_with(0, &module, "both", GridConfig::new(2, 1, 0), &[&out])?;
-///     machine.run()?;
-///     Ok(out.expect([1])?)
+///     Ok(machine.run()?)
 /// });
 /// assert_eq!(
 ///     tried.to_string(),
@@ -136,29 +135,65 @@ impl Default for Trial {
     }
 }
 
+/// Runs of one mode.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ModeSeeds {
+    /// The mode.
+    pub mode: Mode,
+    /// Their seeds, in order.
+    pub seeds: Vec<u64>,
+}
+
+impl fmt::Display for ModeSeeds {
+    /// As in `check, seeds 0-2, 5`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seeds = if self.seeds.len() == 1 { "seed" } else { "seeds" };
+        write!(f, "{}, {seeds} {}", self.mode.name(), ranges(self.seeds.iter().copied()))
+    }
+}
+
+/// A report of a [`Trial`], merged of all runs that had it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TriedReport {
+    /// The report.
+    pub report: Report,
+    /// The runs that had it, by their modes. `EPOXIDE_VGPU_SEED` set to one of the seeds replays it.
+    pub seen: Vec<ModeSeeds>,
+}
+
+impl TriedReport {
+    fn see(&mut self, mode: Mode, seed: u64) {
+        match self.seen.iter_mut().find(|runs| runs.mode == mode) {
+            Some(runs) => runs.seeds.push(seed),
+            None => self.seen.push(ModeSeeds { mode, seeds: vec![seed] }),
+        }
+    }
+}
+
 /// A wrong result, or another error of the program that is no report.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FailedRuns {
-    /// The mode.
-    pub mode: Mode,
-    /// The seeds that had it.
-    pub seeds: Vec<u64>,
+    /// The runs that had it.
+    pub runs: ModeSeeds,
     /// The text of the error.
     pub text: String,
 }
 
-/// The outcome of a [`Trial`]. Displayed, it has the [`Summary`](crate::Summary) of the reports, the
-/// waits of each hang, a line for each failure, a line for each unused entry of the accept list, and the counts.
+/// The outcome of a [`Trial`]. Displayed, it has these lines: the [`Summary`](crate::Summary) of the
+/// reports, with the runs that had each and the waits of each hang; each failure; each unused entry
+/// of the accept list; and the counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tried {
     /// Runs of all modes.
     pub runs: u64,
     /// The reports of all runs, merged, without those that [`Trial::accept`] accepts.
-    pub reports: Vec<Report>,
+    pub reports: Vec<TriedReport>,
     /// Those that it accepts.
-    pub accepted: Vec<Report>,
+    pub accepted: Vec<TriedReport>,
     /// Its entries that have accepted nothing.
     pub unused: Vec<Accepted>,
     /// Errors of the program. A fault or a hang is a report and no failure.
@@ -195,7 +230,7 @@ impl Trial {
                 let mut machine = self.machine(mode, seed);
                 let outcome = program(&mut machine);
                 tried.runs += 1;
-                Report::merge(&mut tried.reports, machine.reports());
+                machine.reports().into_iter().for_each(|report| tried.add(mode, seed, report));
                 let Err(error) = outcome else { return };
                 let is_report =
                     |error: &MachineError| matches!(error, MachineError::Fault(_) | MachineError::Stuck(_));
@@ -205,7 +240,7 @@ impl Trial {
             });
         }
         let mut list = self.accept.clone();
-        let is_accepted = |report: &mut Report| list.accepts(report, &readable_name).is_some();
+        let is_accepted = |known: &mut TriedReport| list.accepts(&known.report, &readable_name).is_some();
         tried.accepted = tried.reports.extract_if(.., is_accepted).collect();
         tried.unused = list.unused().cloned().collect();
         tried
@@ -213,10 +248,23 @@ impl Trial {
 }
 
 impl Tried {
+    /// Adds a report of a run. Reports of one run are not alike.
+    fn add(&mut self, mode: Mode, seed: u64, report: Report) {
+        match self.reports.iter_mut().find(|known| known.report.is_alike(&report)) {
+            Some(known) => {
+                known.report.add(report);
+                known.see(mode, seed);
+            }
+            None => {
+                self.reports.push(TriedReport { report, seen: vec![ModeSeeds { mode, seeds: vec![seed] }] })
+            }
+        }
+    }
+
     fn fail(&mut self, mode: Mode, seed: u64, text: String) {
-        match self.failures.iter_mut().find(|known| known.mode == mode && known.text == text) {
-            Some(known) => known.seeds.push(seed),
-            None => self.failures.push(FailedRuns { mode, seeds: vec![seed], text }),
+        match self.failures.iter_mut().find(|known| known.runs.mode == mode && known.text == text) {
+            Some(known) => known.runs.seeds.push(seed),
+            None => self.failures.push(FailedRuns { runs: ModeSeeds { mode, seeds: vec![seed] }, text }),
         }
     }
 
@@ -235,29 +283,34 @@ impl Tried {
 
 /// The warps that wait, with their events, where a report is a hang of any kind.
 fn waits(report: &Report) -> String {
-    match &report.fault.kind {
+    let text = match &report.fault.kind {
         FaultKind::Deadlock(waits) | FaultKind::Livelock { report: waits, .. } => waits.to_string(),
         FaultKind::Hang(devices) => {
             devices.iter().map(|(device, waits)| format!("device {device}: {waits}\n")).collect()
         }
-        _ => String::new(),
-    }
+        _ => return String::new(),
+    };
+    let kernels = match &report.fault.kind {
+        FaultKind::Hang(devices) => devices.iter().map(|(_, waits)| &waits.kernel).collect(),
+        _ => vec![&report.fault.kernel],
+    };
+    kernels.iter().fold(text, |text, kernel| text.replace(&readable_name(kernel), &brief_name(kernel)))
 }
 
 impl fmt::Display for Tried {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let summary = Report::summary(&self.reports);
+        let reports: Vec<Report> = self.reports.iter().map(|tried| tried.report.clone()).collect();
+        let summary = Report::summary(&reports);
         for cause in &summary.causes {
             writeln!(f, "{cause}")?;
             for &at in &cause.reports {
-                writeln!(f, "  {}", summary.reports[at])?;
-                waits(&self.reports[at]).lines().try_for_each(|line| writeln!(f, "    {line}"))?;
+                let seen: Vec<String> = self.reports[at].seen.iter().map(ToString::to_string).collect();
+                writeln!(f, "  {}: {}", summary.reports[at], seen.join("; "))?;
+                waits(&reports[at]).lines().try_for_each(|line| writeln!(f, "    {line}"))?;
             }
         }
-        for FailedRuns { mode, seeds, text } in &self.failures {
-            let numbers: Vec<String> = seeds.iter().map(u64::to_string).collect();
-            let seed = if seeds.len() == 1 { "seed" } else { "seeds" };
-            writeln!(f, "{}, {seed} {}: {text}", mode.name(), numbers.join(", "))?;
+        for FailedRuns { runs, text } in &self.failures {
+            writeln!(f, "{runs}: {text}")?;
         }
         for Accepted { line, reason, .. } in &self.unused {
             writeln!(f, "line {line} of the accept list has accepted nothing: {reason}")?;

@@ -4,14 +4,15 @@ use std::fmt;
 
 use super::reports::{Report, ReportPlace};
 use crate::fault::{Fault, FaultKind, Gap, Party};
-use crate::names::{counted, readable_name};
+use crate::names::{brief_name, counted};
 
 /// Reports that one change of the kernel would fix: races with the same gaps, or races of the same
 /// flags without gaps. Each report of another kind has its own cause.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cause {
-    /// The cause as a sentence, with readable names and the line of each gap.
+    /// The cause as a sentence, with the line of each gap. Names of kernels are readable, without
+    /// parameters.
     pub text: String,
     /// The gaps, of the first report.
     pub gaps: Vec<Gap>,
@@ -113,7 +114,7 @@ impl Report {
 
     fn cause(&self) -> String {
         let gap = |gap: &Gap| {
-            format!("{} ({}, in kernel '{}')", gap.sentence(), gap.place(), readable_name(&gap.at.kernel))
+            format!("{} ({}, in kernel '{}')", gap.sentence(), gap.place(), brief_name(&gap.at.kernel))
         };
         match &self.fault.kind {
             FaultKind::Race(race) if race.gaps.is_empty() => {
@@ -131,7 +132,7 @@ impl Report {
     fn kernels(&self) -> String {
         let places = self.places();
         let kernels = places.iter().filter(|at| !at.kernel.is_empty());
-        let mut kernels: Vec<String> = kernels.map(|at| format!("'{}'", readable_name(&at.kernel))).collect();
+        let mut kernels: Vec<String> = kernels.map(|at| format!("'{}'", brief_name(&at.kernel))).collect();
         kernels.dedup();
         kernels.join(" and ")
     }

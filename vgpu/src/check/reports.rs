@@ -203,15 +203,18 @@ impl Report {
     pub fn merge(all: &mut Vec<Report>, more: Vec<Report>) {
         for report in more {
             match all.iter_mut().find(|known| known.is_alike(&report)) {
-                Some(known) => {
-                    known.occurrences += report.occurrences;
-                    known.ended_run |= report.ended_run;
-                    if report.class() < known.class() {
-                        known.fault = report.fault;
-                    }
-                }
+                Some(known) => known.add(report),
                 None => all.push(report),
             }
+        }
+    }
+
+    /// Adds the occurrences of a report that is alike.
+    pub(crate) fn add(&mut self, other: Report) {
+        self.occurrences += other.occurrences;
+        self.ended_run |= other.ended_run;
+        if other.class() < self.class() {
+            self.fault = other.fault;
         }
     }
 }

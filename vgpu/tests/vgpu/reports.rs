@@ -2,7 +2,7 @@
 
 use epoxide_vgpu::{
     AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine,
-    MachineError, Mode, Module, Report, TRIAL_LIVELOCK_LIMIT, Trial,
+    MachineError, Mode, Module, Report, TRIAL_LIVELOCK_LIMIT, Trial, Tried, TriedReport,
 };
 
 use crate::cases::SHARED;
@@ -29,7 +29,11 @@ fn run(
     (outcome, machine.reports(), buf.download().unwrap_or_default())
 }
 
-fn kinds(reports: &[Report]) -> Vec<&str> {
+fn merged(tried: &Tried) -> Vec<Report> {
+    tried.reports.iter().map(|tried| tried.report.clone()).collect()
+}
+
+fn kinds(reports: &[Report]) -> Vec<&'static str> {
     let mut kinds: Vec<_> = reports.iter().map(Report::kind).collect();
     kinds.sort_unstable();
     kinds
@@ -354,16 +358,22 @@ READER:
     };
     assert!(run(&[Mode::Fast], &module).is_clean());
     let tried = run(&Mode::ALL, &module);
-    assert_eq!((tried.runs, kinds(&tried.reports)), (60, vec!["race"]));
-    assert_eq!(tried.reports[0].occurrences, 20);
+    assert_eq!((tried.runs, kinds(&merged(&tried))), (60, vec!["race"]));
+    let TriedReport { report, seen, .. } = &tried.reports[0];
+    assert_eq!(report.occurrences, 20);
+    let [runs] = seen.as_slice() else { panic!("{tried}") };
+    assert_eq!((runs.mode, runs.seeds.clone()), (Mode::Check, (0..20).collect()));
+    assert!(tried.to_string().contains(" in kernel 'k', 20 times: check, seeds 0-19\n"), "{tried}");
     let [failed] = tried.failures.as_slice() else { panic!("{tried}") };
-    assert!(failed.mode == Mode::Weak && !failed.seeds.is_empty(), "{tried}");
+    assert!(failed.runs.mode == Mode::Weak && !failed.runs.seeds.is_empty(), "{tried}");
     let text = tried.to_string();
     assert!(text.contains(": another word than the writer's\n60 runs, 1 report, 1 failure\n"), "{text}");
     // A fault is a report and no failure.
     let beyond = parse("add.s64 %rd3, %rd40, 65536;\nst.global.u32 [%rd3], %r40;");
     let tried = run(&Mode::ALL, &beyond);
-    assert_eq!((kinds(&tried.reports), tried.failures.len()), (vec!["out-of-bounds"], 0), "{tried}");
+    assert_eq!((kinds(&merged(&tried)), tried.failures.len()), (vec!["out-of-bounds"], 0), "{tried}");
+    let all = "fast, seeds 0-19; check, seeds 0-19; weak, seeds 0-19\n60 runs, 1 report, 0 failures\n";
+    assert!(tried.to_string().ends_with(&format!(", 60 times: {all}")), "{tried}");
 }
 
 #[test]
@@ -382,8 +392,9 @@ fn a_trial_leaves_accepted_reports_out_and_lists_unused_entries() {
     let text = "\nline 1 of the accept list has accepted nothing: another line\n\
                 line 2 of the accept list has accepted nothing: a second one\n3 runs, 3 reports, 0 failures\n";
     assert!(tried.to_string().ends_with(text), "{tried}");
-    let line = |report: &Report| report.places()[0].ptx_line;
-    let entry = |report: &Report| format!("{} k ptx:{} -- known", report.kind(), line(report));
+    let entry = |TriedReport { report, .. }: &TriedReport| {
+        format!("{} k ptx:{} -- known", report.kind(), report.places()[0].ptx_line)
+    };
     let one = run(&entry(&tried.reports[0]));
     assert_eq!((one.accepted, one.unused.len()), (tried.reports[..1].to_vec(), 0));
     assert!(one.reports == tried.reports[1..], "{:?}", one.reports);
@@ -430,9 +441,9 @@ FIRST:
             Ok(machine.run()?)
         });
         let text = tried.to_string();
-        assert_eq!((kinds(&tried.reports), tried.failures.len()), (vec![kind], 0), "{text}");
+        assert_eq!((kinds(&merged(&tried)), tried.failures.len()), (vec![kind], 0), "{text}");
         assert!(text.contains(waits) && text.contains("\n      block [0, 0, 0] warp"), "{text}");
-        match &tried.reports[0].fault.kind {
+        match &tried.reports[0].report.fault.kind {
             FaultKind::Hang(_) => {
                 let device = "\n    device 1: kernel 'k': 2 groups of lanes are alive\n      block [0, 0, 0] warps 0-1 \
                               lanes 0xffffffff: spins on 'buf of device 1' + 0x8";
@@ -452,7 +463,9 @@ FIRST:
         machine.launch_with(0, &module, "k", launch(1, 32), &[&buf])?;
         Ok(machine.run()?)
     });
-    let FaultKind::Livelock { instructions, .. } = tried.reports[0].fault.kind else { panic!("{tried}") };
+    let FaultKind::Livelock { instructions, .. } = tried.reports[0].report.fault.kind else {
+        panic!("{tried}")
+    };
     assert!((1000..5000).contains(&instructions), "{tried}");
 }
 

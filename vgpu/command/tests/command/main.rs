@@ -323,7 +323,7 @@ fn reports_of_one_cause_are_grouped() {
         "\ncause: 2 reports, ",
         "; the flag's read is no acquire, and the reader has no fence behind it: it needs one of scope .gpu or wider \
          (kernels/last_block.cu:5, PTX line ",
-        ", in kernel 'last_block(float*, unsigned int*, float*)')\n",
+        ", in kernel 'last_block')\n",
         "1 run, 2 reports\n",
     ] {
         assert!(text.contains(part), "without '{part}': {text}");
