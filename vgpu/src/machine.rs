@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
-use std::ops::Range;
+use std::ops::{Bound, Range, RangeBounds};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,10 +17,12 @@ use crate::memory_error::MemoryError;
 use crate::module::Module;
 use crate::multicast::MulticastObject;
 use crate::names::counted;
-use crate::seeds::Rng;
+use crate::seeds::{Rng, mix};
 
 /// Longest turn of a device, in warp instructions, unless the machine has another.
 const LONGEST_TURN: u64 = 1024;
+/// Sets the numbers of [`Machine::random`] apart from those of the schedule.
+const PROGRAM: u64 = 0x7072_6f67_7261_6d00;
 /// How far the clock advances when all grids only wait, in nanoseconds; twice as far each time.
 const FIRST_JUMP_NS: u64 = 1_000;
 /// How far in one step at most.
@@ -313,6 +315,8 @@ pub struct Array<T> {
     /// Where it begins in the region, in bytes.
     offset: u64,
     len: usize,
+    /// The label of a slice.
+    label: Option<Arc<str>>,
     of: PhantomData<T>,
 }
 
@@ -323,7 +327,7 @@ impl<T: Number> Array<T> {
         self.region.addr() + self.offset
     }
 
-    /// Its memory. The array is all of it, unless it is a variable.
+    /// Its memory. The array is all of it, unless it is a variable or a slice.
     pub(crate) fn allocation(&self) -> Arc<Region> {
         self.region.clone()
     }
@@ -331,6 +335,68 @@ impl<T: Number> Array<T> {
     /// The length of its memory, and its place there.
     pub(crate) fn shape(&self) -> [u64; 3] {
         [self.region.bytes(), self.offset, self.len as u64]
+    }
+
+    /// The label in errors: that of its memory, and the slice's in front of it.
+    fn label(&self) -> String {
+        match &self.label {
+            Some(label) => format!("{label} of {}", self.region.label()),
+            None => self.region.label().to_owned(),
+        }
+    }
+
+    /// A part of it, as an array of the same memory. Uploads, downloads and [`Array::expect`] have
+    /// the part's bounds. Reports of check mode name its numbers by `label`, as in `flags[3]`. A
+    /// kernel has the bounds of the whole memory, because it may compute one address from another.
+    ///
+    /// ```
+    /// use epoxide_vgpu::{GridConfig, Machine, Module};
+    ///
+    /// let module = Module::parse(
+    ///     ".version 8.4\n.target sm_90\n.address_size 64
+    ///      .visible .entry set(.param .u64 at) {
+    ///          .reg .b32 %r<2>; .reg .b64 %rd<2>;
+    ///          ld.param.u64 %rd1, [at];
+    ///          mov.u32 %r1, 7;
+    ///          st.global.u32 [%rd1], %r1;
+    ///          ret;
+    ///      }",
+    /// )?;
+    /// let mut machine = Machine::new(1);
+    /// let heap = machine.upload(0, "heap", &[0u32; 64])?;
+    /// let (flags, data) = (heap.slice(0..4, "flags")?, heap.slice(4..64, "data")?);
+    /// machine.launch_with(0, &module, "set", GridConfig::new(1, 1, 0), &[&data])?;
+    /// machine.run()?;
+    /// flags.expect([0; 4])?;
+    /// assert_eq!(data.download_range(0..2)?, [7, 0]);
+    /// assert!(flags.upload(&[1; 5]).is_err());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The array lacks some of the numbers.
+    pub fn slice(&self, range: Range<usize>, label: &str) -> Result<Array<T>, MachineError> {
+        let Range { start, end } = self.checked(range)?;
+        let (offset, len) = (self.offset + (start * size_of::<T>()) as u64, end - start);
+        let label: Arc<str> = label.into();
+        self.region.name_part(offset..offset + (len * size_of::<T>()) as u64, size_of::<T>() as u64, &label);
+        let (memory, region, label) = (self.memory.clone(), self.region.clone(), Some(label));
+        Ok(Array { memory, region, offset, len, label, of: PhantomData })
+    }
+
+    /// The same numbers in another mapping of its memory.
+    fn mapped(&self, memory: Memory, region: Region) -> Array<T> {
+        let Array { offset, len, ref label, .. } = *self;
+        Array { memory, region: Arc::new(region), offset, len, label: label.clone(), of: PhantomData }
+    }
+
+    /// The range, if the array has all of it.
+    fn checked(&self, range: Range<usize>) -> Result<Range<usize>, MachineError> {
+        let Range { start, end } = range;
+        if start > end || end > self.len {
+            return Err(MachineError::BadRange { label: self.label(), len: self.len, start, end });
+        }
+        Ok(range)
     }
 
     /// How many numbers it has.
@@ -359,11 +425,7 @@ impl<T: Number> Array<T> {
     /// # Errors
     /// As [`Array::download`], and where the array lacks some of the numbers.
     pub fn download_range(&self, range: Range<usize>) -> Result<Vec<T>, MachineError> {
-        let Range { start, end } = range;
-        if start > end || end > self.len {
-            let label = self.region.label().to_owned();
-            return Err(MachineError::BadRange { label, len: self.len, start, end });
-        }
+        let Range { start, end } = self.checked(range)?;
         let mut bytes = vec![0; (end - start) * size_of::<T>()];
         self.memory.read(self.addr() + (start * size_of::<T>()) as u64, &mut bytes)?;
         Ok(bytes.chunks_exact(size_of::<T>()).map(T::get).collect())
@@ -428,7 +490,7 @@ impl<T: Number> Array<T> {
         if wrong == 0 && expected_len == self.len {
             return Ok(());
         }
-        let label = self.region.label().to_owned();
+        let label = self.label();
         Err(MachineError::Mismatch(Box::new(Mismatch { label, len: self.len, expected_len, wrong, first })))
     }
 
@@ -451,11 +513,8 @@ impl<T: Number> Array<T> {
     pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
         if numbers.len() > self.len {
             // The region of a variable is longer than the variable.
-            return Err(MachineError::TooMany {
-                label: self.region.label().to_owned(),
-                len: self.len,
-                given: numbers.len(),
-            });
+            let (label, given) = (self.label(), numbers.len());
+            return Err(MachineError::TooMany { label, len: self.len, given });
         }
         let mut bytes = Vec::with_capacity(size_of_val(numbers));
         numbers.iter().for_each(|number| number.put(&mut bytes));
@@ -561,6 +620,9 @@ pub struct Machine {
     checker: Option<Checker>,
     clock_ns: Arc<AtomicU64>,
     rng: Rng,
+    seed: u64,
+    /// Draws what the program asks for, so that it changes no schedule.
+    own_rng: Rng,
     longest_turn: u64,
     /// The choices of an exploration.
     path: Option<Path>,
@@ -639,6 +701,8 @@ impl Machine {
             checker,
             clock_ns,
             rng: Rng::new(seed),
+            seed,
+            own_rng: Rng::new(mix(seed ^ PROGRAM)),
             longest_turn: LONGEST_TURN,
             path: None,
             faults: vec![],
@@ -678,6 +742,49 @@ impl Machine {
         all
     }
 
+    /// The seed of its schedule; 0 for one without.
+    #[must_use]
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// A whole number of the range, for the inputs of a program. The machine's seed determines all
+    /// of them, so that a failure repeats with its inputs. They change no schedule.
+    ///
+    /// ```
+    /// use epoxide_vgpu::Machine;
+    ///
+    /// let inputs = |seed| {
+    ///     let mut machine = Machine::seeded(1, seed);
+    ///     [(); 8].map(|()| machine.random(-3..=3))
+    /// };
+    /// assert_eq!(inputs(7), inputs(7));
+    /// assert_ne!(inputs(7), inputs(8));
+    /// assert!(inputs(7).iter().all(|number| (-3..=3).contains(number)));
+    /// ```
+    ///
+    /// # Panics
+    /// The range is empty.
+    pub fn random(&mut self, range: impl RangeBounds<i64>) -> i64 {
+        let first = match range.start_bound() {
+            Bound::Included(first) => i128::from(*first),
+            Bound::Excluded(before) => i128::from(*before) + 1,
+            Bound::Unbounded => i128::from(i64::MIN),
+        };
+        let end = match range.end_bound() {
+            Bound::Included(last) => i128::from(*last) + 1,
+            Bound::Excluded(end) => i128::from(*end),
+            Bound::Unbounded => i128::from(i64::MAX) + 1,
+        };
+        assert!(first < end, "a number of the range {first}..{end}, which is empty");
+        // All numbers of 64 bits are one more than the largest.
+        let drawn = match u64::try_from(end - first) {
+            Ok(numbers) => self.own_rng.below(numbers),
+            Err(_) => self.own_rng.next(),
+        };
+        (first + i128::from(drawn)) as i64
+    }
+
     /// The number of devices.
     #[must_use]
     pub fn devices(&self) -> usize {
@@ -706,7 +813,7 @@ impl Machine {
         // No memory has as many bytes as the product is cut to.
         let bytes = len.saturating_mul(size_of::<T>()) as u64;
         let region = memory.alloc(bytes, &format!("{label}{}", of_device(self.devices[device].number)))?;
-        Ok(Array { memory, region: Arc::new(region), offset: 0, len, of: PhantomData })
+        Ok(Array { memory, region: Arc::new(region), offset: 0, len, label: None, of: PhantomData })
     }
 
     /// Memory of a device that holds `numbers`.
@@ -736,7 +843,7 @@ impl Machine {
         } else {
             memory.import(array.region.export()?, array.region.bytes(), array.region.label())?
         };
-        Ok(Array { memory, region: Arc::new(region), offset: array.offset, len: array.len, of: PhantomData })
+        Ok(array.mapped(memory, region))
     }
 
     /// The same at an address in a reservation. The array is all of its allocation.
@@ -748,8 +855,8 @@ impl Machine {
     ) -> Result<Array<T>, MachineError> {
         let memory = self.device(device)?.memory.clone();
         let (fd, bytes, label) = (array.region.export()?, array.region.bytes(), array.region.label());
-        let region = Arc::new(memory.import_at(place, fd, bytes, label)?);
-        Ok(Array { memory, region, offset: 0, len: array.len, of: PhantomData })
+        let region = memory.import_at(place, fd, bytes, label)?;
+        Ok(array.mapped(memory, region))
     }
 
     /// The multicast addresses of arrays, of which this is one, on a device.
@@ -763,8 +870,8 @@ impl Machine {
         // The addresses are those of all devices.
         let label = array.region.label();
         let label = label.strip_suffix(&of_device(self.devices[device].number)).unwrap_or(label);
-        let region = Arc::new(memory.multicast(object, label)?);
-        Ok(Array { memory, region, offset: array.offset, len: array.len, of: PhantomData })
+        let region = memory.multicast(object, label)?;
+        Ok(array.mapped(memory, region))
     }
 
     /// The `.global` or `.const` variable `name` of a module on a device, as numbers. It holds its
@@ -787,7 +894,7 @@ impl Machine {
         if !bytes.is_multiple_of(each) {
             return Err(MachineError::VariableBytes { variable: name.to_owned(), bytes, each });
         }
-        Ok(Array { memory, region, offset, len: bytes / each, of: PhantomData })
+        Ok(Array { memory, region, offset, len: bytes / each, label: None, of: PhantomData })
     }
 
     /// Enqueues a kernel on a device, behind those that are there: that which [`Module::find`]
@@ -1286,12 +1393,14 @@ mod tests {
                      last written by a weak write in kernel 'row', block [0, 0, 0], warp 0, lane 30";
         assert!(wrong.starts_with(start), "{wrong}");
         let wrong = error(&[[1; 32].as_slice(), &[1]].concat());
-        assert!(wrong.contains("1 of 33 numbers of 'words' is wrong, the first at 32: 0, expected 1\n"), "{wrong}");
+        assert!(
+            wrong.contains("1 of 33 numbers of 'words' is wrong, the first at 32: 0, expected 1\n"),
+            "{wrong}"
+        );
         assert!(wrong.contains("\n  last written by no kernel"), "{wrong}");
         assert_eq!(error(&right[..32]), "'words' has 33 numbers, 32 were expected");
         let longer = error(&[2; 40]);
-        let start =
-            "'words' has 33 numbers, 40 were expected; 33 of the first 33 are wrong, the first at 0: 1, expected 2\n";
+        let start = "'words' has 33 numbers, 40 were expected; 33 of the first 33 are wrong, the first at 0: 1, expected 2\n";
         assert!(longer.starts_with(start), "{longer}");
         // Far from what kernels have written.
         let other = machine.alloc::<u32>(0, "other", 2).unwrap();
@@ -1317,7 +1426,8 @@ mod tests {
         // Fast mode tracks no writes.
         let text = "1 of 2 numbers of 'x' is wrong, the first at 0: 0.0, expected -0.0";
         assert_eq!(array.expect([-0.0, f32::NAN]).unwrap_err().to_string(), text);
-        let text = "1 of 2 numbers of 'x' is wrong, the first at 1: NaN (0x7fc00000), expected NaN (0x7fc00001)";
+        let text =
+            "1 of 2 numbers of 'x' is wrong, the first at 1: NaN (0x7fc00000), expected NaN (0x7fc00001)";
         assert_eq!(array.expect([0.0, other_nan]).unwrap_err().to_string(), text);
     }
 
@@ -1338,6 +1448,54 @@ mod tests {
         let error = |parts: &[&str]| module.kernel_like(parts).unwrap_err().to_string();
         assert_eq!(error(&["d", "x"]), "0 kernels of the module have [\"d\", \"x\"] in their name: ");
         assert_eq!(error(&["i"]), "2 kernels of the module have [\"i\"] in their name: wait, write");
+    }
+
+    #[test]
+    fn slices_are_parts_of_their_array_with_names_of_their_own() {
+        let module = module();
+        let mut machine = Machine::checked_with(2, 1, CheckConfig::collecting());
+        let heap = machine.symmetric("heap", &[0u32; 12]).unwrap();
+        let (flags, data) =
+            (heap.of(0).slice(2..4, "flags").unwrap(), heap.of(0).slice(4..12, "data").unwrap());
+        assert_eq!((flags.len(), data.len()), (2, 8));
+        assert_eq!(data.addr(), heap.of(0).addr() + 16);
+        data.upload(&[7, 8]).unwrap();
+        heap.of(0).expect([0, 0, 0, 0, 7, 8, 0, 0, 0, 0, 0, 0]).unwrap();
+        let inner = data.slice(1..3, "inner").unwrap();
+        inner.expect([8, 0]).unwrap();
+        let error = |error: MachineError| error.to_string();
+        let text = "numbers 2..9 of 'data of heap of device 0', an array of 8";
+        assert_eq!(error(data.slice(2..9, "x").unwrap_err()), text);
+        assert_eq!(error(data.download_range(2..9).unwrap_err()), text);
+        let text =
+            "3 numbers for an array of 2 in 'flags of heap of device 0'; upload at most as many as it has";
+        assert_eq!(error(flags.upload(&[1; 3]).unwrap_err()), text);
+        let text = "1 of 2 numbers of 'inner of heap of device 0' is wrong, the first at 1: 0, expected 1";
+        assert!(error(inner.expect([8, 1]).unwrap_err()).starts_with(text));
+        // Both devices write the same number, which the report names by the innermost slice.
+        let peer = machine.map(1, &inner).unwrap();
+        assert_eq!((peer.len(), peer.addr() % 4096), (2, inner.addr() % 4096));
+        machine.launch_with(0, &module, "add", ONE, &[&inner]).unwrap();
+        machine.launch_with(1, &module, "add", ONE, &[&peer]).unwrap();
+        machine.launch_with(0, &module, "write", ONE, &[&flags]).unwrap();
+        drop(flags);
+        machine.run().unwrap();
+        let text = machine.reports()[0].fault.to_string();
+        assert!(text.contains("'heap of device 0' + 0x14 (inner[0])"), "{text}");
+    }
+
+    #[test]
+    fn random_numbers_depend_on_the_seed_alone_and_change_no_schedule() {
+        let mut machine = Machine::seeded(1, 5);
+        assert_eq!((machine.seed(), Machine::new(1).seed()), (5, 0));
+        let schedule = machine.rng.clone().next();
+        let drawn: Vec<i64> = (0..100).map(|_| machine.random(-2..3)).collect();
+        assert_eq!(machine.rng.next(), schedule);
+        let same = &mut Machine::checked(2, 5);
+        assert!(drawn.iter().all(|number| *number == same.random(-2..=2)));
+        assert!((-2..3).all(|number| drawn.contains(&number)), "{drawn:?}");
+        assert_eq!((machine.random(7..8), machine.random(i64::MAX..)), (7, i64::MAX));
+        assert_ne!(machine.random(..), machine.random(..));
     }
 
     #[test]

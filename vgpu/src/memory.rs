@@ -14,6 +14,7 @@
 //! with the address of a freed region may access a new one there as soon as it is listed.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -927,6 +928,18 @@ impl Region {
     /// Reports of other mappings of the same memory use the names too.
     pub fn name_parts(&self, name: impl Fn(u64) -> Option<String> + Send + Sync + 'static) {
         self.with_shadow(|shadow| shadow.names = Some(Names(Arc::new(name))));
+    }
+
+    /// Names the elements of `bytes` bytes in a range of offsets, such as `ready[3]`. Other offsets
+    /// keep their names.
+    pub(crate) fn name_part(&self, range: Range<u64>, bytes: u64, label: &Arc<str>) {
+        self.with_shadow(|shadow| {
+            let (outer, label) = (shadow.names.take(), label.clone());
+            shadow.names = Some(Names(Arc::new(move |at| match range.contains(&at) {
+                true => Some(format!("{label}[{}]", (at - range.start) / bytes)),
+                false => outer.as_ref().and_then(|outer| (outer.0)(at)),
+            })));
+        });
     }
 
     /// Marks `bytes` bytes at offset `at` as unwritten again, as after a free and another
