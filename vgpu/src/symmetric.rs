@@ -31,6 +31,14 @@ impl<T: Number> Symmetric<T> {
         &self.mapped[device]
     }
 
+    /// Copies `numbers` to the begin of each device's array.
+    ///
+    /// # Errors
+    /// Those of [`Array::upload`].
+    pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
+        (0..self.mapped.len()).try_for_each(|owner| self.of(owner).upload(numbers))
+    }
+
     /// The addresses of [`on`](Self::on), as kernels take them in an array of pointers.
     ///
     /// # Panics
@@ -49,13 +57,12 @@ impl Machine {
     /// No memory, or the operating system maps no more.
     pub fn symmetric<T: Number>(&self, label: &str, numbers: &[T]) -> Result<Symmetric<T>, MachineError> {
         let symmetric = self.symmetric_alloc(label, numbers.len())?;
-        for owner in 0..self.devices() {
-            symmetric.of(owner).upload(numbers)?;
-        }
+        symmetric.upload(numbers)?;
         Ok(symmetric)
     }
 
-    /// The same for `len` numbers, which hold poison.
+    /// The same for `len` numbers, which hold poison until [`Symmetric::upload`] or a kernel writes
+    /// them.
     ///
     /// # Errors
     /// No memory, or the operating system maps no more.
@@ -73,7 +80,19 @@ impl Machine {
 
     /// The same with the array of owner `n` at `n * stride` bytes behind that of owner 0, on each
     /// device, as NCCL's windows have it. `stride` is a power of two. It and the bytes of an array
-    /// are multiples of 4096.
+    /// are multiples of 4096. The numbers hold poison.
+    ///
+    /// ```
+    /// use epoxide_vgpu::Machine;
+    ///
+    /// let machine = Machine::checked(2, 7);
+    /// let heap = machine.symmetric_strided::<u32>("heap", 1 << 12, 1 << 32)?;
+    /// // The first words are flags.
+    /// heap.upload(&[0; 64])?;
+    /// assert_eq!(heap.addrs(1)[1], heap.addrs(1)[0] + (1 << 32));
+    /// heap.of(1).slice(0..64, "flags")?.expect([0; 64])?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// An array is longer than `stride` or no whole pages, or those of
