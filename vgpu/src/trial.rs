@@ -38,9 +38,9 @@ impl Mode {
 }
 
 /// The limit of warp instructions without progress in a [`Trial`], unless
-/// [`DeviceConfig::livelock_limit`] sets another: about 15 seconds of a kernel in check mode. It is
-/// lower than that of a [`Machine`](crate::CHECKED_LIVELOCK_LIMIT), because each run of a trial
-/// reaches it where the kernel hangs.
+/// [`DeviceConfig::livelock_limit`] sets another: seconds of a kernel in check mode. It is lower than
+/// that of a [`Machine`](crate::CHECKED_LIVELOCK_LIMIT), because each run of a trial reaches it where
+/// the kernel hangs.
 pub const TRIAL_LIVELOCK_LIMIT: u64 = 1 << 24;
 
 /// Runs a program in several modes, in each under the same seeds, and merges the reports.
