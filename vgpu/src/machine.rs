@@ -135,7 +135,7 @@ pub struct Mismatch {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WrongNumber {
-    /// Its index.
+    /// The index of the number.
     pub index: usize,
     /// The number in the array, as text.
     pub actual: String,

@@ -34,7 +34,7 @@ impl<T: Number> Symmetric<T> {
     /// Copies `numbers` to the begin of each device's array.
     ///
     /// # Errors
-    /// Those of [`Array::upload`].
+    /// As [`Array::upload`].
     pub fn upload(&self, numbers: &[T]) -> Result<(), MachineError> {
         (0..self.mapped.len()).try_for_each(|owner| self.of(owner).upload(numbers))
     }

@@ -141,7 +141,7 @@ impl Default for Trial {
 pub struct ModeSeeds {
     /// The mode.
     pub mode: Mode,
-    /// Their seeds, in order.
+    /// The seeds of the runs, in order.
     pub seeds: Vec<u64>,
 }
 
@@ -192,9 +192,9 @@ pub struct Tried {
     pub runs: u64,
     /// The reports of all runs, merged, without those that [`Trial::accept`] accepts.
     pub reports: Vec<TriedReport>,
-    /// Those that it accepts.
+    /// The reports that [`Trial::accept`] accepts.
     pub accepted: Vec<TriedReport>,
-    /// Its entries that have accepted nothing.
+    /// The entries of the list that have accepted nothing.
     pub unused: Vec<Accepted>,
     /// Errors of the program. A fault or a hang is a report and no failure.
     pub failures: Vec<FailedRuns>,
