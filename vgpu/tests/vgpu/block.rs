@@ -1,8 +1,8 @@
 //! Block barriers, mbarriers, bulk copies.
 
 use epoxide_vgpu::{
-    CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module, Progress, StuckWarp,
-    WaitingFor,
+    CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module, Progress,
+    StuckWarp, WaitingFor,
 };
 
 use crate::common::*;
