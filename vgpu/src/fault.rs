@@ -526,6 +526,9 @@ pub struct Race {
     /// The parts of the order that are missing, where the checker finds them: those of the flag
     /// that comes closest to ordering the two.
     pub gaps: Vec<Gap>,
+    /// Two writes: lines about the memory that the later access's block has read and other launches
+    /// have written, since one address may be wrong. Empty without any.
+    pub origin: String,
     /// [`Class::Corrupts`], [`Class::Model`] or [`Class::Proxy`].
     pub class: Class,
 }
@@ -544,6 +547,7 @@ impl Default for Race {
             missing: String::new(),
             attempts: vec![],
             gaps: vec![],
+            origin: String::new(),
             class: Class::Corrupts,
         }
     }
@@ -551,15 +555,28 @@ impl Default for Race {
 
 impl fmt::Display for Race {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { space, label, offset, part, access, other, missing, attempts, gaps, hazard: _, class: _ } =
-            self;
+        let Self {
+            space,
+            label,
+            offset,
+            part,
+            access,
+            other,
+            missing,
+            attempts,
+            gaps,
+            origin,
+            hazard: _,
+            class: _,
+        } = self;
         let place = Spot { label, offset: *offset, part };
         write!(
             f,
             "data race in {space} memory at {place}: a {access} is not ordered behind\n  a {other}\n  missing: {missing}"
         )?;
         gaps.iter().try_for_each(|gap| write!(f, "\n  gap: {gap}"))?;
-        attempts.iter().try_for_each(|attempt| write!(f, "\n  seen: {attempt}"))
+        attempts.iter().try_for_each(|attempt| write!(f, "\n  seen: {attempt}"))?;
+        write!(f, "{origin}")
     }
 }
 
@@ -719,6 +736,9 @@ pub enum FaultKind {
         behind: Option<Box<Party>>,
         /// In global memory: the kernels' last writes of the nearest words before and after it.
         near: Vec<Party>,
+        /// In global memory: lines about the memory that the block has read and other launches have
+        /// written, since the address may come from there. Empty without any.
+        origin: String,
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
@@ -870,13 +890,14 @@ impl fmt::Display for FaultKind {
             FaultKind::Multicast { message } => write!(f, "{message}"),
             FaultKind::Wgmma { message } => write!(f, "wgmma: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
-            FaultKind::Unwritten { space, label, offset, part, bytes, behind, near } => {
+            FaultKind::Unwritten { space, label, offset, part, bytes, behind, near, origin } => {
                 let place = Spot { label, offset: *offset, part };
                 write!(f, "read of {bytes} bytes of unwritten {space} memory, at {place}")?;
                 behind.iter().try_for_each(|barrier| {
                     write!(f, "\n  behind the last barrier of its lane, a {barrier}")
                 })?;
-                near.iter().try_for_each(|write| write!(f, "\n  near: {write}"))
+                near.iter().try_for_each(|write| write!(f, "\n  near: {write}"))?;
+                write!(f, "{origin}")
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(

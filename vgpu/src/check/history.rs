@@ -424,6 +424,12 @@ impl History {
         steps.filter(move |step| step.write.is_some_and(|write| clock::block_of(write.by) == of))
     }
 
+    /// The strong reads of shared memory by `block`, latest first.
+    pub(crate) fn shared_reads(&self, block: Key) -> impl Iterator<Item = &Sight> {
+        let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
+        sights.filter(|read| matches!(read.place, Place::Shared { .. }))
+    }
+
     /// The chain of reads that may have ordered block `block` after block `of`, first to last.
     pub(crate) fn way<'a>(
         &'a self,

@@ -1,5 +1,6 @@
 //! Findings of check mode as text.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::block::BlockCheck;
@@ -19,7 +20,7 @@ use crate::exec::state::RecentStep;
 use crate::fault::{
     Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Party, Race, Side, Trace, TraceStep,
 };
-use crate::ir::{MbarOp, Op, Scope, Sem, WarpOp};
+use crate::ir::{MbarOp, Op, Scope, Sem, Space, WarpOp};
 use crate::kernel::Kernel;
 use crate::memory_error::Spot;
 use crate::names::readable_name;
@@ -461,6 +462,7 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         let mut waits = copied_by.into_iter().flat_map(|thread| world.history.waits_of(thread));
         waits.any(|wait| is_enough(wait) && ahead(wait))
     };
+    let is_apart = way.is_none() && of.is_some() && of != Some(here);
     let needs_flag = !other.how.late || way.as_ref().and_then(|way| way.first()).is_some_and(may_order);
     let (steps, judged) = match (way, of) {
         (Some(way), Some(of)) if !is_proxy && !how.read_only && !other.how.read_only && needs_flag => {
@@ -480,7 +482,8 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         () if how.read_only || other.how.read_only => None,
         () if other.how.bulk && !other.how.product && of == Some(here) => last_step(world, me, mbarrier_test),
         () if is_proxy => last_step(world, me, meeting),
-        () if within && !other.how.late => last_step(world, me, barrier),
+        // Another warp of the block may have read a flag.
+        () if (within || is_apart) && !other.how.late => last_step(world, me, barrier),
         () => None,
     };
     let acquired = is_proxy.then(|| last_step(world, me, acquire)).flatten();
@@ -488,6 +491,9 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let acquired = acquired.filter(|(what, _)| is_new(what));
     let last = last.into_iter().chain(acquired);
     found.extend(last.map(|(what, orders)| Attempt { what, of: None, verdict: orders.into() }));
+    if let Some(gaps) = &judged {
+        found.extend(around_flag(world, me, (theirs, other), gaps));
+    }
     let scopes = gaps::of_scopes(grids, me, other, other_wrote);
     let gaps = match () {
         () if is_proxy => gaps::of_proxy(world, me, other, place),
@@ -495,6 +501,76 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         () => judged.unwrap_or_default(),
     };
     Order { attempts: found, gaps, assumed }
+}
+
+/// Reads of shared memory by the writer of a flag that a report lists.
+const MOST_OF_WRITER: usize = 2;
+
+/// Where a flag's release does not cover the earlier access, or its acquire not the later one: the
+/// barriers and the strong accesses of shared memory by which the block's threads may have been meant
+/// to meet.
+fn around_flag(world: &World, me: &Me<'_>, (theirs, other): (Key, &Record), gaps: &[Gap]) -> Vec<Attempt> {
+    let grids = &world.grids;
+    let is_uncovered = |side| gaps.iter().any(|gap| gap.kind == GapKind::Uncovered && gap.side == side);
+    let mut found = vec![];
+    let at = |what: String, by, pc, verdict: &str| Attempt {
+        what: party(grids, what, by, pc, me.own),
+        of: None,
+        verdict: verdict.into(),
+    };
+    if is_uncovered(Side::Writer) {
+        for (what, pc) in meetings_around(world, theirs, other.pc) {
+            let verdict = match pc < other.pc {
+                true => "stands ahead of the earlier access in the code, and behind it in a loop",
+                false => "stands behind the earlier access in the code",
+            };
+            found.push(at(format!("{what} of its thread"), theirs, pc, verdict));
+        }
+        let writers = gaps.iter().filter(|gap| gap.kind == GapKind::Uncovered && gap.side == Side::Writer);
+        let of_warp = |read: &&Sight| {
+            let place = clock::place_of(read.by).and_then(|(_, within)| within);
+            writers.clone().any(|gap| place.map(|(warp, _)| warp) == gap.at.warp)
+        };
+        let mut known = HashSet::new();
+        let reads = world.history.shared_reads(clock::block_of(theirs)).filter(of_warp);
+        let reads = reads.filter(|read| known.insert(read.pc));
+        for read in reads.take(MOST_OF_WRITER) {
+            let (what, verdict) = match read.sem.acquires() {
+                true => ("acquire", "orders what came before the release that it has read"),
+                false => ("relaxed read", "orders nothing, unless a fence follows: the read is no acquire"),
+            };
+            let what = format!("last {what} of shared memory by the flag's writer");
+            found.push(at(what, read.by, read.pc, verdict));
+        }
+    }
+    if is_uncovered(Side::Reader)
+        && let Some((what, orders)) = last_step(world, me, barrier)
+    {
+        found.push(Attempt { what, of: None, verdict: orders.into() });
+    }
+    found
+}
+
+/// The nearest barriers around an instruction of an actor, and the next strong write of shared memory
+/// behind it, in the order of the code.
+fn meetings_around(world: &World, actor: Key, pc: u32) -> Vec<(&'static str, u32)> {
+    let Some(facts) = world.grids.facts(actor) else { return vec![] };
+    let writes = |op: &Op| match op {
+        Op::St(access) => access.sem != Sem::Weak && access.space == Space::Shared,
+        Op::Atom(atomic) => atomic.space == Space::Shared,
+        _ => false,
+    };
+    let code = &facts.kernel.code;
+    let behind = || (0..).zip(code).skip(pc as usize + 1);
+    let next_barrier = behind().find(|(_, inst)| barrier(&inst.op).is_some());
+    let next_write = behind().find(|(_, inst)| writes(&inst.op));
+    let last_barrier = (0..pc).rev().find(|pc| barrier(&code[*pc as usize].op).is_some());
+    let found = [
+        ("next barrier", next_barrier.map(|found| found.0)),
+        ("last barrier", last_barrier),
+        ("next strong write of shared memory", next_write.map(|found| found.0)),
+    ];
+    found.into_iter().filter_map(|(what, at)| Some((what, at?))).collect()
 }
 
 /// A fault that is collected, so that no grid has added its place.
@@ -534,7 +610,8 @@ pub(crate) fn fault(
             let last = last_step(world, me, |op| barrier(op).or_else(|| mbarrier_test(op)));
             let behind = last.filter(|_| space == "shared").map(|(at, _)| Box::new(at));
             let near = near_writes(world, place, at, me.own);
-            FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind, near }
+            let origin = if space == "global" { address_lines(world, me.own) } else { String::new() };
+            FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind, near, origin }
         }
         Violation::Race { other, wrote: other_wrote } => {
             let grids = &world.grids;
@@ -545,6 +622,10 @@ pub(crate) fn fault(
                 None => Class::Corrupts,
             };
             let missing = assumed.unwrap_or_else(|| missing(world, me, &other, other_wrote));
+            let hazard = hazard((me.record.how, me.wrote), (other.how, other_wrote));
+            // Two writes to one place: one address may be wrong.
+            let is_address = space == "global" && hazard == Hazard::WriteAfterWrite;
+            let origin = if is_address { address_lines(world, me.own) } else { String::new() };
             FaultKind::Race(Box::new(Race {
                 space,
                 label,
@@ -552,10 +633,11 @@ pub(crate) fn fault(
                 part,
                 access: manner(me.record.how, me.wrote),
                 other: party(grids, manner(other.how, other_wrote), actor_of(&other), other.pc, me.own),
-                hazard: hazard((me.record.how, me.wrote), (other.how, other_wrote)),
+                hazard,
                 missing,
                 attempts,
                 gaps,
+                origin,
                 class,
             }))
         }
@@ -586,10 +668,13 @@ fn spot(world: &World, shadow: u32, offset: u64) -> String {
 /// The kernel and line of an access.
 fn line_of(world: &World, actor: Key, pc: u32) -> String {
     let Some(facts) = world.grids.facts(actor) else { return "no kernel".into() };
-    let (ptx_line, _, source) = facts.kernel.origin(pc);
-    let source =
-        source.map_or_else(|| format!("PTX line {ptx_line}"), |(file, line)| format!("{file}:{line}"));
-    format!("kernel '{}' at {source}", readable_name(&facts.kernel.name))
+    format!("kernel '{}' at {}", readable_name(&facts.kernel.name), place_of(&facts.kernel, pc))
+}
+
+/// The line of an instruction, in the source or, without line information, in the PTX.
+fn place_of(kernel: &Kernel, pc: u32) -> String {
+    let (ptx_line, _, source) = kernel.origin(pc);
+    source.map_or_else(|| format!("PTX line {ptx_line}"), |(file, line)| format!("{file}:{line}"))
 }
 
 /// Identifies an instruction of a kernel.
@@ -599,54 +684,144 @@ fn instruction(world: &World, actor: Key, pc: u32) -> Option<(*const Kernel, u32
 
 /// Reads that a report of a wrong value lists at the most.
 const MOST_SOURCES: usize = 8;
+/// Reads that such a report lists of the kernels that wrote what was read, and of each of them.
+const MOST_BEHIND: [usize; 2] = [8, 6];
+/// Reads that a report of a race, or of a read of unwritten memory, lists at the most.
+const MOST_OF_ADDRESS: usize = 6;
+
+/// A read of global memory, and the last write by a kernel there.
+struct Source {
+    shadow: u32,
+    at: u64,
+    read: Record,
+    write: Option<Record>,
+}
+
+/// The global memory that the block of an actor has read. The reads of the actor's warp come first,
+/// the latest first of all.
+fn sources(world: &World, by: Key) -> Vec<Source> {
+    let (block, warp) = (clock::block_of(by), by & !clock::WITHIN_WARP);
+    let is_of_warp = |read: &Record| read.actor & !clock::WITHIN_WARP == warp;
+    sources_of(world, |actor| clock::block_of(actor) == block, is_of_warp)
+}
+
+/// The global memory that the actors which `is_meant` takes have read, the latest reads that
+/// `is_first` takes in front. Reads of an array by one file's lines of a kernel occur once for each
+/// file that has written there, and so do reads of memory without names by one line.
+fn sources_of(
+    world: &World,
+    is_meant: impl Fn(Key) -> bool,
+    is_first: impl Fn(&Record) -> bool,
+) -> Vec<Source> {
+    let mut all = vec![];
+    for (shadow, memory) in (0..).zip(&world.shadows) {
+        let found = memory.last_reads(&is_meant);
+        all.extend(found.into_iter().map(|(at, read, write)| Source { shadow, at, read, write }));
+    }
+    all.sort_by_key(|source| (!is_first(&source.read), std::cmp::Reverse(source.read.tick)));
+    let line = |record: &Record, has_name: bool| {
+        let facts = world.grids.facts(record.actor)?;
+        let own = facts.kernel.lines(record.pc)[0];
+        Some((Arc::as_ptr(&facts.kernel), own.file, if has_name { 0 } else { own.line }))
+    };
+    let mut known = HashSet::new();
+    all.retain(|Source { shadow, at, read, write }| {
+        let part = world.part(*shadow, *at);
+        let array = part.split(['[', ' ']).next().unwrap_or_default().to_owned();
+        let has_name = !array.is_empty();
+        let write = write.as_ref().map(|write| line(write, has_name));
+        known.insert((*shadow, array, line(read, has_name), write))
+    });
+    all
+}
+
+/// The kernel and line of the last write of a source.
+fn last_writer(world: &World, write: Option<&Record>) -> String {
+    write.map_or_else(|| "no kernel".into(), |write| line_of(world, actor_of(write), write.pc))
+}
+
+/// Lines about memory that `whose` threads have read.
+fn source_lines(world: &World, whose: &str, sources: &[Source]) -> String {
+    let mut text = String::new();
+    for Source { shadow, at, read, write } in sources {
+        let reader = line_of(world, read.actor, read.pc);
+        text += &format!("\n  {whose} has read {} in {reader}", spot(world, *shadow, *at));
+        text += &format!("\n    last written by {}", last_writer(world, write.as_ref()));
+    }
+    text
+}
+
+/// Lines of the code that a report of a wrong value lists for each kind of access of shared memory.
+const MOST_SHARED: usize = 4;
+
+/// A line about the accesses of shared memory ahead of an instruction in the code: a value may come
+/// through there. Empty without any.
+fn shared_line(world: &World, actor: Key, pc: u32) -> String {
+    let Some(facts) = world.grids.facts(actor) else { return String::new() };
+    let writes = |op: &Op| match op {
+        Op::St(access) => access.space == Space::Shared,
+        Op::Atom(atomic) => atomic.space == Space::Shared,
+        _ => false,
+    };
+    let reads = |op: &Op| matches!(op, Op::Ld(access) if access.space == Space::Shared);
+    let of = |what: &str, is_meant: &dyn Fn(&Op) -> bool| {
+        let ahead = (0..pc).rev().filter(|pc| is_meant(&facts.kernel.code[*pc as usize].op));
+        let mut known = HashSet::new();
+        let ahead = ahead.filter(|pc| known.insert(facts.kernel.lines(*pc)[0])).take(MOST_SHARED);
+        let places: Vec<_> = ahead.map(|pc| place_of(&facts.kernel, pc)).collect();
+        let last = format!("\n  ahead of it in the code, shared memory is {what} at {}", places.join(", "));
+        if places.is_empty() { String::new() } else { last }
+    };
+    of("written", &writes) + &of("read", &reads)
+}
+
+/// Lines about what the kernels that wrote the sources of a value have read.
+fn lines_behind(world: &World, sources: &[Source]) -> String {
+    let mut text = String::new();
+    let kernel_of = |actor: Key| world.grids.facts(actor).map(|facts| Arc::as_ptr(&facts.kernel));
+    let mut known: HashSet<_> = sources.iter().map(|source| kernel_of(source.read.actor)).collect();
+    let writers = sources.iter().filter_map(|source| source.write.as_ref().map(actor_of));
+    let writers = writers.filter(|by| known.insert(kernel_of(*by))).collect::<Vec<_>>();
+    let behind = writers.into_iter().flat_map(|by| self::sources(world, by).into_iter().take(MOST_BEHIND[1]));
+    for Source { shadow, at, read, write } in behind.take(MOST_BEHIND[0]) {
+        let (reader, spot) = (line_of(world, read.actor, read.pc), spot(world, shadow, at));
+        let writer = last_writer(world, write.as_ref());
+        text += &format!("\n  before that {spot} was read in {reader}\n    last written by {writer}");
+    }
+    text
+}
+
+/// Lines about the memory that the block of an actor has read and another launch has written: an
+/// address of its may come from there.
+fn address_lines(world: &World, by: Key) -> String {
+    let is_of_other = |write: &Record| clock::grid_of(actor_of(write)) != clock::grid_of(by);
+    let of_others = |source: &Source| source.write.as_ref().is_some_and(is_of_other);
+    let sources: Vec<_> = sources(world, by).into_iter().filter(of_others).take(MOST_OF_ADDRESS).collect();
+    source_lines(world, "its block", &sources)
+}
 
 /// The last write of a byte by a kernel, and the global memory that its block has read, with the
 /// last writes there. The reads of the writer's warp come first, the latest first of all. If no
 /// kernel has written the byte last, returns the same for the writes of the nearest words, because
-/// a missing add leaves no write. `None` without any.
+/// a missing add leaves no write. Behind these, the reads of the kernels that wrote what was read.
+/// `None` without any.
 pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> {
     let memory = world.shadows.get(shadow as usize)?;
-    let (mut text, write) = match memory.last_write(offset) {
+    let (text, by) = match memory.last_write(offset) {
         Some(write) => {
             let by = actor_of(&write);
-            let by = party(&world.grids, manner(write.how, true), by, write.pc, by);
-            (format!("last written by a {by}"), write)
+            let party = party(&world.grids, manner(write.how, true), by, write.pc, by);
+            (format!("last written by a {party}{}", shared_line(world, by, write.pc)), by)
         }
         None => {
             let (_, write) = memory.written_near(offset).into_iter().flatten().next()?;
             let near = near_writes(world, Place::Global { shadow, offset }, offset, actor_of(&write));
             let beside = near.iter().map(|write| format!("\n  beside it: {write}")).collect::<String>();
-            (format!("last written by no kernel{beside}"), write)
+            (format!("last written by no kernel{beside}"), actor_of(&write))
         }
     };
-    let by = actor_of(&write);
-    let (block, warp) = (clock::block_of(by), by & !clock::WITHIN_WARP);
-    let mut reads: Vec<(u32, u64, Record, Option<Record>)> = vec![];
-    for (number, memory) in (0..).zip(&world.shadows) {
-        let of_block = memory.last_reads(|actor| clock::block_of(actor) == block);
-        reads.extend(of_block.into_iter().map(|(at, read, write)| (number, at, read, write)));
-    }
-    let is_of_warp = |read: &Record| read.actor & !clock::WITHIN_WARP == warp;
-    reads.sort_by_key(|(_, _, read, _)| (!is_of_warp(read), std::cmp::Reverse(read.tick)));
-    let instruction = |record: &Record| instruction(world, record.actor, record.pc);
-    let mut known = vec![];
-    for (number, at, read, write) in reads {
-        let pair = (instruction(&read), write.as_ref().and_then(instruction));
-        if known.len() == MOST_SOURCES {
-            break;
-        }
-        if known.contains(&pair) {
-            continue;
-        }
-        known.push(pair);
-        let reader = line_of(world, read.actor, read.pc);
-        text += &format!("\n  its block has read {} in {reader}", spot(world, number, at));
-        text += &match write {
-            Some(write) => format!("\n    last written by {}", line_of(world, actor_of(&write), write.pc)),
-            None => "\n    last written by no kernel".into(),
-        };
-    }
-    Some(text)
+    let sources: Vec<_> = sources(world, by).into_iter().take(MOST_SOURCES).collect();
+    Some(text + &source_lines(world, "its block", &sources) + &lines_behind(world, &sources))
 }
 
 /// The strong reads that have found the same value most often in a row, each instruction once, with
@@ -673,9 +848,6 @@ pub(crate) fn longest_waits(world: &World, most: usize) -> String {
             Some(write) => format!("\n   last written by a {}", writer(&world.grids, write, sight.by)),
             None => "\n   which no kernel has written by a strong write".into(),
         };
-    }
-    if text.is_empty() {
-        return text;
     }
     let last_of = |(shadow, offset, of): (u32, u64, &Releases)| Some((shadow, offset, *of.writes.last()?));
     let mut atomics: Vec<_> = world.releases.all().filter_map(last_of).filter(|last| last.2.rmw).collect();
@@ -706,6 +878,7 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
             let other = party(&world.grids, manner(other.how, wrote), by, other.pc, 0);
             let seen = flags_of(world, device, clock::block_of(by));
             let seen: String = seen.iter().map(|seen| format!("\n  seen: {seen}")).collect();
+            let seen = seen + &reads_of_grid(world, device, by);
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
                  or a release of scope .sys that the host acquires{}{seen}",
@@ -730,6 +903,19 @@ fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
     let own = world.history.blocks().filter(|block| device_of(*block) == Some(device)).take(MOST_EARLIER);
     let way = own.filter_map(|start| world.history.way(start, of, writes)).next().unwrap_or_default();
     way.iter().map(|step| read_attempt(&world.grids, step, 0, None)).collect()
+}
+
+/// Lines about what kernels of a device have read of the grid of an actor of another device: any of its
+/// blocks may publish what the actor wrote.
+fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
+    let device_of = |actor: Key| world.grids.facts(actor).map(|facts| facts.device);
+    if device_of(of).is_none_or(|other| other == device) {
+        return String::new();
+    }
+    let is_of_grid = |write: &Record| clock::grid_of(actor_of(write)) == clock::grid_of(of);
+    let reads = sources_of(world, |actor| device_of(actor) == Some(device), |_| true);
+    let reads = reads.into_iter().filter(|source| source.write.as_ref().is_some_and(is_of_grid));
+    source_lines(world, "its device", &reads.take(MOST_OF_ADDRESS).collect::<Vec<_>>())
 }
 
 /// The word that the host has loaded last, if its last write releases nothing to the host.

@@ -305,6 +305,38 @@ fn a_race_names_the_part_on_every_device_that_maps_it() {
 }
 
 #[test]
+fn a_race_of_the_host_with_a_peer_names_what_its_device_has_read_of_the_peer() {
+    let first = Device::new(0);
+    let memory = Memory::checked(1, first.checker.clone());
+    let near = memory.import(first.buf.export().unwrap(), first.buf.bytes(), "buf of rank 0").unwrap();
+    let second = Device { checker: first.checker.clone(), memory, buf: near, seed: 1 };
+    let writer = parse(
+        "st.global.u64 [%rd40+24], %rd40; // data
+         mov.u32 %r1, 1;
+         st.relaxed.sys.global.u32 [%rd40+64], %r1; // flag",
+    );
+    let reader = parse("ld.relaxed.sys.global.u32 %r1, [%rd40+64]; // reads the flag");
+    let before = first.checker().host_past();
+    first.run_after(&writer, &before).unwrap();
+    let read = || second.memory.read(second.buf.addr() + 24, &mut [0; 8]).unwrap_err().to_string();
+    assert!(!read().contains("its device has read"), "no kernel of the device has run");
+    second.run_after(&reader, &before).unwrap();
+    let error = read();
+    assert!(error.contains("a read by the host") && error.contains("// data"), "{error}");
+    let of_flag = "\n  its device has read 'buf' + 0x40 in kernel 'k' at PTX line ";
+    assert!(error.contains(of_flag) && error.contains("\n    last written by kernel 'k' at PTX"), "{error}");
+}
+
+#[test]
+fn a_race_of_blocks_without_a_flag_names_the_last_barrier() {
+    let module = parse("bar.sync 0; // meets\nmov.u32 %r9, %ctaid.x;\nst.global.u32 [%rd40+32], %r9;");
+    let device = Device::new(0);
+    let mut grid = device.start_in(&module, launch(2, 1), &device.checker().host_past());
+    let fault = finish(&mut [&mut grid], 0).unwrap_err().to_string();
+    assert!(fault.contains("seen: barrier in kernel 'k'") && fault.contains("// meets"), "{fault}");
+}
+
+#[test]
 fn reads_of_unwritten_memory_are_reported() {
     let module = parse("ld.global.u64 %rd1, [%rd40+40];");
     let device = Device::new(0);
@@ -391,6 +423,55 @@ fn a_wrong_value_names_its_writer_and_what_the_writer_has_read() {
 }
 
 #[test]
+fn a_wrong_value_names_what_the_kernels_before_its_writer_have_read() {
+    let bodies = [
+        "st.global.u64 [%rd40+8], %rd40; // first",
+        "ld.global.u64 %rd1, [%rd40+8]; // reads first\nst.global.u64 [%rd40+64], %rd1; // second",
+        "ld.global.u64 %rd1, [%rd40+64]; // reads second\nst.global.u64 [%rd40+128], %rd1; // third",
+    ];
+    let device = Device::new(0);
+    bodies.map(parse).iter().for_each(|module| device.run(module).unwrap());
+    let text = device.memory.origin(device.buf.addr() + 128).unwrap();
+    let (own, before) = text.split_once("\n  before that 'buf' + 0x8 was read in kernel 'k'").unwrap();
+    assert!(own.contains("its block has read 'buf' + 0x40") && !own.contains("+ 0x8 in"), "{text}");
+    assert_eq!(before.matches("last written by kernel 'k'").count(), 1, "{text}");
+}
+
+/// A row of a table that an earlier launch wrote leads to the wrong place.
+#[test]
+fn a_wrong_address_names_the_tables_that_earlier_launches_have_written() {
+    let table = parse("mov.u64 %rd1, 24;\nst.global.u64 [%rd40], %rd1; // table");
+    let read = "ld.global.u64 %rd1, [%rd40]; // index\nadd.s64 %rd2, %rd40, %rd1;";
+    let reader = parse(&format!("{read}\nld.global.u64 %rd3, [%rd2];"));
+    let own = "mov.u32 %r9, %ctaid.x;";
+    let writer = parse(&format!("{own}\n{read}\nst.global.u32 [%rd2], %r9;"));
+    let of_table = "\n  its block has read 'fresh' + 0x0 in kernel 'k' at PTX line ";
+    let device = Device::new(0);
+    let run = |module, buf: &Region| finish(&mut [&mut device.start_on(module, buf)], 0);
+    let fresh = device.memory.alloc(64, "fresh").unwrap();
+    run(&table, &fresh).unwrap();
+    let text = run(&reader, &fresh).unwrap_err().to_string();
+    assert!(text.contains("unwritten global memory, at 'fresh' + 0x18"), "{text}");
+    assert_eq!(text.matches(of_table).count(), 1, "{text}");
+    // Without a table of another launch there is nothing to name.
+    let direct = parse("ld.global.u64 %rd3, [%rd40+24];");
+    let unused = device.memory.alloc(64, "unused").unwrap();
+    assert!(!run(&direct, &unused).unwrap_err().to_string().contains("has read"));
+
+    let race = |module: &Module| {
+        let shape = launch(2, 1);
+        let (kernel, params) = (module.kernel("k").unwrap(), fresh.addr().to_ne_bytes());
+        let mut grid = Grid::new(kernel, device.memory.clone(), &self::device(0), shape, &params).unwrap();
+        finish(&mut [&mut grid], 0).unwrap_err().to_string()
+    };
+    let text = race(&writer);
+    assert!(text.contains("data race") && text.contains("a weak write is not ordered behind"), "{text}");
+    assert_eq!(text.matches(of_table).count(), 1, "{text}");
+    let direct = parse(&format!("{own}\nst.global.u32 [%rd40+32], %r9;"));
+    assert!(!race(&direct).contains("has read"));
+}
+
+#[test]
 fn the_longest_waits_are_named_with_the_last_writes_there() {
     let waiter = "
     mov.u32 %r2, 0;
@@ -410,6 +491,9 @@ SHORT:
     let [writer, waiter] = [writer, waiter].map(parse);
     let device = Device::new(0);
     assert_eq!(device.checker().longest_waits(2), "");
+    device.run(&writer).unwrap();
+    let text = device.checker().longest_waits(2);
+    assert!(text.starts_with("\n  one of the latest atomics") && text.ends_with("'buf' + 0x20"), "{text}");
     [&writer, &waiter].iter().for_each(|module| device.run(module).unwrap());
     let text = device.checker().longest_waits(2);
     assert_eq!(text.matches("times the same value: a read").count(), 2, "{text}");

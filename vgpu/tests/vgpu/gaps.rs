@@ -418,3 +418,48 @@ READER:
         assert!(!reports[0].has_cause_of(&other));
     });
 }
+
+/// Warp 1 writes the data and hands its progress to warp 0 by a word of shared memory. `store` and
+/// `load` are the accesses of that word, one of which is relaxed.
+fn handed_to_the_writer(store: &str, load: &str) -> String {
+    let writer = format!(
+        "
+    setp.lt.u32 %p4, %r40, 32;
+    mov.u32 %r8, DATA;
+    mov.u32 %r9, 0;
+    @!%p2 st.shared.u32 [%r8], %r9;
+    bar.sync 0;
+    @%p4 bra FLAG;
+    st.global.u32 [%rd2], %r40; // data
+    bar.warp.sync -1; // met
+    setp.ne.u32 %p5, %r40, 32;
+    @%p5 ret;
+    {store}.shared.u32 [%r8], %r7; // progress
+    ret;
+FLAG:
+    @%p2 ret;
+POLL:
+    {load}.shared.u32 %r9, [%r8]; // poll
+    setp.eq.u32 %p5, %r9, 0;
+    @%p5 bra POLL;
+    st.release.sys.global.u32 [%rd40+400], %r7;"
+    );
+    let acquire = "ld.acquire.sys.global.u32 %r3, [%rd40+400];";
+    let (gaps, text) = gaps_of(0, OtherDevice, &writer, &wait(acquire));
+    let kinds: Vec<_> = gaps.iter().map(|gap| (gap.side, gap.kind)).collect();
+    assert_eq!(kinds, [(W, Uncovered)], "{text}");
+    text
+}
+
+#[test]
+fn an_uncovered_access_names_what_its_block_has_shared_with_the_flags_writer() {
+    let relaxed_load = handed_to_the_writer("st.release.cta", "ld.relaxed.cta");
+    let relaxed_store = handed_to_the_writer("st.relaxed.cta", "ld.acquire.cta");
+    for (text, read) in [(relaxed_load, "last relaxed read"), (relaxed_store, "last acquire")] {
+        assert!(text.contains(&format!("seen: {read} of shared memory by the flag's writer")), "{text}");
+        for part in ["seen: next barrier of its thread", "seen: next strong write of shared memory"] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert!(["// met", "// progress", "// poll"].iter().all(|line| text.contains(line)), "{text}");
+    }
+}
