@@ -114,7 +114,8 @@ pub enum Error {
         waited: Duration,
         /// Other possible causes, each with a separator in front; may be empty. Causes are a broken
         /// connection, proxies in a call that does not return, operations in flight of other
-        /// buffers of this process and device, or in check mode the kernels' longest waits.
+        /// buffers of this process and device, or in check mode the kernels' longest waits and what
+        /// the block that recorded the wait has read.
         other_causes: Box<str>,
     },
     /// Ranks made calls that do not fit together.
@@ -153,8 +154,9 @@ pub enum Error {
         ours: String,
         /// The call of the peer.
         theirs: String,
-        /// In check mode the kernels' longest waits, with a separator in front: a kernel that ends
-        /// early looks like another call. Otherwise empty.
+        /// In check mode the kernels' longest waits and what the block that recorded the call has
+        /// read, each with a separator in front: a kernel that ends early looks like another call.
+        /// Otherwise empty.
         other_causes: Box<str>,
     },
     /// A call of this rank failed after peers had begun to depend on it. Their waits for it expire,

@@ -423,6 +423,8 @@ fn another_call_is_reported_with_the_waits_in_check_mode() {
             assert!(error.contains("the longest waits of kernels:"), "{error}");
             assert!(error.contains("a read in kernel 'low_latency_dispatch'"), "{error}");
         }
+        assert!(error.contains("the record was last written by a "), "{error}");
+        assert!(error.contains("its block has read 'low-latency pool'"), "{error}");
         group.barrier(PATIENCE)
     });
 }
@@ -474,22 +476,44 @@ pub fn captured_combine(rank: &mut Ones, received: Received<'_>) -> Result<Graph
     stream.capture(|| rank.combine(received).map(drop))
 }
 
+/// The error of a combine that is replayed a second time behind its dispatch.
+fn replay_without_a_dispatch(rank: &mut Ones) -> Result<Error> {
+    let mut place = rank.buffer.place(0)?;
+    let received = rank.dispatch(&mut place)?;
+    let graph = captured_combine(rank, received)?;
+    // SAFETY: the recorded addresses are the rank's, which waits for the stream.
+    unsafe { graph.launch(&rank.stream)? };
+    rank.outcome()?;
+    // SAFETY: as above.
+    unsafe { graph.launch(&rank.stream)? };
+    let error = rank.outcome().unwrap_err();
+    assert!(matches!(error, Error::Broken { call: "low-latency combine", .. }), "{error}");
+    assert!(error.to_string().contains("no dispatch came to its place"), "{error}");
+    Ok(error)
+}
+
 /// Peers may still sum what the first one returned.
 #[test]
 fn a_combine_that_is_replayed_without_a_dispatch_fails() {
-    run(|rank| {
-        let mut place = rank.buffer.place(0)?;
-        let received = rank.dispatch(&mut place)?;
-        let graph = captured_combine(rank, received)?;
-        // SAFETY: the recorded addresses are the rank's, which waits for the stream.
-        unsafe { graph.launch(&rank.stream)? };
-        rank.outcome()?;
-        // SAFETY: as above.
-        unsafe { graph.launch(&rank.stream)? };
-        let error = rank.outcome().unwrap_err();
-        assert!(matches!(error, Error::Broken { call: "low-latency combine", .. }), "{error}");
-        assert!(error.to_string().contains("no dispatch came to its place"), "{error}");
-        Ok(())
+    run(|rank| replay_without_a_dispatch(rank).map(drop));
+}
+
+#[test]
+fn a_combine_without_a_dispatch_names_what_its_kernel_has_read_in_check_mode() {
+    let checker = Checker::new(CheckConfig::default());
+    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+    run_ranks(2, |ordinal, group| {
+        let config = VirtConfig { ordinal, checker: Some(checker.clone()), ..VirtConfig::default() };
+        let options = |options: Options| options.timeout(DEADLINE);
+        let mut rank = Ones::new(open_device(config)?, group.clone(), shape, options, &[0, 1, 1, 0])?;
+        group.barrier(PATIENCE)?;
+        let error = replay_without_a_dispatch(&mut rank)?.to_string();
+        for part in
+            ["the record was last written by a ", "its block has read 'low-latency tables'", "(turns["]
+        {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        group.barrier(PATIENCE)
     });
 }
 

@@ -110,6 +110,8 @@ pub(super) struct GotScales {
     kinds: (bool, usize),
     /// By word of a row, those of all rows.
     words: Vec<Vec<[u8; 4]>>,
+    /// The first word of each row, and the distance of a row's words in bytes.
+    places: (Vec<DevicePtr>, u64),
 }
 
 impl GotScales {
@@ -120,12 +122,11 @@ impl GotScales {
         columns: &[TypedTensor<'_, i32>],
         rows: &[usize],
     ) -> Result<GotScales> {
-        let words = match (scales, columns.first()) {
-            (Some(scales), _) => rank.columns_of(scales, rows)?,
-            (None, Some(column)) => rank.columns_of(column, rows)?,
-            (None, None) => Vec::new(),
-        };
-        Ok(GotScales { kinds: (scales.is_some(), columns.len()), words })
+        let table: Option<&Tensor> = scales.map(|it| &**it).or(columns.first().map(|it| &**it));
+        let words = table.map_or(Ok(Vec::new()), |table| rank.columns_of(table, rows))?;
+        let first = |table: &Tensor| rows.iter().map(|row| table.ptr().add(*row as u64 * 4)).collect();
+        let places = table.map_or((Vec::new(), 0), |table| (first(table), table.row_stride()));
+        Ok(GotScales { kinds: (scales.is_some(), columns.len()), words, places })
     }
 
     /// Compares those of row `index` of these, and whether they are f32 or a column.
@@ -139,15 +140,18 @@ impl GotScales {
             rank.note(Some(format!("{of} has f32 scales and columns: {:?}", self.kinds)));
             return;
         }
+        let at = |block: usize| self.places.0[index].add(block as u64 * self.places.1);
         for (block, &want) in want.of_f32().iter().enumerate() {
             let got = f32::from_le_bytes(self.words[block][index]);
             let is_near = (got - want).abs() <= SCALE_ERROR * want;
-            rank.note((!is_near).then(|| format!("scale {block} of {of} is {got}, expected {want}")));
+            if !is_near {
+                rank.equal_at(&format!("scale {block} of {of}"), at(block), &[got], &[want]);
+            }
         }
         if let Scales::Ue8m0(want) = want {
             rank.check(self.words.len() * 4 == want.len(), format!("words of scales of {of}"));
             for (block, (got, want)) in self.words.iter().zip(want.chunks(4)).enumerate() {
-                rank.equal(&format!("scales {block} of {of}"), &got[index], want);
+                rank.equal_at(&format!("scales {block} of {of}"), at(block), &got[index], want);
             }
         }
     }

@@ -62,18 +62,24 @@ impl LowLatencyCase {
             (0..plan.rows.len()).filter(|&row| plan.rows[row].is_some() || given.is_some()).collect();
         let got_rows = rank.rows_of(x, &rows)?;
         let got_scales = GotScales::read(rank, scales, columns, &rows)?;
-        for (index, (row, got)) in rows.into_iter().zip(got_rows).enumerate() {
+        for (index, (row, got_row)) in rows.into_iter().zip(got_rows).enumerate() {
             let Some((source, token, k)) = plan.rows[row] else {
-                rank.check(got.iter().all(|byte| *byte == BEFORE), format!("padding row {row} was written"));
+                rank.check(
+                    got_row.iter().all(|byte| *byte == BEFORE),
+                    format!("padding row {row} was written"),
+                );
                 continue;
             };
             let what = format!("row {row}, of entry {k} of token {token} of rank {source}");
-            rank.check(entries[2 * row..][..2] == [source as i32, k as i32], format!("entry of {what}"));
+            let (entry, at_entry) = (&entries[2 * row..][..2], got.recv_src_entry.ptr().add(row as u64 * 8));
+            rank.equal_at(&format!("entry of {what}"), at_entry, entry, &[source as i32, k as i32]);
             let weight = data.weights[source as usize][token as usize][k as usize];
-            rank.check(weights[row].to_bits() == weight.to_bits(), format!("weight of {what}"));
+            let at_weight = got.recv_topk_weights.ptr().add(row as u64 * 4);
+            let bits = [weights[row].to_bits()];
+            rank.equal_at(&format!("bits of the weight of {what}"), at_weight, &bits, &[weight.to_bits()]);
             let (bytes, want) = self.as_it_travels(&data.x[source as usize][token as usize]);
             let at = x.ptr().add(row as u64 * x.row_stride());
-            rank.equal_at(&format!("{what}, byte "), at, &got, &bytes);
+            rank.equal_at(&format!("{what}, byte "), at, &got_row, &bytes);
             got_scales.check(rank, index, &want, &what);
         }
         Ok(())

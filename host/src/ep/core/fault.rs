@@ -209,7 +209,10 @@ impl Faults {
             return Ok(());
         }
         let status: Status = self.memory.read(0)?;
-        if let Some(error) = self.calls.error(&status) {
+        if let Some(mut error) = self.calls.error(&status) {
+            if let Error::Broken { reason, .. } = &mut error {
+                *reason += &self.once(Self::waits_and_origin);
+            }
             return Err(error);
         }
         let Status { code, epoch, needed, seen, waited_ns, .. } = status;
@@ -218,7 +221,7 @@ impl Faults {
         let (operation, word, seen) = match look_up(code).1 {
             RecordKind::OtherCall => {
                 let [ours, theirs] = [needed, seen].map(|word| self.calls.describe(word, epoch));
-                let other_causes = self.once(Self::longest_waits);
+                let other_causes = self.once(Self::waits_and_origin);
                 return Err(Error::OtherCall { rank, peer, epoch, ours, theirs, other_causes });
             }
             RecordKind::Late(operation, word) => (operation.unwrap_or(name), word, seen),
@@ -256,15 +259,19 @@ impl Faults {
     }
 
     /// Possible causes of an expired wait, for the end of its report: the buffer's context, and on
-    /// a device in check mode the kernels' longest waits.
+    /// a device in check mode the kernels' longest waits and the origin of the record.
     fn find_causes(&self) -> String {
-        self.find_context() + &self.longest_waits()
+        self.find_context() + &self.waits_and_origin()
     }
 
-    /// On a device in check mode the kernels' longest waits, after a separator.
-    fn longest_waits(&self) -> String {
+    /// On a device in check mode the kernels' longest waits, and the origin of the record, each after
+    /// a separator: the block that has recorded it, and the memory that this block has read.
+    fn waits_and_origin(&self) -> String {
         let waits = self.device.driver.longest_waits();
-        if waits.is_empty() { waits } else { format!("; the longest waits of kernels:{waits}\n  ") }
+        let waits =
+            if waits.is_empty() { waits } else { format!("; the longest waits of kernels:{waits}\n  ") };
+        let origin = self.device.driver.origin(self.status_ptr());
+        waits + &origin.map_or_else(String::new, |origin| format!("; the record was {origin}\n  "))
     }
 
     /// The buffer's context in the report of an expired wait. The context lists failures of the
