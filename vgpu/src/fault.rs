@@ -467,6 +467,17 @@ impl fmt::Display for Gap {
     }
 }
 
+/// The report of a read of unwritten global memory, beside its place.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Nearby {
+    /// The kernels' last writes of the nearest words before and after it.
+    pub writes: Vec<Party>,
+    /// Lines about the memory that the block has read and other launches have written, since the
+    /// address may come from there. Empty without any.
+    pub origin: String,
+}
+
 /// The kinds of the two accesses of a race, the later one first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Hazard {
@@ -526,8 +537,9 @@ pub struct Race {
     /// The parts of the order that are missing, where the checker finds them: those of the flag
     /// that comes closest to ordering the two.
     pub gaps: Vec<Gap>,
-    /// Two writes: lines about the memory that the later access's block has read and other launches
-    /// have written, since one address may be wrong. Empty without any.
+    /// Lines about reads by the later access's block that came before a write by the other's launch. For
+    /// two writes also about the memory that the block has read and other launches have written, since
+    /// one address may be wrong. Empty without any.
     pub origin: String,
     /// [`Class::Corrupts`], [`Class::Model`] or [`Class::Proxy`].
     pub class: Class,
@@ -734,11 +746,8 @@ pub enum FaultKind {
         /// In shared memory: the last barrier that the lane has passed, of the block or the warp, or its
         /// last test of an mbarrier.
         behind: Option<Box<Party>>,
-        /// In global memory: the kernels' last writes of the nearest words before and after it.
-        near: Vec<Party>,
-        /// In global memory: lines about the memory that the block has read and other launches have
-        /// written, since the address may come from there. Empty without any.
-        origin: String,
+        /// In global memory: writes around it, and where the address may come from.
+        near: Box<Nearby>,
     },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
@@ -890,14 +899,14 @@ impl fmt::Display for FaultKind {
             FaultKind::Multicast { message } => write!(f, "{message}"),
             FaultKind::Wgmma { message } => write!(f, "wgmma: {message}"),
             FaultKind::Race(race) => write!(f, "{race}"),
-            FaultKind::Unwritten { space, label, offset, part, bytes, behind, near, origin } => {
+            FaultKind::Unwritten { space, label, offset, part, bytes, behind, near } => {
                 let place = Spot { label, offset: *offset, part };
                 write!(f, "read of {bytes} bytes of unwritten {space} memory, at {place}")?;
                 behind.iter().try_for_each(|barrier| {
                     write!(f, "\n  behind the last barrier of its lane, a {barrier}")
                 })?;
-                near.iter().try_for_each(|write| write!(f, "\n  near: {write}"))?;
-                write!(f, "{origin}")
+                near.writes.iter().try_for_each(|write| write!(f, "\n  near: {write}"))?;
+                write!(f, "{}", near.origin)
             }
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(

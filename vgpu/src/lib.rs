@@ -103,8 +103,8 @@ pub use device::{
 };
 pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{
-    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, LaunchError, Party, PtxError, Race, Side,
-    StuckReport, StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
+    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, LaunchError, Nearby, Party, PtxError, Race,
+    Side, StuckReport, StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
 };
 pub use grid::{Grid, Progress, Residency, Stats};
 pub use kernel::{InstructionPlace, Kernel, ParamInfo};

@@ -430,6 +430,21 @@ impl History {
         sights.filter(|read| matches!(read.place, Place::Shared { .. }))
     }
 
+    /// The last reads by `block` that came before a write of the same place by grid `grid`, latest
+    /// first, and these writes.
+    pub(crate) fn early_reads<'a>(
+        &'a self,
+        block: Key,
+        grid: u32,
+        writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
+    ) -> impl Iterator<Item = (&'a Sight, &'a Strong)> {
+        let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
+        sights.filter_map(move |read| {
+            let write = writes(block, read.place)?.last()?;
+            (clock::grid_of(write.by) == grid && write.at > read.at).then_some((read, write))
+        })
+    }
+
     /// The chain of reads that may have ordered block `block` after block `of`, first to last.
     pub(crate) fn way<'a>(
         &'a self,

@@ -18,7 +18,7 @@ use super::world::World;
 use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
 use crate::fault::{
-    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Party, Race, Side, Trace, TraceStep,
+    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Nearby, Party, Race, Side, Trace, TraceStep,
 };
 use crate::ir::{MbarOp, Op, Scope, Sem, Space, WarpOp};
 use crate::kernel::Kernel;
@@ -609,9 +609,10 @@ pub(crate) fn fault(
         Violation::Unwritten => {
             let last = last_step(world, me, |op| barrier(op).or_else(|| mbarrier_test(op)));
             let behind = last.filter(|_| space == "shared").map(|(at, _)| Box::new(at));
-            let near = near_writes(world, place, at, me.own);
+            let writes = near_writes(world, place, at, me.own);
             let origin = if space == "global" { address_lines(world, me.own) } else { String::new() };
-            FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind, near, origin }
+            let near = Box::new(Nearby { writes, origin });
+            FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind, near }
         }
         Violation::Race { other, wrote: other_wrote } => {
             let grids = &world.grids;
@@ -626,6 +627,8 @@ pub(crate) fn fault(
             // Two writes to one place: one address may be wrong.
             let is_address = space == "global" && hazard == Hazard::WriteAfterWrite;
             let origin = if is_address { address_lines(world, me.own) } else { String::new() };
+            let here = std::iter::once(clock::block_of(me.own));
+            let origin = early_lines(world, here, actor_of(&other)) + &origin;
             FaultKind::Race(Box::new(Race {
                 space,
                 label,
@@ -800,6 +803,36 @@ fn address_lines(world: &World, by: Key) -> String {
     source_lines(world, "its block", &sources)
 }
 
+/// Reads before a write that a report of a race lists at the most.
+const MOST_EARLY: usize = 2;
+
+/// Lines about strong reads of global memory by these blocks that came before a write by the launch of
+/// another actor, and have not been repeated since: a wait may have ended too early.
+fn early_lines(world: &World, blocks: impl Iterator<Item = Key>, other: Key) -> String {
+    if clock::place_of(other).is_none() {
+        return String::new();
+    }
+    let writes = |_, place: Place| match place {
+        Place::Global { shadow, offset } => world.releases.get(shadow, offset).map(|r| &r.writes),
+        _ => None,
+    };
+    let grid = clock::grid_of(other);
+    let reads = blocks.flat_map(|block| world.history.early_reads(block, grid, writes));
+    let mut known = HashSet::new();
+    let reads = reads.filter(|(read, _)| known.insert(instruction(world, read.by, read.pc)));
+    let mut text = String::new();
+    for (read, write) in reads.take(MOST_EARLY) {
+        let Place::Global { shadow, offset } = read.place else { continue };
+        let [reader, writer] =
+            [(read.by, read.pc), (write.by, write.pc)].map(|(by, pc)| line_of(world, by, pc));
+        text += &format!(
+            "\n  the last read of {} in {reader}\n    came before its write in {writer}: a wait may have ended too early",
+            spot(world, shadow, offset)
+        );
+    }
+    text
+}
+
 /// The last write of a byte by a kernel, and the global memory that its block has read, with the
 /// last writes there. The reads of the writer's warp come first, the latest first of all. If no
 /// kernel has written the byte last, returns the same for the writes of the nearest words, because
@@ -878,7 +911,11 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
             let other = party(&world.grids, manner(other.how, wrote), by, other.pc, 0);
             let seen = flags_of(world, device, clock::block_of(by));
             let seen: String = seen.iter().map(|seen| format!("\n  seen: {seen}")).collect();
-            let seen = seen + &reads_of_grid(world, device, by);
+            let device_of =
+                |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
+            let own = world.history.blocks().filter(|block| device_of(*block) == Some(device));
+            let early = early_lines(world, own.take(MOST_EARLIER), by);
+            let seen = seen + &early + &reads_of_grid(world, device, by);
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
                  or a release of scope .sys that the host acquires{}{seen}",

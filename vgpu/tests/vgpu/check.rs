@@ -327,6 +327,34 @@ fn a_race_of_the_host_with_a_peer_names_what_its_device_has_read_of_the_peer() {
     assert!(error.contains(of_flag) && error.contains("\n    last written by kernel 'k' at PTX"), "{error}");
 }
 
+/// The reader looks at the flag once, before the writer sets it, and goes on.
+#[test]
+fn a_race_behind_a_wait_that_ended_too_early_names_the_read() {
+    let writer = parse(
+        "mov.u32 %r1, 1;
+         st.global.u64 [%rd40+64], %rd40; // data
+         st.release.gpu.global.u32 [%rd40+96], %r1; // flag",
+    );
+    let reader = parse(
+        "ld.acquire.gpu.global.u32 %r2, [%rd40+96]; // too early
+         mov.u32 %r1, 0;
+MORE:
+         add.u32 %r1, %r1, 1;
+         setp.lt.u32 %p1, %r1, 1000;
+         @%p1 bra MORE;
+         ld.global.u64 %rd1, [%rd40+64];",
+    );
+    let device = Device::new(0);
+    let before = device.checker().host_past();
+    let mut reads = device.start_in(&reader, launch(1, 1), &before);
+    reads.step(32).unwrap();
+    device.run_after(&writer, &before).unwrap();
+    let text = finish(&mut [&mut reads], 0).unwrap_err().to_string();
+    assert!(text.contains("data race") && text.contains("// data"), "{text}");
+    assert!(text.contains("\n  the last read of 'buf' + 0x60 in kernel 'k' at PTX line "), "{text}");
+    assert!(text.contains("came before its write in kernel 'k' at PTX line "), "{text}");
+}
+
 #[test]
 fn a_race_of_blocks_without_a_flag_names_the_last_barrier() {
     let module = parse("bar.sync 0; // meets\nmov.u32 %r9, %ctaid.x;\nst.global.u32 [%rd40+32], %r9;");
@@ -386,7 +414,7 @@ fn the_nearest_writes_around_an_unwritten_word_are_named() {
     let device = Device::new(0);
     let run = |module, buf: &Region| finish(&mut [&mut device.start_on(module, buf)], 0);
     let near = |buf: &Region| match run(&reader, buf).unwrap_err().kind {
-        FaultKind::Unwritten { offset: 24, near, .. } => near,
+        FaultKind::Unwritten { offset: 24, near, .. } => near.writes,
         other => panic!("{other}"),
     };
     let fresh = device.memory.alloc(64, "fresh").unwrap();
