@@ -170,7 +170,7 @@ fn a_warp_that_has_arrived_and_ended_counts_once() {
     let module = Module::parse(&kernel(".shared .align 4 .b8 S[4];", &body)).unwrap();
     let check = CheckConfig { strict_exits: true, ..CheckConfig::default() };
     for seed in 0..correct_seeds() {
-        let mut machine = Machine::with_config(1, device(seed), Some(check.clone()));
+        let mut machine = Machine::with_config(1, device(seed), Some(check));
         let buf = machine.upload(0, "buf", &[0u64; 128]).unwrap();
         machine.launch_with(0, &module, "k", launch(1, 128), &[&buf]).unwrap();
         machine.run().unwrap_or_else(|e| panic!("seed {seed}: {e}"));
