@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide::driver::Device;
-use epoxide::driver::virt::{CheckConfig, Checker};
+use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
 use epoxide::internal::regroup_ahead;
 use epoxide::low_latency::{Options, Shape};
-use epoxide::transport::TransportKind;
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks, sleep};
@@ -220,6 +220,38 @@ fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
             let all: Arc<_> = rank.group.clone();
             regroup_ahead(&mut rank.buffer, &*all, (1 << 32) - 8)?;
             rank.round_trip(&case)
+        });
+    }
+}
+
+/// Ready words between nodes are those of a dispatch behind an unanswered one. One that was never
+/// written has the low half of the epoch 2^32.
+#[test]
+fn a_late_rank_is_in_no_other_call_where_the_low_half_of_an_epoch_is_0() {
+    for kind in [TransportKind::Direct, TransportKind::Shm] {
+        run_ranks(2, |number, group| {
+            let shape = Shape { max_tokens: TOKENS as u32, hidden: HIDDEN, num_topk: 2, num_experts: 4 };
+            let transport = TransportOptions::new(kind);
+            let options = |options: Options| {
+                options.ranks_per_node(1).keep_nodes().transport(transport).timeout(PATIENCE)
+            };
+            let device = VirtualGpu::new(VirtConfig { ordinal: number, ..VirtConfig::default() });
+            let mut rank = Ones::new(device, group.clone(), shape, options, &[0, 2, 1, 3, 3, 0, 2, 1])?;
+            let mut place = rank.buffer.place(0)?;
+            // Two rounds, so that words of the operations 1 and 2 have been written again.
+            for ahead in [None, None, Some((1 << 32) - 5)] {
+                if let Some(ahead) = ahead {
+                    regroup_ahead(&mut rank.buffer, &*group, ahead)?;
+                    if number == 1 {
+                        // No time of the ranks passes, so that the other one polls.
+                        std::thread::sleep(Duration::from_millis(50));
+                    }
+                }
+                let received = rank.dispatch(&mut place)?;
+                rank.combine(received)?;
+                rank.outcome()?;
+            }
+            Ok(())
         });
     }
 }
