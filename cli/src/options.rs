@@ -34,7 +34,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Its name as a value of `--mode`.
+    /// The name as a value of `--mode`.
     pub fn name(self) -> String {
         name_of(self)
     }

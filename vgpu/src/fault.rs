@@ -537,9 +537,9 @@ pub struct Race {
     /// The parts of the order that are missing, where the checker finds them: those of the flag
     /// that comes closest to ordering the two.
     pub gaps: Vec<Gap>,
-    /// Lines about reads by the later access's block that came before a write by the other's launch. For
-    /// two writes also about the memory that the block has read and other launches have written, since
-    /// one address may be wrong. Empty without any.
+    /// Lines about reads by the later access's block that came before a write by the other's
+    /// launch. For two writes also about the memory that the block has read and other launches have
+    /// written, since one address may be wrong. Empty without any.
     pub origin: String,
     /// [`Class::Corrupts`], [`Class::Model`] or [`Class::Proxy`].
     pub class: Class,

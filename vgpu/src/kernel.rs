@@ -144,8 +144,8 @@ impl Kernel {
     /// The parameter block for these arguments, in the order of the parameters.
     ///
     /// # Errors
-    /// Number or sizes of the arguments are not those of the parameters, or a `usize` or `isize` does
-    /// not fit.
+    /// Number or sizes of the arguments are not those of the parameters, or a `usize` or `isize`
+    /// does not fit.
     pub fn pack(&self, arguments: &[&dyn Argument]) -> Result<Vec<u8>, LaunchError> {
         let (kernel, expected) = (self.name.clone(), self.params.len());
         let mut values = vec![];

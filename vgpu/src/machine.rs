@@ -327,7 +327,7 @@ impl<T: Number> Array<T> {
         self.region.addr() + self.offset
     }
 
-    /// Its memory. The array is all of it, unless it is a variable or a slice.
+    /// The memory. The array is all of it, unless it is a variable or a slice.
     pub(crate) fn allocation(&self) -> Arc<Region> {
         self.region.clone()
     }
@@ -915,8 +915,8 @@ impl Machine {
     }
 
     /// The same with the arguments by themselves, in the order of the kernel's parameters
-    /// ([`Argument`]). Arrays among them stay allocated until the kernel has ended, even if they are
-    /// dropped before.
+    /// ([`Argument`]). Arrays among them stay allocated until the kernel has ended, even if they
+    /// are dropped before.
     ///
     /// # Errors
     /// Those of [`launch`](Self::launch). Also, number and sizes of the arguments must be those of

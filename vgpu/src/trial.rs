@@ -38,9 +38,9 @@ impl Mode {
 }
 
 /// The limit of warp instructions without progress in a [`Trial`], unless
-/// [`DeviceConfig::livelock_limit`] sets another: seconds of a kernel in check mode. It is lower than
-/// that of a [`Machine`](crate::CHECKED_LIVELOCK_LIMIT), because each run of a trial reaches it where
-/// the kernel hangs.
+/// [`DeviceConfig::livelock_limit`] sets another: seconds of a kernel in check mode. It is lower
+/// than that of a [`Machine`](crate::CHECKED_LIVELOCK_LIMIT), because each run of a trial reaches
+/// it where the kernel hangs.
 pub const TRIAL_LIVELOCK_LIMIT: u64 = 1 << 24;
 
 /// Runs a program in several modes, in each under the same seeds, and merges the reports.
@@ -159,7 +159,8 @@ impl fmt::Display for ModeSeeds {
 pub struct TriedReport {
     /// The report.
     pub report: Report,
-    /// The runs that had it, by their modes. `EPOXIDE_VGPU_SEED` set to one of the seeds replays it.
+    /// The runs that had it, by their modes. `EPOXIDE_VGPU_SEED` set to one of the seeds replays
+    /// it.
     pub seen: Vec<ModeSeeds>,
 }
 
@@ -182,9 +183,9 @@ pub struct FailedRuns {
     pub text: String,
 }
 
-/// The outcome of a [`Trial`]. Displayed, it has these lines: the [`Summary`](crate::Summary) of the
-/// reports, with the runs that had each and the waits of each hang; each failure; each unused entry
-/// of the accept list; and the counts.
+/// The outcome of a [`Trial`]. Displayed, it has these lines: the [`Summary`](crate::Summary) of
+/// the reports, with the runs that had each and the waits of each hang; each failure; each unused
+/// entry of the accept list; and the counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Tried {

@@ -33,8 +33,8 @@ use epoxide_build_ptx::kernels::Kernels;
 use epoxide_build_ptx::{doctor, lint, nvvm, packages, ptxas, workspace};
 
 /// Exit code where this machine lacks a part that the command does not fetch by itself, or a check
-/// had no compiler for a rebuild. Usage errors have another one, so that a script can skip for these
-/// alone.
+/// had no compiler for a rebuild. Usage errors have another one, so that a script can skip for
+/// these alone.
 const SKIPPED: u8 = 77;
 
 #[derive(Parser)]

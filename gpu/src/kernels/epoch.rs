@@ -138,8 +138,8 @@ impl ReadyEntry {
     }
 
     /// The word that this rank publishes when it enters the operation: the epoch and its call. It
-    /// is [`NO_READY`], and is not published, where a wait of an operation before has expired. Peers
-    /// that come to that operation late must find the word that was published in it.
+    /// is [`NO_READY`], and is not published, where a wait of an operation before has expired.
+    /// Peers that come to that operation late must find the word that was published in it.
     #[device]
     pub fn ready_word(&self, comm: &Comm, epoch: u64) -> u64 {
         if gave_up_before(self.abort, epoch) {

@@ -336,7 +336,8 @@ impl Stream {
 
     /// The caller's stream, used and never synchronised or destroyed. Synchronise it before other
     /// code begins to capture it. Results that are dropped during that capture are reused without a
-    /// wait for the stream's earlier work, and so are all results where the `Stream` is dropped then.
+    /// wait for the stream's earlier work, and so are all results where the `Stream` is dropped
+    /// then.
     ///
     /// # Safety
     /// `raw` is a stream of this device's primary context and outlives the result.

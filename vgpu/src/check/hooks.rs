@@ -253,8 +253,8 @@ pub(crate) trait Hooks {
     fn is_unseen(&self, _offset: u64) -> bool {
         false
     }
-    /// A lane uses an mbarrier in a way that the manual leaves undefined. The fault, if the run must
-    /// end.
+    /// A lane uses an mbarrier in a way that the manual leaves undefined. The fault, if the run
+    /// must end.
     fn misused_mbarrier(
         &mut self,
         _lane: usize,

@@ -507,8 +507,8 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
 const MOST_OF_WRITER: usize = 2;
 
 /// Where a flag's release does not cover the earlier access, or its acquire not the later one: the
-/// barriers and the strong accesses of shared memory by which the block's threads may have been meant
-/// to meet.
+/// barriers and the strong accesses of shared memory by which the block's threads may have been
+/// meant to meet.
 fn around_flag(world: &World, me: &Me<'_>, (theirs, other): (Key, &Record), gaps: &[Gap]) -> Vec<Attempt> {
     let grids = &world.grids;
     let is_uncovered = |side| gaps.iter().any(|gap| gap.kind == GapKind::Uncovered && gap.side == side);
@@ -551,8 +551,8 @@ fn around_flag(world: &World, me: &Me<'_>, (theirs, other): (Key, &Record), gaps
     found
 }
 
-/// The nearest barriers around an instruction of an actor, and the next strong write of shared memory
-/// behind it, in the order of the code.
+/// The nearest barriers around an instruction of an actor, and the next strong write of shared
+/// memory behind it, in the order of the code.
 fn meetings_around(world: &World, actor: Key, pc: u32) -> Vec<(&'static str, u32)> {
     let Some(facts) = world.grids.facts(actor) else { return vec![] };
     let writes = |op: &Op| match op {
@@ -806,8 +806,8 @@ fn address_lines(world: &World, by: Key) -> String {
 /// Reads before a write that a report of a race lists at the most.
 const MOST_EARLY: usize = 2;
 
-/// Lines about strong reads of global memory by these blocks that came before a write by the launch of
-/// another actor, and have not been repeated since: a wait may have ended too early.
+/// Lines about strong reads of global memory by these blocks that came before a write by the launch
+/// of another actor, and have not been repeated since: a wait may have ended too early.
 fn early_lines(world: &World, blocks: impl Iterator<Item = Key>, other: Key) -> String {
     if clock::place_of(other).is_none() {
         return String::new();
@@ -942,8 +942,8 @@ fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
     way.iter().map(|step| read_attempt(&world.grids, step, 0, None)).collect()
 }
 
-/// Lines about what kernels of a device have read of the grid of an actor of another device: any of its
-/// blocks may publish what the actor wrote.
+/// Lines about what kernels of a device have read of the grid of an actor of another device: any of
+/// its blocks may publish what the actor wrote.
 fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
     let device_of = |actor: Key| world.grids.facts(actor).map(|facts| facts.device);
     if device_of(of).is_none_or(|other| other == device) {

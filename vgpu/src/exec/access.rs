@@ -965,8 +965,8 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
-    /// `discard.L2` and `applypriority.L2`, of 128 bytes of global memory. To discard them is a weak
-    /// write that leaves them unwritten.
+    /// `discard.L2` and `applypriority.L2`, of 128 bytes of global memory. To discard them is a
+    /// weak write that leaves them unwritten.
     #[cold]
     pub(super) fn line(&mut self, addr: &Addr, discards: bool, m: u32) -> Run<()> {
         const LINE: usize = 128;

@@ -417,8 +417,8 @@ fn vector_atomic(
     })
 }
 
-/// `prefetch`: nothing to do. `discard`, `applypriority`: a line of global memory. `createpolicy`: a
-/// policy that nothing reads.
+/// `prefetch`: nothing to do. `discard`, `applypriority`: a line of global memory. `createpolicy`:
+/// a policy that nothing reads.
 pub(super) fn hint(m: &mut Mods) -> Result<Emit, String> {
     if m.base == "createpolicy" {
         return policy(m);
@@ -456,9 +456,9 @@ fn policy(m: &mut Mods) -> Result<Emit, String> {
     #[derive(Clone, Copy, PartialEq)]
     enum Kind {
         Fraction,
-        /// Of an address and two sizes.
+        /// `range`: an address and two sizes.
         Range,
-        /// Of an access property of CUDA.
+        /// `cvt`: an access property of CUDA.
         Property,
     }
     let kinds = [("fractional", Kind::Fraction), ("range", Kind::Range), ("cvt", Kind::Property)];

@@ -249,7 +249,7 @@ pub struct Variable {
 pub struct InitialAddress {
     /// The place in the text.
     pub pos: Span,
-    /// Its first byte in the variable that it initialises.
+    /// The first byte in the variable that it initialises.
     pub at: usize,
     /// The variable whose address it is.
     pub variable: String,

@@ -379,7 +379,7 @@ fn undefined_uses_of_an_mbarrier_are_reported() {
         format!("{arrive} {test} {arrive} {test} {arrive}"),
         format!("{arrive} {parity} {arrive}"),
         format!("{arrive} mbarrier.inval.shared.b64 [%r1]; {init} {arrive}"),
-        // Its memory has held something else.
+        // The memory has held something else.
         format!("{arrive} st.shared.u64 [%r1], 5; {init} {arrive}"),
     ] {
         checked(&body, launch(1, 1)).unwrap_or_else(|e| panic!("{e}\n{body}"));

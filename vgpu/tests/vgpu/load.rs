@@ -126,7 +126,7 @@ fn a_number_of_registers_is_one_that_a_warpgroup_may_have() {
 
 #[test]
 fn the_offset_of_a_vector_may_be_the_largest() {
-    // Its second element is behind the largest offset: addresses wrap.
+    // The second element is behind the largest offset: addresses wrap.
     let body = "mov.b32 %r1, 0f3F800000; mov.u64 %rd1, 9223372036854775804; sub.s64 %rd1, %rd40, %rd1;
         red.global.add.v2.f32 [%rd1+9223372036854775804], {%r1, %r1};
         mov.u64 %rd1, 9223372036854775807; sub.s64 %rd1, %rd40, %rd1;

@@ -139,7 +139,7 @@ impl Arena {
             state.before_next.push(behind);
             return Ok(memory);
         }
-        // Its memory is freed behind all streams.
+        // The memory is freed behind all streams.
         if let Some((_, behind)) = outgrown.and_then(|at| state.free.remove(at)) {
             behind.into_spare(&mut state.spare_events);
         }

@@ -264,8 +264,8 @@ impl Faults {
         self.find_context() + &self.waits_and_origin()
     }
 
-    /// On a device in check mode the kernels' longest waits, and the origin of the record, each after
-    /// a separator: the block that has recorded it, and the memory that this block has read.
+    /// On a device in check mode the kernels' longest waits, and the origin of the record, each
+    /// after a separator: the block that has recorded it, and the memory that this block has read.
     fn waits_and_origin(&self) -> String {
         let waits = self.device.driver.longest_waits();
         let waits =

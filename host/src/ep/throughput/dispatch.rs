@@ -678,9 +678,9 @@ impl Buffer {
         Ok((capturing, place, received.handle.0.clone()))
     }
 
-    /// [`Buffer::run`] of this rank's own `work` on received rows, which a step of another thread may
-    /// have overwritten since [`Buffer::begin_on`]. A step that is launched from here on runs behind
-    /// it.
+    /// [`Buffer::run`] of this rank's own `work` on received rows, which a step of another thread
+    /// may have overwritten since [`Buffer::begin_on`]. A step that is launched from here on runs
+    /// behind it.
     pub(super) fn run_on(
         &mut self,
         received: &Received<'_>,
