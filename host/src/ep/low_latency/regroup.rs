@@ -86,8 +86,9 @@ impl Buffer {
     /// ```
     ///
     /// Waits for all work enqueued on streams of the device, and for the ranks. Results of earlier
-    /// dispatches can no longer be combined. Graphs that were captured before can still be
-    /// launched, each of them as a whole.
+    /// dispatches can no longer be combined, and their
+    /// [`Received::num_tokens`](super::Received::num_tokens) has -1 for this rank. Graphs that were
+    /// captured before can still be launched, each of them as a whole.
     ///
     /// Reading results of failed operations still returns their error. The output of a step is the
     /// exception until its next launch: [`Step::check`](crate::low_latency::Step::check) and
