@@ -221,7 +221,9 @@ pub enum Error {
         reason: String,
     },
     /// Device memory ran out.
-    #[error("out of device memory: {requested} bytes requested for {what}, {available} bytes free; dropped memory is free once all work enqueued before its drop has ended: synchronise, or use less")]
+    #[error(
+        "out of device memory: {requested} bytes requested for {what}, {available} bytes free; dropped memory is free once all work enqueued before its drop has ended: synchronise, or use less"
+    )]
     OutOfMemory {
         /// The purpose of the memory.
         what: String,
