@@ -33,6 +33,20 @@ pub fn run(main: impl Fn(&mut Ones) -> Result<()> + Sync) {
     run_on(|options| options.ranks_per_node(1).keep_nodes().transport(transport.clone()), &main);
 }
 
+/// Runs `main` on two ranks of one node in check mode.
+fn run_checked(main: impl Fn(&mut Ones) -> Result<()> + Sync) {
+    let checker = Checker::new(CheckConfig::default());
+    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+    run_ranks(2, |ordinal, group| {
+        let config = VirtConfig { ordinal, checker: Some(checker.clone()), ..VirtConfig::default() };
+        let options = |options: Options| options.timeout(DEADLINE);
+        let mut rank = Ones::new(open_device(config)?, group.clone(), shape, options, &[0, 1, 1, 0])?;
+        group.barrier(PATIENCE)?;
+        main(&mut rank)?;
+        group.barrier(PATIENCE)
+    });
+}
+
 fn run_on(spread: impl Fn(Options) -> Options + Sync, main: &(impl Fn(&mut Ones) -> Result<()> + Sync)) {
     run_of(HIDDEN, None, spread, main);
 }
@@ -411,21 +425,15 @@ fn a_rank_that_makes_another_call_before_the_others() {
 /// longest waits, here that of rank 1 for the call of rank 0.
 #[test]
 fn another_call_is_reported_with_the_waits_in_check_mode() {
-    let checker = Checker::new(CheckConfig::default());
-    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
-    run_ranks(2, |ordinal, group| {
-        let config = VirtConfig { ordinal, checker: Some(checker.clone()), ..VirtConfig::default() };
-        let options = |options: Options| options.timeout(DEADLINE);
-        let mut rank = Ones::new(open_device(config)?, group.clone(), shape, options, &[0, 1, 1, 0])?;
-        group.barrier(PATIENCE)?;
-        let error = make_different_calls(&mut rank, true)?.to_string();
-        if ordinal == 1 {
+    run_checked(|rank| {
+        let error = make_different_calls(rank, true)?.to_string();
+        if rank.rank == 1 {
             assert!(error.contains("the longest waits of kernels:"), "{error}");
             assert!(error.contains("a read in kernel 'low_latency_dispatch'"), "{error}");
         }
         assert!(error.contains("the record was last written by a "), "{error}");
         assert!(error.contains("its block has read 'low-latency pool'"), "{error}");
-        group.barrier(PATIENCE)
+        Ok(())
     });
 }
 
@@ -500,20 +508,14 @@ fn a_combine_that_is_replayed_without_a_dispatch_fails() {
 
 #[test]
 fn a_combine_without_a_dispatch_names_what_its_kernel_has_read_in_check_mode() {
-    let checker = Checker::new(CheckConfig::default());
-    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
-    run_ranks(2, |ordinal, group| {
-        let config = VirtConfig { ordinal, checker: Some(checker.clone()), ..VirtConfig::default() };
-        let options = |options: Options| options.timeout(DEADLINE);
-        let mut rank = Ones::new(open_device(config)?, group.clone(), shape, options, &[0, 1, 1, 0])?;
-        group.barrier(PATIENCE)?;
-        let error = replay_without_a_dispatch(&mut rank)?.to_string();
+    run_checked(|rank| {
+        let error = replay_without_a_dispatch(rank)?.to_string();
         for part in
             ["the record was last written by a ", "its block has read 'low-latency tables'", "(turns["]
         {
             assert!(error.contains(part), "{part}: {error}");
         }
-        group.barrier(PATIENCE)
+        Ok(())
     });
 }
 
