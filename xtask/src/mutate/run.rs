@@ -32,7 +32,7 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// arrive while a warp counts earlier ones. Low latency runs with few tokens, whose rows are sent
 /// as packets, and with more tokens than a block has threads, where a rank has more experts than
 /// blocks. One of 34 blocks lists rows. Across nodes its rows have several warps.
-const WORKLOADS: [&str; 25] = [
+const WORKLOADS: [&str; 26] = [
     "--mode intranode --ranks-per-node 4 --experts 160",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --graph-replays 2",
@@ -54,10 +54,11 @@ const WORKLOADS: [&str; 25] = [
     "--mode low-latency --ranks-per-node 2 --tokens 140 --hidden 1024 --dtype fp8 --num-sms 34 --iterations 2 --graph-replays 2",
     "--mode low-latency --ranks-per-node 3 --dtype mxfp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --dtype mxfp8 --iterations 4 --random",
-    "--mode low-latency --nodes 2 --ranks-per-node 2 --transport direct --iterations 4 --random",
+    "--mode low-latency --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes --iterations 4 --random",
     "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --hidden 1024 --dtype fp8 --iterations 3 --graph-replays 3",
     "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --hidden 1024 --dtype mxfp8 --iterations 4 --random",
-    "--mode low-latency --nodes 3 --ranks-per-node 1 --transport direct --tokens 300 --experts 36 --hidden 1024 --iterations 2",
+    "--mode low-latency --nodes 2 --ranks-per-node 1 --transport direct --keep-nodes --dtype mxfp8 --iterations 4 --random",
+    "--mode low-latency --nodes 3 --ranks-per-node 1 --transport direct --keep-nodes --tokens 300 --experts 36 --hidden 1024 --iterations 2",
 ];
 /// Longest run on sound kernels.
 const LONGEST_SOUND_RUN: Duration = Duration::from_secs(1800);
