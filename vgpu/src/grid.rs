@@ -91,8 +91,9 @@ pub enum Progress {
     Done,
     /// More work remains.
     Running,
-    /// Every live warp only waits for memory that someone else must change. The caller should let
-    /// other devices run, or yield its thread, before it calls again.
+    /// Every live warp only waits for memory that someone else must change, and nothing has changed
+    /// since the call began. The caller should let other devices run, or yield its thread, before it
+    /// calls again.
     Spinning,
 }
 
@@ -265,8 +266,11 @@ pub struct Grid {
     livelock_limit: u64,
     /// Warp instructions when a block last began or ended, or all warps only waited.
     progress_at: u64,
-    /// Counts slices that changed something. A warp whose `idle_epoch` is the present epoch has
-    /// been idle since.
+    /// Counts changes that a warp may wait for, here or elsewhere: slices that changed something,
+    /// copies that moved, and blocks that began or ended.
+    changes: u64,
+    /// Grows with every change, and once more where all warps wait. A warp whose `idle_epoch` is the
+    /// present epoch has been idle since.
     epoch: u64,
     idle: usize,
     fault: Option<Fault>,
@@ -451,6 +455,7 @@ impl Grid {
             device: None,
             livelock_limit,
             progress_at: 0,
+            changes: 0,
             epoch: 1,
             idle: 0,
             fault: None,
@@ -559,6 +564,7 @@ impl Grid {
         let linear = x + gx * (y + gy * z);
         self.next_block += 1;
         self.live_blocks += 1;
+        self.changes += 1;
         self.progress_at = self.stats.warp_instructions;
         let kernel = &self.env.kernel;
         let threads = self.config.block.iter().product::<u32>();
@@ -642,7 +648,7 @@ impl Grid {
     fn run(&mut self, max: u64) -> Result<Progress, Box<Fault>> {
         let checker = self.checker();
         let mut locked = Locked::new(checker.as_ref());
-        let mut used = 0;
+        let (mut used, changes) = (0, self.changes);
         while used < max {
             if self.live_blocks == 0 {
                 return Ok(Progress::Done);
@@ -665,7 +671,9 @@ impl Grid {
                             continue;
                         }
                         self.progress_at = self.stats.warp_instructions;
-                        return Ok(Progress::Spinning);
+                        // Others may wait for what this call has changed.
+                        let waits = self.changes == changes;
+                        return Ok(if waits { Progress::Spinning } else { Progress::Running });
                     }
                     // Several at a time, because all resident blocks must have begun to wait before
                     // the next ones start.
@@ -876,9 +884,8 @@ impl Grid {
             Activity::Neutral => {}
             Activity::Progress => {
                 waits.idle_slices = 0;
-                self.epoch += 1;
-                self.idle = 0;
-                self.resting.epoch_ended();
+                self.changes += 1;
+                self.new_epoch();
             }
         }
         self.move_on(pick, slice.status, locked)
@@ -924,6 +931,15 @@ impl Grid {
     fn has_lived(&self, pick: WarpRef) -> Result<(), Box<Fault>> {
         let instructions = self.stats.warp_instructions - self.progress_at;
         if instructions > self.livelock_limit { Err(self.livelock(pick, instructions)) } else { Ok(()) }
+    }
+
+    /// The same fault of a grid that exchanges words with others for ever, at its first live warp.
+    pub(crate) fn exchanges_for_ever(&self, instructions: u64) -> Fault {
+        let is_live = |block: &Block| block.state.exited_warps != block.state.warps;
+        let block = self.blocks.iter().position(is_live).unwrap_or(0);
+        let live = |warp: &Warp| !warp.groups.is_empty();
+        let warp = self.blocks[block].warps.iter().position(live).unwrap_or(0);
+        *self.livelock(WarpRef { block: block as u32, warp: warp as u32 }, instructions)
     }
 
     #[cold]
@@ -1015,6 +1031,7 @@ impl Grid {
         }
         self.live_blocks -= 1;
         self.stats.blocks_done += 1;
+        self.changes += 1;
         self.progress_at = self.stats.warp_instructions;
         // The checks of a cluster's blocks live as long as the cluster.
         let block = &mut self.blocks[slot as usize];
@@ -1065,6 +1082,7 @@ impl Grid {
             self.note_landed(slot);
         }
         if moved {
+            self.changes += 1;
             self.new_epoch();
         }
         Ok(moved)

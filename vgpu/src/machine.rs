@@ -10,7 +10,7 @@ use crate::check::{CheckConfig, Checker, MOST_COLLECTED, Past, Report, Timeline}
 use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig};
 use crate::explore::{Actor, Path};
 use crate::fault::{Fault, FaultKind, HANG, LaunchError, StuckReport, StuckWarp, of_device};
-use crate::grid::{Grid, Progress, Residency, Step};
+use crate::grid::{Grid, Progress, Residency, Stats, Step};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region, Reservation};
 use crate::memory_error::MemoryError;
@@ -23,6 +23,9 @@ use crate::seeds::{Rng, mix};
 const LONGEST_TURN: u64 = 1024;
 /// Sets the numbers of [`Machine::random`] apart from those of the schedule.
 const PROGRAM: u64 = 0x7072_6f67_7261_6d00;
+/// How many times the limit of a kernel that never waits ([`DeviceConfig::livelock_limit`]) kernels of
+/// several devices may execute while they wait for each other and no block ends.
+const EXCHANGING: u64 = 16;
 /// How far the clock advances when all grids only wait, in nanoseconds; twice as far each time.
 const FIRST_JUMP_NS: u64 = 1_000;
 /// How far in one step at most.
@@ -1014,6 +1017,9 @@ impl Machine {
 
     fn run_all(&mut self) -> Result<(), MachineError> {
         let (mut stuck_ns, mut jump_ns) = (0, FIRST_JUMP_NS);
+        // Kernels that only exchange words wait in turn, so that no limit of one kernel ends them.
+        let limit = self.config.instructions_allowed(true).saturating_mul(EXCHANGING);
+        let mut executed = 0;
         loop {
             for device in &mut self.devices {
                 device.start(&self.config)?;
@@ -1036,7 +1042,19 @@ impl Machine {
             let awake: Vec<usize> = busy.into_iter().filter(|&at| !self.devices[at].spins).collect();
             let at = awake[self.rng.below(awake.len() as u64) as usize];
             let turn = 1 + self.rng.below(self.longest_turn);
-            match self.devices[at].step(turn)? {
+            let before = self.devices[at].work();
+            let outcome = self.devices[at].step(turn)?;
+            let after = self.devices[at].work();
+            executed = match (before, after) {
+                (Some(before), Some(after)) if before.blocks_done == after.blocks_done => {
+                    executed + after.warp_instructions - before.warp_instructions
+                }
+                _ => 0,
+            };
+            if let (true, Some(grid)) = (executed > limit, &self.devices[at].running) {
+                return Err(MachineError::Fault(Box::new(grid.exchanges_for_ever(executed))));
+            }
+            match outcome {
                 Turn::Spun => self.devices[at].spins = true,
                 // Its warps poll, and some have not had their turn.
                 Turn::ChangedNothing => {}
@@ -1170,6 +1188,11 @@ impl Device {
         Ok(())
     }
 
+    /// The work of the running kernel so far.
+    fn work(&self) -> Option<Stats> {
+        self.running.as_ref().map(Grid::stats)
+    }
+
     fn step(&mut self, turn: u64) -> Result<Turn, MachineError> {
         let Some(grid) = &mut self.running else { return Ok(Turn::Changed) };
         let before = grid.epoch();
@@ -1270,6 +1293,75 @@ mod tests {
             machine.run().unwrap();
             assert_eq!(words.download().unwrap(), [8, 1]);
         });
+    }
+
+    /// `at` takes turns: waits for its parity in the word `ball`, and adds 1, `rounds` times. A wait of
+    /// longer than 1 s sets the word behind it.
+    fn exchange() -> Module {
+        let body = "\
+.visible .entry exchange(.param .u64 ball, .param .u32 parity, .param .u32 rounds)
+{
+.reg .pred %p<3>;
+.reg .b32 %r<6>;
+.reg .b64 %rd<4>;
+ld.param.u64 %rd1, [ball];
+ld.param.u32 %r1, [parity];
+ld.param.u32 %r2, [rounds];
+ROUND:
+mov.u64 %rd2, %globaltimer;
+WAIT:
+mov.u64 %rd3, %globaltimer;
+sub.u64 %rd3, %rd3, %rd2;
+setp.gt.u64 %p1, %rd3, 1000000000;
+@%p1 st.relaxed.sys.global.u32 [%rd1+4], 1;
+ld.acquire.sys.global.u32 %r3, [%rd1];
+and.b32 %r4, %r3, 1;
+setp.ne.u32 %p2, %r4, %r1;
+@%p2 bra WAIT;
+add.u32 %r3, %r3, 1;
+st.release.sys.global.u32 [%rd1], %r3;
+sub.u32 %r2, %r2, 1;
+setp.ne.u32 %p2, %r2, 0;
+@%p2 bra ROUND;
+ret;
+}
+";
+        Module::parse(&format!("{HEAD}{body}")).unwrap()
+    }
+
+    fn take_turns(mut machine: Machine, rounds: u32) -> (Result<(), MachineError>, Vec<u32>) {
+        let module = exchange();
+        let ball = machine.upload(0, "ball", &[0u32, 0]).unwrap();
+        let peer = machine.map(1, &ball).unwrap();
+        machine.launch_with(0, &module, "exchange", ONE, &[&ball, &0u32, &rounds]).unwrap();
+        machine.launch_with(1, &module, "exchange", ONE, &[&peer, &1u32, &rounds]).unwrap();
+        let result = machine.run();
+        let words = if result.is_ok() { ball.download().unwrap() } else { vec![] };
+        (result, words)
+    }
+
+    #[test]
+    fn kernels_that_take_turns_do_not_wait_in_vain() {
+        crate::for_each_seed(8, |seed| {
+            for machine in [Machine::new(2), Machine::seeded(2, seed), Machine::checked(2, seed)] {
+                let (result, words) = take_turns(machine, 2000);
+                result.unwrap();
+                assert_eq!(words, [4000, 0], "no virtual second passes between two turns");
+            }
+        });
+    }
+
+    #[test]
+    fn kernels_that_take_turns_for_ever_end_as_a_livelock() {
+        for turn in [1, 1024] {
+            let config = DeviceConfig { livelock_limit: Some(1 << 12), ..seeded(3) };
+            let machine = Machine::with_config(2, config, None).with_longest_turn(turn);
+            let (result, _) = take_turns(machine, u32::MAX);
+            let error = result.unwrap_err();
+            let MachineError::Fault(fault) = &error else { panic!("{error}") };
+            assert!(matches!(fault.kind, FaultKind::Livelock { .. }), "{error}");
+            assert!(error.to_string().contains("'exchange' of device"), "{error}");
+        }
     }
 
     #[test]
