@@ -326,15 +326,29 @@ struct AddressSpace {
     checker: Option<Checker>,
     /// Contents of fresh memory.
     poison: u64,
-    /// `.global`/`.const` variables of each module, by module id; made at the first launch or
-    /// access to a variable.
-    globals: Mutex<HashMap<u64, Arc<Region>>>,
+}
+
+impl AddressSpace {
+    fn change(&self, f: impl FnOnce(&mut Table)) {
+        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut next = Table::clone(&table);
+        f(&mut next);
+        *table = Arc::new(next);
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+
+    fn snapshot(&self) -> Arc<Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }
 
 /// The memory one virtual GPU can address. Cheap to clone; all clones are the same memory.
 #[derive(Clone)]
 pub struct Memory {
     shared: Arc<AddressSpace>,
+    /// `.global`/`.const` variables of each module, by module id; made at the first launch or
+    /// access to a variable. A region keeps its address space, which must not keep the region.
+    globals: Arc<Mutex<HashMap<u64, Arc<Region>>>>,
 }
 
 impl Default for Memory {
@@ -409,9 +423,8 @@ impl Memory {
             limit,
             checker,
             poison: poison(seed),
-            globals: Mutex::default(),
         };
-        Self { shared: Arc::new(shared) }
+        Self { shared: Arc::new(shared), globals: Arc::default() }
     }
 
     pub(crate) fn checker(&self) -> Option<&Checker> {
@@ -553,7 +566,7 @@ impl Memory {
     /// # Errors
     /// The region has been freed.
     pub fn share(&self, region: &Region) -> Result<Region, MemoryError> {
-        let table = region.memory.snapshot();
+        let table = region.space.snapshot();
         let Some(entry) = table.entries.iter().find(|entry| entry.addr == region.addr) else {
             return Err(MemoryError::OutOfBounds { addr: region.addr, bytes: region.bytes, nearest: None });
         };
@@ -667,16 +680,8 @@ impl Memory {
         };
         let (window, multicast) = multicast.unzip();
         let entry = Entry { addr, bytes, label: label.clone(), shadow, mapping, multicast: window };
-        self.change(|table| table.insert(entry));
-        Region { memory: self.clone(), addr, bytes, label, fd, charged, backing, shadow, multicast }
-    }
-
-    fn change(&self, f: impl FnOnce(&mut Table)) {
-        let mut table = self.shared.table.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut next = Table::clone(&table);
-        f(&mut next);
-        *table = Arc::new(next);
-        self.shared.generation.fetch_add(1, Ordering::Release);
+        self.shared.change(|table| table.insert(entry));
+        Region { space: self.shared.clone(), addr, bytes, label, fd, charged, backing, shadow, multicast }
     }
 
     /// Changes whenever a region is added or removed.
@@ -685,12 +690,12 @@ impl Memory {
     }
 
     pub(crate) fn snapshot(&self) -> Arc<Table> {
-        self.shared.table.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.shared.snapshot()
     }
 
     /// The variables of a module: allocated and initialised once per device.
     pub(crate) fn module_globals(&self, module: &Globals) -> Result<Arc<Region>, MemoryError> {
-        let mut globals = self.shared.globals.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut globals = self.globals.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(region) = globals.get(&module.module_id) {
             return Ok(region.clone());
         }
@@ -734,7 +739,7 @@ impl Memory {
 
     /// Frees the variables of module `id`.
     pub(crate) fn forget_module_globals(&self, id: u64) {
-        let region = self.shared.globals.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        let region = self.globals.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
         drop(region);
     }
 
@@ -878,7 +883,7 @@ impl Checker {
 
 /// A piece of device memory. Dropping it frees it.
 pub struct Region {
-    memory: Memory,
+    space: Arc<AddressSpace>,
     addr: u64,
     bytes: u64,
     label: Arc<str>,
@@ -933,13 +938,7 @@ impl Region {
     /// Names the elements of `bytes` bytes in a range of offsets, such as `ready[3]`. Other offsets
     /// keep their names.
     pub(crate) fn name_part(&self, range: Range<u64>, bytes: u64, label: &Arc<str>) {
-        self.with_shadow(|shadow| {
-            let (outer, label) = (shadow.names.take(), label.clone());
-            shadow.names = Some(Names(Arc::new(move |at| match range.contains(&at) {
-                true => Some(format!("{label}[{}]", (at - range.start) / bytes)),
-                false => outer.as_ref().and_then(|outer| (outer.0)(at)),
-            })));
-        });
+        self.with_shadow(|shadow| shadow.name_part(range, bytes, label.clone()));
     }
 
     /// Marks `bytes` bytes at offset `at` as unwritten again, as after a free and another
@@ -951,7 +950,7 @@ impl Region {
     fn with_shadow(&self, f: impl FnOnce(&mut Shadow)) {
         // Number 0 is no memory's.
         if self.shadow != 0
-            && let Some(checker) = self.memory.checker()
+            && let Some(checker) = &self.space.checker
             && let Some(shadow) = checker.world().shadows.get_mut(self.shadow as usize)
         {
             f(shadow);
@@ -961,7 +960,7 @@ impl Region {
     /// The part of it that is bound to multicast addresses; `None` where it is multicast addresses
     /// itself.
     pub(crate) fn target(&self) -> Option<Target> {
-        let table = self.memory.snapshot();
+        let table = self.space.snapshot();
         let entry =
             table.entries.iter().find(|entry| entry.addr == self.addr && entry.multicast.is_none())?;
         let (mapping, shadow) = (entry.mapping.clone(), self.shadow);
@@ -971,8 +970,13 @@ impl Region {
     /// A file descriptor that [`Memory::import`] accepts, here or in another process.
     ///
     /// # Errors
-    /// The memory has no file ([`Memory::lend`]), or the process has too many files open.
+    /// The memory has no file ([`Memory::lend`]), the region is multicast addresses, or the process has
+    /// too many files open.
     pub fn export(&self) -> Result<OwnedFd, MemoryError> {
+        if self.multicast.is_some() {
+            let message = "multicast addresses have no memory of their own to map: map the arrays".to_owned();
+            return Err(MemoryError::Multicast { message });
+        }
         let dup = "fcntl(F_DUPFD_CLOEXEC)";
         let fd = self.fd.as_ref().ok_or_else(|| os(dup)(rustix::io::Errno::BADF))?;
         rustix::io::fcntl_dupfd_cloexec(&**fd, 0).map_err(os(dup))
@@ -987,10 +991,10 @@ impl std::fmt::Debug for Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        let quarantine = self.memory.checker().is_some();
-        self.memory.change(|table| table.remove(self.addr, quarantine));
-        self.memory.shared.used.fetch_sub(self.charged, Ordering::Relaxed);
-        if let (Some(checker), Some(backing)) = (self.memory.checker(), self.backing) {
+        let quarantine = self.space.checker.is_some();
+        self.space.change(|table| table.remove(self.addr, quarantine));
+        self.space.used.fetch_sub(self.charged, Ordering::Relaxed);
+        if let (Some(checker), Some(backing)) = (&self.space.checker, self.backing) {
             checker.world().unmap(backing);
         }
     }

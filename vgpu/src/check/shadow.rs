@@ -274,6 +274,14 @@ impl Noting {
 /// For writes whose old values no load may return.
 pub(super) const NOT_KEPT: Option<fn(u64) -> u32> = None;
 
+/// A range of offsets whose elements of `bytes` bytes have names, such as `ready[3]`.
+#[derive(Debug)]
+struct Part {
+    range: Range<u64>,
+    bytes: u64,
+    label: Arc<str>,
+}
+
 /// Names the byte at an offset of a piece of memory, such as `ready[3]`.
 #[derive(Clone)]
 pub(crate) struct Names(pub(crate) Arc<dyn Fn(u64) -> Option<String> + Send + Sync>);
@@ -296,6 +304,8 @@ pub(crate) struct Shadow {
     pub(crate) hidden: bool,
     /// Names of its parts, for reports.
     pub(crate) names: Option<Names>,
+    /// Later ones hide earlier ones, and all of them `names`.
+    parts: Vec<Part>,
     /// Identity of the device that it belongs to, and its label there.
     pub(crate) origin: Option<(u64, Arc<str>)>,
 }
@@ -311,7 +321,22 @@ impl Shadow {
     /// it, where bytes without a recorded write count as written.
     pub(crate) fn new(hidden: bool, filled: bool) -> Self {
         let (histories, later) = (Histories::new(filled), Later::default());
-        Self { pages: vec![], histories, later, hidden, names: None, origin: None }
+        Self { pages: vec![], histories, later, hidden, names: None, parts: vec![], origin: None }
+    }
+
+    /// Names the elements of `bytes` bytes in a range of offsets.
+    pub(crate) fn name_part(&mut self, range: Range<u64>, bytes: u64, label: Arc<str>) {
+        // A range that is named again and again, in a loop, stays one part.
+        self.parts.retain(|part| part.range != range);
+        self.parts.push(Part { range, bytes, label });
+    }
+
+    /// The name of the byte at an offset, if it has one.
+    pub(crate) fn name(&self, at: u64) -> Option<String> {
+        match self.parts.iter().rev().find(|part| part.range.contains(&at)) {
+            Some(part) => Some(format!("{}[{}]", part.label, (at - part.range.start) / part.bytes)),
+            None => self.names.as_ref().and_then(|names| (names.0)(at)),
+        }
     }
 
     /// The shadow of memory that is mostly read for the last time: its reads are noted late.
