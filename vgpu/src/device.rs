@@ -134,6 +134,7 @@ pub struct DeviceConfig {
     /// end of a block, or a time at which all warps only wait for others. A grid beyond the limit
     /// is stopped with [`FaultKind::Livelock`](crate::FaultKind::Livelock). `None`:
     /// [`TRIAL_LIVELOCK_LIMIT`](crate::TRIAL_LIVELOCK_LIMIT) in a [`Trial`](crate::Trial),
+    /// [`EXPLORED_LIVELOCK_LIMIT`] where an [`Explore`](crate::Explore) makes the choices,
     /// [`CHECKED_LIVELOCK_LIMIT`] else in check mode and on a [`Machine`](crate::Machine), no limit
     /// otherwise.
     pub livelock_limit: Option<u64>,
@@ -155,6 +156,10 @@ pub struct DeviceConfig {
 /// [`Machine`](crate::Machine): seconds of a loop that only computes,
 /// minutes of one that accesses memory.
 pub const CHECKED_LIVELOCK_LIMIT: u64 = 1 << 28;
+
+/// Default of [`DeviceConfig::livelock_limit`] in an exploration, which keeps each choice: a run up to
+/// here takes about 200 MB.
+pub const EXPLORED_LIVELOCK_LIMIT: u64 = 1 << 20;
 
 impl Default for DeviceConfig {
     /// An H200: 132 SMs, 227 KiB of shared memory per block, round robin, real clock.

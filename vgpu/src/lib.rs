@@ -98,8 +98,8 @@ pub use check::{
     Stored, Summary, Timeline, host_meets,
 };
 pub use device::{
-    CHECKED_LIVELOCK_LIMIT, Clock, Cluster, ClusterSizes, DeviceConfig, GridConfig, Output, Schedule,
-    VIRTUAL_NS_PER_WARP_INSTRUCTION,
+    CHECKED_LIVELOCK_LIMIT, Clock, Cluster, ClusterSizes, DeviceConfig, EXPLORED_LIVELOCK_LIMIT, GridConfig,
+    Output, Schedule, VIRTUAL_NS_PER_WARP_INSTRUCTION,
 };
 pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::check::{CheckConfig, Checker, MOST_COLLECTED, Past, Report, Timeline};
-use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, GridConfig};
+use crate::device::{CHECKED_LIVELOCK_LIMIT, Clock, DeviceConfig, EXPLORED_LIVELOCK_LIMIT, GridConfig};
 use crate::explore::{Actor, Path};
 use crate::fault::{Fault, FaultKind, HANG, LaunchError, StuckReport, StuckWarp, of_device};
 use crate::grid::{Grid, Progress, Residency, Stats, Step};
@@ -101,6 +101,19 @@ pub enum MachineError {
     /// All kernels wait for events that no kernel will cause.
     #[error("{HANG}{0}")]
     Stuck(String),
+    /// An array of each device does not fit between two of them.
+    #[error(
+        "'{label}': the stride is {stride} bytes and the array has {bytes}: give a power of two, at least 4096 and at least the \
+         bytes of the array"
+    )]
+    BadStride {
+        /// The label of the arrays.
+        label: String,
+        /// Bytes from the array of one device to that of the next.
+        stride: u64,
+        /// Bytes of an array.
+        bytes: u64,
+    },
     /// Numbers of an array that it does not have.
     #[error("numbers {start}..{end} of '{label}', an array of {len}")]
     BadRange {
@@ -126,7 +139,8 @@ pub struct Mismatch {
     pub label: String,
     /// Numbers of the array.
     pub len: usize,
-    /// Numbers that were expected.
+    /// Numbers that were expected. An iterator that does not know its length counts as one more than
+    /// the array where it has more.
     pub expected_len: usize,
     /// How many numbers are wrong, among those that both have.
     pub wrong: usize,
@@ -489,7 +503,12 @@ impl<T: Number> Array<T> {
                 first = Some(WrongNumber { index, actual, expected, written: self.written_by(index) });
             }
         }
-        let expected_len = compared + expected.count();
+        // An iterator may have no end: one number more shows that there are too many.
+        let more = match expected.size_hint() {
+            (least, Some(most)) if least == most => least,
+            _ => expected.take(1).count(),
+        };
+        let expected_len = compared + more;
         if wrong == 0 && expected_len == self.len {
             return Ok(());
         }
@@ -627,6 +646,8 @@ pub struct Machine {
     /// Draws what the program asks for, so that it changes no schedule.
     own_rng: Rng,
     longest_turn: u64,
+    /// Whether the limit of instructions is the program's.
+    has_own_limit: bool,
     /// The choices of an exploration.
     path: Option<Path>,
     /// The faults that ended runs and, without check mode, those behind which kernels continued.
@@ -678,6 +699,7 @@ impl Machine {
     #[must_use]
     pub fn with_config(devices: usize, config: DeviceConfig, check: Option<CheckConfig>) -> Machine {
         let seed = config.schedule_seed.unwrap_or(0);
+        let has_own_limit = config.livelock_limit.is_some();
         // A kernel that waits in a ring with itself would otherwise run for ever.
         let livelock_limit = config.livelock_limit.or(Some(CHECKED_LIVELOCK_LIMIT));
         let checker = check.map(Checker::new);
@@ -694,6 +716,10 @@ impl Machine {
             spins: false,
         };
         let devices: Vec<Device> = (0..devices).map(device).collect();
+        if let Some(checker) = &checker {
+            // Kernels run while the caller waits in `run`, and threads pass arrays on in order.
+            checker.world().only_host = Some(std::thread::current().id());
+        }
         if let (Some(checker), 2..) = (&checker, devices.len()) {
             (0..).zip(&devices).for_each(|(number, device)| checker.number_device(&device.memory, number));
             checker.world().grids.names_devices = true;
@@ -707,6 +733,7 @@ impl Machine {
             seed,
             own_rng: Rng::new(mix(seed ^ PROGRAM)),
             longest_turn: LONGEST_TURN,
+            has_own_limit,
             path: None,
             faults: vec![],
         }
@@ -726,7 +753,11 @@ impl Machine {
         if let Some(checker) = &self.checker {
             checker.world().path = Some(path.clone());
         }
-        Machine { path: Some(path.clone()), ..self }
+        let mut config = self.config;
+        if !self.has_own_limit {
+            config.livelock_limit = Some(EXPLORED_LIVELOCK_LIMIT);
+        }
+        Machine { path: Some(path.clone()), config, ..self }
     }
 
     /// The checker; `None` without check mode.
@@ -1443,6 +1474,86 @@ ret;
         }
         let error = machine.run().unwrap_err().to_string();
         assert!(error.contains("only wait") && error.contains("device 3"), "{error}");
+    }
+
+    #[test]
+    fn an_iterator_without_an_end_has_too_many_numbers() {
+        let machine = Machine::new(1);
+        let out = machine.upload(0, "out", &[7u32; 3]).unwrap();
+        let error = out.expect(std::iter::repeat(7)).unwrap_err().to_string();
+        assert!(error.contains("'out' has 3 numbers, 4 were expected"), "{error}");
+        let error = out.expect([7; 9]).unwrap_err().to_string();
+        assert!(error.contains("9 were expected"), "{error}");
+    }
+
+    #[test]
+    fn a_machine_frees_the_variables_of_its_modules() {
+        let module = Module::parse(&format!(
+            "{HEAD}.global .u32 counter = 5;\n.visible .entry get(.param .u64 out)\n{{\n.reg .b32 %r<2>;\n.reg .b64 %rd<2>;\n\
+             ld.param.u64 %rd1, [out];\nld.global.u32 %r1, [counter];\nst.global.u32 [%rd1], %r1;\nret;\n}}\n"
+        ))
+        .unwrap();
+        let checker = Checker::new(CheckConfig::default());
+        let spaces: Vec<_> = (0..2)
+            .map(|_| {
+                let memory = Memory::checked(1, Some(checker.clone()));
+                let region = memory.variables(&module).unwrap().unwrap();
+                let space = std::sync::Arc::downgrade(&region);
+                drop(region);
+                assert!(space.upgrade().is_some(), "variables keep their values between launches");
+                drop(memory);
+                space
+            })
+            .collect();
+        assert!(spaces.iter().all(|space| space.upgrade().is_none()), "nothing refers to them any more");
+        let mut machine = Machine::checked(1, 1);
+        let out = machine.alloc::<u32>(0, "out", 1).unwrap();
+        machine.launch_with(0, &module, "get", ONE, &[&out]).unwrap();
+        machine.run().unwrap();
+        assert_eq!(out.download().unwrap(), [5]);
+    }
+
+    #[test]
+    fn arrays_may_be_filled_and_read_in_other_threads() {
+        let module = module();
+        let mut machine = Machine::checked(1, 1);
+        let word = machine.alloc::<u32>(0, "word", 1).unwrap();
+        std::thread::scope(|scope| scope.spawn(|| word.upload(&[5]).unwrap()).join().unwrap());
+        machine.launch_with(0, &module, "add", ONE, &[&word]).unwrap();
+        machine.run().unwrap();
+        let words = std::thread::scope(|scope| scope.spawn(|| word.download().unwrap()).join().unwrap());
+        assert_eq!(words, [6]);
+    }
+
+    #[test]
+    fn parts_that_are_named_again_and_again_stay_few() {
+        let module = module();
+        let mut machine = Machine::checked(2, 1);
+        let heap = machine.upload(0, "heap", &[0u32; 64]).unwrap();
+        for round in 0..200_000 {
+            heap.slice(round % 64..round % 64 + 1, "row").unwrap();
+        }
+        let row = heap.slice(3..5, "last").unwrap();
+        let peer = machine.map(1, &row).unwrap();
+        machine.launch_with(0, &module, "add", ONE, &[&row]).unwrap();
+        machine.launch_with(1, &module, "add", ONE, &[&peer]).unwrap();
+        let error = machine.run().unwrap_err().to_string();
+        assert!(error.contains("+ 0xc (last[0])"), "{error}");
+    }
+
+    #[test]
+    fn an_explored_kernel_that_does_not_end_is_reported() {
+        let body = ".visible .entry endless(.param .u64 at)\n{\n.reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nld.param.u64 %rd1, [at];\n\
+                    L:\nld.global.u32 %r1, [%rd1];\nadd.u32 %r1, %r1, 1;\nst.global.u32 [%rd1], %r1;\nbra L;\n}\n";
+        let module = Module::parse(&format!("{HEAD}{body}")).unwrap();
+        let explored = crate::Explore::new().run(|path| {
+            let mut machine = Machine::new(1).explored(path);
+            let word = machine.upload(0, "word", &[0u32]).unwrap();
+            machine.launch_with(0, &module, "endless", ONE, &[&word]).unwrap();
+            machine.run()
+        });
+        let error = explored.failure.unwrap().error.to_string();
+        assert!(error.contains("livelock: 10485"), "{error}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::machine::{Array, Machine, MachineError, Number};
 use crate::memory::Reservation;
-use crate::memory_error::MemoryError;
+use crate::memory_error::{MemoryError, PAGE};
 use crate::multicast::MulticastObject;
 
 /// An array of each device, mapped on all devices: symmetric memory, as of NVSHMEM and NCCL.
@@ -95,7 +95,8 @@ impl Machine {
     /// ```
     ///
     /// # Errors
-    /// An array is longer than `stride` or no whole pages, or those of
+    /// `stride` is no power of two, less than 4096 or less than an array, an array has no whole pages,
+    /// or those of
     /// [`symmetric_alloc`](Self::symmetric_alloc).
     pub fn symmetric_strided<T: Number>(
         &self,
@@ -103,6 +104,10 @@ impl Machine {
         len: usize,
         stride: u64,
     ) -> Result<Symmetric<T>, MachineError> {
+        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+        if !stride.is_power_of_two() || stride < PAGE || stride < bytes {
+            return Err(MachineError::BadStride { label: label.to_owned(), stride, bytes });
+        }
         let own: Vec<Array<T>> =
             (0..self.devices()).map(|owner| self.alloc(owner, label, len)).collect::<Result<_, _>>()?;
         let on_device = |device| {
@@ -163,6 +168,11 @@ impl Machine {
             return Err(MemoryError::Multicast { message }.into());
         }
         let bytes = arrays.first().map_or(0, |array| array.allocation().bytes());
+        if let (0, Some(array)) = (bytes, arrays.first()) {
+            let message =
+                format!("'{}' is empty: multicast addresses need memory", array.allocation().label());
+            return Err(MemoryError::Multicast { message }.into());
+        }
         let object = MulticastObject::new(bytes);
         for (device, array) in (0..).zip(arrays) {
             object.add_device(device)?;
@@ -195,6 +205,26 @@ mod tests {
         for (len, stride) in [(1025, 1 << 13), (4096, 1 << 13)] {
             assert!(machine.symmetric_strided::<u32>("heap", len, stride).is_err());
         }
+    }
+
+    #[test]
+    fn strides_at_which_arrays_cannot_lie_are_named() {
+        let machine = Machine::new(2);
+        for stride in [0, 1, 2048, 3 * 4096] {
+            let error = machine.symmetric_strided::<u32>("heap", 1024, stride).unwrap_err().to_string();
+            assert!(error.contains(&format!("'heap': the stride is {stride} bytes")), "{error}");
+        }
+    }
+
+    #[test]
+    fn empty_arrays_have_no_multicast_addresses() {
+        let machine = Machine::new(2);
+        let empty = machine.symmetric::<u32>("empty", &[]).unwrap();
+        let error = machine.multicast(&empty).unwrap_err().to_string();
+        assert!(error.contains("'empty of device 0' is empty"), "{error}");
+        let all = machine.multicast(&machine.symmetric("all", &[0u32; 1024]).unwrap()).unwrap();
+        let error = machine.map(1, &all[0]).unwrap_err().to_string();
+        assert!(error.contains("map the arrays"), "{error}");
     }
 
     #[test]

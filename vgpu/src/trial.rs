@@ -269,10 +269,10 @@ impl Tried {
         }
     }
 
-    /// Whether no run failed or had a report that is not accepted.
+    /// Whether there were runs, and none failed or had a report that is not accepted.
     #[must_use]
     pub fn is_clean(&self) -> bool {
-        self.reports.is_empty() && self.failures.is_empty()
+        self.runs > 0 && self.reports.is_empty() && self.failures.is_empty()
     }
 
     /// Success if it is clean; else failure, as `vgpu run` has it.

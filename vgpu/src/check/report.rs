@@ -957,7 +957,7 @@ fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
 
 /// The word that the host has loaded last, if its last write releases nothing to the host.
 fn host_attempt(world: &World) -> Option<String> {
-    let loaded = world.hosts.get(&std::thread::current().id())?.loaded?;
+    let loaded = world.hosts.get(&world.host_id())?.loaded?;
     let write = world.releases.get(loaded.0, loaded.1)?.writes.last()?;
     let verdict = match () {
         () if !write.releases => NO_RELEASE,

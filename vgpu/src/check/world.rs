@@ -55,6 +55,8 @@ pub(crate) struct World {
     /// Causal past of the last sequentially consistent fences, by scope and by block.
     pub(crate) fences: FastMap<(Scope, Key), Release>,
     pub(super) hosts: HashMap<ThreadId, Host>,
+    /// The thread that all threads of the host count as. Of a machine, one thread at a time acts.
+    pub(crate) only_host: Option<ThreadId>,
     /// Causal past that host threads have published ([`host_meets`]).
     pub(super) meeting: CausalPast,
     pub(super) timelines: u64,
@@ -89,6 +91,7 @@ impl World {
             reports: Reports::new(config.collect),
             fences: FastMap::default(),
             hosts: HashMap::new(),
+            only_host: None,
             meeting: CausalPast::default(),
             timelines: 0,
             ticks: 0,
@@ -141,12 +144,17 @@ impl World {
     }
 
     pub(super) fn host(&mut self) -> &mut Host {
-        let id = std::thread::current().id();
+        let id = self.host_id();
         if !self.hosts.contains_key(&id) {
             let timeline = self.new_timeline();
             self.hosts.insert(id, Host { timeline, ..Host::default() });
         }
         self.hosts.entry(id).or_default()
+    }
+
+    /// The thread that the calling one counts as.
+    pub(super) fn host_id(&self) -> ThreadId {
+        self.only_host.unwrap_or_else(|| std::thread::current().id())
     }
 
     /// The causal past of this thread, or of the stream that it acts for.
@@ -195,8 +203,7 @@ impl World {
 
     /// Name of byte `at` of shadow `number`; empty if it has none.
     pub(crate) fn part(&self, number: u32, at: u64) -> String {
-        let names = self.shadows.get(number as usize).and_then(|shadow| shadow.names.as_ref());
-        names.and_then(|names| (names.0)(at)).unwrap_or_default()
+        self.shadows.get(number as usize).and_then(|shadow| shadow.name(at)).unwrap_or_default()
     }
 
     /// Stores by kernels since the count began, to memory that is still allocated.
