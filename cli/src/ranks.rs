@@ -69,7 +69,56 @@ impl Placement {
     }
 }
 
-/// A rank of a run: the settings of all ranks, and its own group and device.
+/// The groups of all ranks.
+pub struct Groups {
+    /// The group of the ranks' work. A rank that fails aborts it, so that no rank waits for it.
+    pub work: Arc<dyn ProcessGroup>,
+    /// The group in which all ranks agree on outcomes. A rank that fails cannot do that in `work`,
+    /// where the others have other collectives ahead of them.
+    outcomes: Arc<dyn ProcessGroup>,
+}
+
+impl Groups {
+    /// The groups of ranks that are processes. A rank waits up to `timeout` for the others' work, and
+    /// up to `outcomes_timeout` for their outcomes: until their own waits have timed out.
+    pub fn of_processes(
+        meeting: &Rendezvous,
+        name: &str,
+        timeout: Duration,
+        outcomes_timeout: Duration,
+    ) -> epoxide::Result<Groups> {
+        let work = Arc::new(meeting.group(name, timeout)?);
+        let outcomes = Arc::new(meeting.group(&format!("outcomes of {name}"), outcomes_timeout)?);
+        // No rank aborts a group that another still connects to.
+        outcomes.barrier(timeout)?;
+        Ok(Groups { work, outcomes })
+    }
+
+    /// The groups of ranks that are threads. One is enough: this process has all their failures.
+    fn of_threads(work: Arc<dyn ProcessGroup>) -> Groups {
+        Groups { outcomes: work.clone(), work }
+    }
+
+    /// Every rank's result; or, where any has failed, the same failure on all processes.
+    /// Collective.
+    pub fn gather<T: Serialize + DeserializeOwned>(&self, outcome: Result<T>) -> Result<Vec<T>> {
+        if let Err(error) = &outcome {
+            self.work.abort(error.message.as_deref().unwrap_or("a rank failed"));
+        }
+        gather(&*self.outcomes, outcome)
+    }
+
+    /// This rank's result; or, where any rank has failed, the same failure on all processes.
+    /// Collective.
+    fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
+        match outcome {
+            Ok(value) => self.gather(Ok(())).map(|_| value),
+            Err(error) => self.gather::<()>(Err(error.clone())).and(Err(error)),
+        }
+    }
+}
+
+/// A rank of a run: the settings of all ranks, and its own groups and device.
 pub struct RankContext {
     /// The settings.
     pub settings: Settings,
@@ -77,8 +126,8 @@ pub struct RankContext {
     pub placement: Placement,
     /// Checker of the devices, and the kind of its findings.
     pub checker: Option<(Check, Checker)>,
-    /// The group of all ranks.
-    pub group: Arc<dyn ProcessGroup>,
+    /// The groups of all ranks.
+    pub groups: Groups,
     /// Its GPU.
     pub device: Device,
 }
@@ -86,18 +135,17 @@ pub struct RankContext {
 impl RankContext {
     /// True on the rank that prints for all.
     pub fn is_root(&self) -> bool {
-        self.group.rank() == 0
+        self.groups.work.rank() == 0
     }
 
-    /// Every rank's result; or, where any has failed, the same failure on all ranks. Collective.
+    /// See [`Groups::gather`].
     pub fn gather<T: Serialize + DeserializeOwned>(&self, outcome: Result<T>) -> Result<Vec<T>> {
-        gather(&*self.group, outcome)
+        self.groups.gather(outcome)
     }
 
-    /// This rank's result; or, where any rank has failed, the same failure on all ranks.
-    /// Collective.
+    /// See [`Groups::agree`].
     pub fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
-        agree(&*self.group, outcome)
+        self.groups.agree(outcome)
     }
 }
 
@@ -133,30 +181,31 @@ pub fn run(
         DeviceKind::Cuda => open_device(DeviceKind::Cuda, ordinal),
     };
     // Opens the rank's device and runs `main`.
-    let one_rank = |group: Arc<dyn ProcessGroup>, local_rank: u32, settings: Result<Settings>| {
+    let one_rank = |groups: Groups, local_rank: u32, settings: Result<Settings>| {
         let opened = settings.and_then(|settings| Ok((settings, open(local_rank)?)));
-        let (settings, device) = agree(&*group, opened)?;
+        let (settings, device) = groups.agree(opened)?;
         let checker = shared.virtual_gpu.check.zip(checker.clone());
-        main(&RankContext { settings, placement, checker, group, device })
+        main(&RankContext { settings, placement, checker, groups, device })
     };
     // The others wait for a failing rank until its kernels' deadlines have passed.
     let group_timeout = shared.timeout() * 3 + Duration::from_secs(10);
     match placement {
         Placement::OneRank => {
             let meeting = Rendezvous::from_env(group_timeout)?;
-            let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("world", group_timeout)?);
-            let (rank, launched) = (group.rank(), Some((group.size(), meeting.member.local_size)));
+            let groups = Groups::of_processes(&meeting, "world", group_timeout, group_timeout)?;
+            let rank = groups.work.rank();
+            let launched = Some((groups.work.size(), meeting.member.local_size));
             let settings =
                 shared.topology(defaults, launched).and_then(|topology| shared.resolve(topology, defaults));
             let local_rank = meeting.member.local_rank.unwrap_or(meeting.member.rank);
-            one_rank(group, local_rank, settings).map_err(|error| reported_by(error, rank))
+            one_rank(groups, local_rank, settings).map_err(|error| reported_by(error, rank))
         }
         Placement::Threads => {
             let topology = shared.topology(defaults, None)?;
             let (settings, ranks) = (shared.resolve(topology, defaults)?, topology.ranks());
             require_devices(settings.device, settings.mode, topology)?;
             let ended = run_threads(ranks, group_timeout, |rank, group| {
-                Ok(one_rank(group, rank, Ok(settings.clone())))
+                Ok(one_rank(Groups::of_threads(group), rank, Ok(settings.clone())))
             });
             let outcomes = match ended {
                 Ok(outcomes) => outcomes,
@@ -211,15 +260,17 @@ pub fn reported_by(error: CommandError, rank: u32) -> CommandError {
     }
 }
 
-/// Every rank's result; or, where any has failed, the same failure on all ranks. Collective.
-pub fn gather<T: Serialize + DeserializeOwned>(
-    group: &dyn ProcessGroup,
-    outcome: Result<T>,
-) -> Result<Vec<T>> {
+/// Every rank's result; or, where any has failed, the same failure on all ranks, or the own one
+/// where the ranks cannot meet. Collective.
+fn gather<T: Serialize + DeserializeOwned>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<Vec<T>> {
     let broken = |error: serde_json::Error| CommandError::failed(format!("a rank's report: {error}"));
     let message = serde_json::to_vec(&outcome).map_err(broken)?;
+    let messages = match (group.all_gather(&message), outcome) {
+        (Err(_), Err(own)) => return Err(own),
+        (messages, _) => messages?,
+    };
     let (mut results, mut errors) = (Vec::new(), Vec::new());
-    for (rank, message) in (0..).zip(group.all_gather(&message)?) {
+    for (rank, message) in (0..).zip(messages) {
         match serde_json::from_slice::<Result<T>>(&message).map_err(broken)? {
             Ok(result) => results.push(result),
             Err(error) => errors.push((rank, error)),
@@ -231,18 +282,11 @@ pub fn gather<T: Serialize + DeserializeOwned>(
     }
 }
 
-/// This rank's result; or, where any rank has failed, the same failure on all ranks. Collective.
-fn agree<T>(group: &dyn ProcessGroup, outcome: Result<T>) -> Result<T> {
-    match outcome {
-        Ok(value) => gather(group, Ok(())).map(|_| value),
-        Err(error) => gather::<()>(group, Err(error.clone())).and(Err(error)),
-    }
-}
-
-/// The failure to report: of the lowest rank whose failure does not follow from another's.
+/// The failure to report: of the lowest rank whose failure does not follow from another's. Among
+/// consequences, that of a rank that waited until a time-out names the cause best.
 pub fn root_cause(errors: impl Iterator<Item = (u32, CommandError)>) -> Option<CommandError> {
     let mut errors: Vec<(u32, CommandError)> = errors.collect();
-    errors.sort_by_key(|(rank, error)| (error.consequence, *rank));
+    errors.sort_by_key(|(rank, error)| (error.consequence, !error.timed_out, *rank));
     let (rank, error) = errors.into_iter().next()?;
     // An agreed failure names its rank already, if it has one.
     Some(if error.agreed || error.code != FAILED { error } else { error.on_rank(rank) })
@@ -367,6 +411,9 @@ mod tests {
         ];
         let cause = root_cause(errors.into_iter()).unwrap();
         assert_eq!(cause.message.as_deref(), Some("rank 2: wrong"));
+        let waited = CommandError { timed_out: true, ..timeout.clone() };
+        let cause = root_cause([(0, timeout.clone()), (1, waited)].into_iter()).unwrap();
+        assert_eq!(cause.message.as_deref(), Some("rank 1: rank 0 waited for rank 2"));
         assert!(root_cause([(0, timeout)].into_iter()).is_some());
         assert_eq!(root_cause(std::iter::empty()), None);
     }
@@ -402,17 +449,51 @@ mod tests {
         assert!(outcome_of(&interrupted).unwrap_err().message.is_some());
     }
 
+    fn of_processes(work: Arc<dyn ProcessGroup>) -> Groups {
+        Groups { outcomes: work.split(0).unwrap(), work }
+    }
+
     #[test]
     fn a_failure_of_one_rank_is_agreed_on_by_all() {
         let outcomes = run_threads(3, Duration::from_secs(120), |rank, group| {
-            let outcome = if rank == 1 { Err(CommandError::failed("broke")) } else { Ok(rank) };
-            Ok((agree(&*group, outcome), gather(&*group, Ok(rank))))
+            let groups = of_processes(group);
+            let gathered = groups.gather(Ok(rank));
+            Ok((
+                gathered,
+                groups.agree(if rank == 1 { Err(CommandError::failed("broke")) } else { Ok(rank) }),
+            ))
         })
         .unwrap();
-        for (agreed, gathered) in outcomes {
+        for (gathered, agreed) in outcomes {
             let error = agreed.unwrap_err();
             assert!(error.agreed && error.message.as_deref() == Some("rank 1: broke"), "{error:?}");
             assert_eq!(gathered.unwrap(), [0, 1, 2]);
         }
+    }
+
+    /// The rank that fails has left out a collective in which the other waits.
+    #[test]
+    fn a_failure_in_front_of_a_collective_is_reported_and_not_the_failed_collective() {
+        let outcomes = |groups: fn(Arc<dyn ProcessGroup>) -> Groups| {
+            run_threads(2, Duration::from_secs(120), |rank, group| {
+                group.barrier(group.timeout())?;
+                let groups = groups(group);
+                let outcome = match rank {
+                    0 => groups.work.barrier(groups.work.timeout()).map_err(CommandError::from),
+                    _ => Err(CommandError::skipped("no GPU")),
+                };
+                Ok(groups.gather(outcome).unwrap_err())
+            })
+            .unwrap()
+        };
+        for error in outcomes(of_processes) {
+            assert!(error.agreed && error.code == crate::error::SKIPPED, "{error:?}");
+            assert_eq!(error.message.as_deref(), Some("skipped: no GPU"));
+        }
+        let errors = outcomes(Groups::of_threads);
+        let waited = errors[0].message.as_deref().unwrap();
+        assert!(errors[0].code == FAILED && waited.contains("no GPU"), "{waited}");
+        let cause = root_cause((0..).zip(errors)).unwrap();
+        assert_eq!(cause.message.as_deref(), Some("skipped: no GPU"));
     }
 }

@@ -152,7 +152,7 @@ impl Script<'_> {
 
         self.console.doing("making the buffer");
         let options = B::options(&context.settings);
-        let rank = Rank::<B>::new(context.device.clone(), context.group.clone(), options);
+        let rank = Rank::<B>::new(context.device.clone(), context.groups.work.clone(), options);
         let mut rank = context.agree(rank.map_err(CommandError::from))?;
         let config = B::config(context, &rank);
         self.console.line(cfg_line(&config));

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use crate::error::Result;
 use crate::options::{DeviceKind, Topology};
 use crate::output;
-use crate::ranks;
+use crate::ranks::{self, Groups};
 
 /// Runs `main` on all ranks of a topology, each with its device; the results in rank order. The
 /// ranks are threads of this process or, where a launcher started it as one of them, processes.
@@ -29,13 +29,12 @@ pub fn on_ranks<T: Clone + Send + Serialize + DeserializeOwned>(
             .map_err(|failure| epoxide_bench::Error::from(failure.error).into());
     }
     let meeting = Rendezvous::from_env(TIMEOUT)?;
-    let group: Arc<dyn ProcessGroup> = Arc::new(meeting.group("bench", TIMEOUT)?);
-    let (rank, local_rank) = (group.rank(), meeting.member.local_rank);
-    let outcome = open(device, local_rank.unwrap_or(rank)).and_then(|device| main(device, &group));
+    let groups = Groups::of_processes(&meeting, "bench", TIMEOUT, TIMEOUT * 2)?;
+    let (rank, local_rank) = (groups.work.rank(), meeting.member.local_rank);
+    let outcome = open(device, local_rank.unwrap_or(rank)).and_then(|device| main(device, &groups.work));
     let own = outcome.as_ref().ok().cloned();
-    let mut results =
-        ranks::gather(&*group, outcome.map_err(|error| epoxide_bench::Error::from(error).into()))
-            .map_err(|error| ranks::reported_by(error, rank))?;
+    let outcome = outcome.map_err(|error| epoxide_bench::Error::from(error).into());
+    let mut results = groups.gather(outcome).map_err(|error| ranks::reported_by(error, rank))?;
     // Traces do not travel: each process has its own.
     if let (Some(own), Some(place)) = (own, results.get_mut(rank as usize)) {
         *place = own;

@@ -520,3 +520,22 @@ fn roundtrip_runs_under_it_unchanged() {
     let said = text(&output.stdout);
     assert!(said.contains("[rank 0] ") && !said.contains("[rank 1] ") && said.contains("PASS"), "{said}");
 }
+
+/// The other rank waits in a collective that the failing one has left out.
+#[test]
+fn a_failure_of_one_rank_is_what_a_benchmark_reports() {
+    let failing = "[ $RANK = 1 ] && export EPOXIDE_PTX=/nonexistent.ptx";
+    let sizes =
+        "--ranks-per-node 2 --tokens 2 --hidden 64 --experts 4 --topk 2 --num-sms 2 --warmup 0 --iters 1";
+    let bench = format!("{failing}; {} bench {sizes}", env!("CARGO_BIN_EXE_epoxide"));
+    let output = script(&["--nproc-per-node", "2"], &bench);
+    let said = text(&output.stderr);
+    // Once, for all ranks. The launcher repeats the lines of the rank that ended first.
+    assert_eq!(
+        said.matches("] epoxide: EPOXIDE_PTX = /nonexistent.ptx: cannot be read").count(),
+        1,
+        "{said}"
+    );
+    assert!(!said.contains("which collective comes next"), "{said}");
+    assert_eq!(output.status.code(), Some(2), "{said}");
+}
