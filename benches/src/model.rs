@@ -248,9 +248,7 @@ pub fn check<'a>(points: &'a [Point], machine: &Machine) -> Vec<Checked<'a>> {
     for point in points.iter().filter(|point| is_modelled(point)) {
         let key = &point.key;
         let row_bytes = |name| point.phase(name).map_or(0, |phase| phase.row_bytes);
-        // The buffer treats nodes whose ranks are all mapped as one: no wire is recorded.
-        let has_wire = point.phases.iter().any(|phase| phase.wire.is_some());
-        let nodes = if has_wire { key.nodes } else { 1 };
+        let nodes = if point.is_internode() { key.nodes } else { 1 };
         let case = Case {
             sizes: Sizes {
                 ranks: key.num_ranks,

@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::counts::{self, random_topk};
 use crate::replay::STEPS;
-use crate::results::{Key, LOW_LATENCY, PhaseName, Settings};
+use crate::results::{INTERNODE, Key, LOW_LATENCY, PhaseName, Settings};
 use crate::{Error, Result};
 
 /// Longest wait for a peer: the ranks of a virtual GPU share few processors.
@@ -244,7 +244,7 @@ impl Plan {
     pub fn mode(&self) -> &'static str {
         match self.low_latency {
             Some(_) => LOW_LATENCY,
-            None if self.topology.nodes > 1 => "internode",
+            None if self.topology.nodes > 1 => INTERNODE,
             None => "intranode",
         }
     }

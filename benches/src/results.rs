@@ -16,6 +16,8 @@ use crate::{Error, Result, Shapes, version_1};
 pub const SCHEMA_VERSION: u32 = 2;
 /// The oldest version that is read. Its points of low latency had a form of their own.
 const OLDEST_VERSION: u32 = 1;
+/// The mode of points whose rows were relayed between nodes.
+pub(crate) const INTERNODE: &str = "internode";
 /// The mode of low-latency points.
 pub const LOW_LATENCY: &str = "low-latency";
 
@@ -38,7 +40,7 @@ pub struct Results {
 pub struct Point {
     /// Version of the form of this line: sweeps write points alone.
     pub schema_version: u32,
-    /// `intranode`, `internode` or [`LOW_LATENCY`].
+    /// `intranode`, `internode` or [`LOW_LATENCY`]: as the buffer ran.
     pub mode: String,
     /// The device's name.
     pub device: String,
@@ -771,6 +773,12 @@ impl Point {
     /// Source of the times.
     pub(crate) fn clock_of(is_virtual: bool) -> &'static str {
         if is_virtual { "virtual GPU: time of an interpreter" } else { "CUDA events" }
+    }
+
+    /// Whether high throughput relayed rows between nodes. Nodes whose ranks are all mapped are one
+    /// to the buffer.
+    pub fn is_internode(&self) -> bool {
+        self.mode == INTERNODE
     }
 
     /// Whether it is of low latency.

@@ -116,7 +116,8 @@ fn mscclpp_lines(out: &mut String, point: &Point) -> Result {
     )?;
     // Across nodes MSCCL++'s test times the dispatch that exchanges counts, within one the cached
     // one.
-    let dispatch = if nodes > 1 { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
+    let is_internode = point.is_internode();
+    let dispatch = if is_internode { PhaseName::DispatchUncached } else { PhaseName::DispatchCached };
     mscclpp_phase(out, point, "dispatch", point.phase(dispatch))?;
     mscclpp_phase(out, point, "combine ", point.phase(PhaseName::CombineInPool))?;
     let row_bytes = point.phase(PhaseName::DispatchCached).map_or(0, |phase| phase.row_bytes);
@@ -127,7 +128,7 @@ fn mscclpp_lines(out: &mut String, point: &Point) -> Result {
         bytes.send_total, bytes.send_rdma, bytes.recv_total, bytes.recv_rdma
     )?;
     // MSCCL++'s test has none of the cached one across nodes; in its form.
-    let cached = point.phase(PhaseName::DispatchCached).filter(|_| nodes > 1);
+    let cached = point.phase(PhaseName::DispatchCached).filter(|_| is_internode);
     mscclpp_phase(out, point, "cached  ", cached)
 }
 
@@ -247,7 +248,7 @@ fn by_expert(out: &mut String, point: &Point) -> Result {
 
 /// Bytes that cross the network, and the call compared with the transport and the links alone.
 fn on_wire(out: &mut String, point: &Point) -> Result {
-    if point.key.nodes == 1 {
+    if !point.is_internode() {
         return Ok(());
     }
     let clock = if point.is_virtual { ", wall time of this host" } else { "" };

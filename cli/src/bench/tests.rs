@@ -448,6 +448,16 @@ fn the_figures_across_nodes_worked_by_hand_are_the_output() {
 }
 
 #[test]
+fn nodes_that_are_all_mapped_have_the_report_of_one_node() {
+    let (points, _) = measured("--nodes 2 --ranks-per-node 2 --num-sms 4 --transport direct");
+    let text = report::text(&points[0]);
+    assert!(text.starts_with("[bench intranode HT] nodes=2 num_ranks=4"), "{text}");
+    let starts: Vec<&str> = text.lines().map(|line| line.get(..11).unwrap_or(line)).collect();
+    assert!(starts.contains(&"  dispatch:") && !starts.contains(&"  cached  :"), "{text}");
+    assert!(!text.contains("on the wire"), "{text}");
+}
+
+#[test]
 fn nothing_across_virtual_nodes_is_a_bandwidth() {
     let (points, _) = measured("--nodes 2 --ranks-per-node 2 --num-sms 4 --transport tcp");
     let text = report::text(&points[0]);
