@@ -213,9 +213,11 @@ impl Common<'_> {
             done: Slowest::new(&done),
         });
         let has_wire = self.plan.topology.nodes > 1 && self.plan.low_latency.is_none();
-        let wire = has_wire.then(|| self.on_wire(&ranks, phase.row_bytes, &phase.call));
+        let wire = has_wire.then(|| self.on_wire(&ranks, &phase.call));
         let traffic = self.by_expert.map(|rows| self.traffic(&phase, rows, wire.is_some()));
-        let put = wire.as_ref().map(|wire| (wire.rows * wire.slot_bytes as f64, wire.transport_us));
+        // Rows for mapped nodes pass links.
+        let put = wire.as_ref().filter(|_| !self.is_mapped());
+        let put = put.map(|wire| (wire.rows * wire.slot_bytes as f64, wire.transport_us));
         let bandwidth = phase.bandwidth.map(|bandwidth| Bandwidth {
             wire: put.map(|(bytes, _)| gbps(bytes, phase.call.avg_us)),
             wire_ceiling: put.and_then(|(bytes, us)| Some(gbps(bytes, us?))),
@@ -232,6 +234,23 @@ impl Common<'_> {
     fn linked_rows(&self, name: PhaseName) -> f64 {
         let is_for_each = !name.sorts() && !self.is_copied(name);
         self.by_expert.filter(|_| is_for_each).map_or(self.remote_rows, |rows| rows.linked)
+    }
+
+    /// Rows of a phase for other nodes.
+    fn wire_rows(&self, name: PhaseName) -> f64 {
+        if name.is_dispatch() { self.counts.send_rdma } else { self.relayed }
+    }
+
+    /// Whether rows for other nodes pass NVLink: all wire memory is mapped.
+    fn is_mapped(&self) -> bool {
+        self.ranks.iter().all(|rank| rank.mapped)
+    }
+
+    /// Bytes of a phase over NVLink, with the slots of rows for other nodes where those are mapped.
+    fn linked_bytes(&self, name: PhaseName) -> f64 {
+        let slots = if self.is_mapped() { self.wire_rows(name) } else { 0.0 };
+        let row_bytes = self.plan.row_bytes(name) as f64;
+        self.linked_rows(name) * row_bytes + slots * self.plan.slot_bytes(name) as f64
     }
 
     /// Whether ranks copy rows to the places of further selections, if rows come by expert.
@@ -360,7 +379,7 @@ impl Common<'_> {
         (0..self.ranks[0].others.len()).filter_map(way).collect()
     }
 
-    fn on_wire(&self, phases: &[&PhaseTimes], row_bytes: u64, call: &Distribution) -> OnWire {
+    fn on_wire(&self, phases: &[&PhaseTimes], call: &Distribution) -> OnWire {
         let (name, ceiling) = (phases[0].name, self.ceiling(phases[0].name));
         let calls = f64::from(self.plan.warmup + self.plan.iters) * phases.len() as f64;
         // Rows of a staged combine are those of one in the pool.
@@ -369,18 +388,15 @@ impl Common<'_> {
         let times: Vec<f64> = times.filter(|(phase, _)| *phase == alone).map(|(_, us)| *us).collect();
         let transport_us = (!times.is_empty()).then(|| mean(&times));
         let slot_bytes = self.plan.slot_bytes(name);
-        let rows = if name.is_dispatch() { self.counts.send_rdma } else { self.relayed };
-        let mapped = self.ranks.iter().all(|rank| rank.mapped);
-        let slots_over_links = if mapped { rows * slot_bytes as f64 } else { 0.0 };
-        let linked_bytes = self.linked_rows(name) * row_bytes as f64 + slots_over_links;
+        let linked_bytes = self.linked_bytes(name);
         let nvlink_us =
             if linked_bytes == 0.0 { Some(0.0) } else { ceiling.map(|ceiling| linked_bytes / ceiling / 1e3) };
         // The ratio of an interpreter's time to a network's is meaningless.
         let nvlink_us = nvlink_us.filter(|_| !self.is_virtual);
-        let alone_us = if mapped { Some(0.0) } else { transport_us };
+        let alone_us = if self.is_mapped() { Some(0.0) } else { transport_us };
         OnWire {
             slot_bytes,
-            rows,
+            rows: self.wire_rows(name),
             bytes: phases.iter().map(|phase| phase.wire.bytes).sum::<u64>() as f64 / calls,
             puts: phases.iter().map(|phase| phase.wire.puts).sum::<u64>() as f64 / calls,
             transport_us,
@@ -399,7 +415,7 @@ impl Common<'_> {
         let bytes = |rows: f64| rows * phase.row_bytes as f64;
         let six = if phase.name.is_dispatch() { sent } else { sent.swapped() };
         Bandwidth {
-            links: gbps(bytes(self.linked_rows(phase.name)), us),
+            links: gbps(self.linked_bytes(phase.name), us),
             link_ceiling: self.ceiling(phase.name),
             wire: None,
             wire_ceiling: None,

@@ -699,11 +699,12 @@ pub struct Pairs {
 /// Bandwidths of one phase in GB/s (1e9 bytes), per rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Bandwidth {
-    /// Over the links only: own rows left out.
+    /// Over the links only: own rows left out, and slots for other nodes included where those are
+    /// mapped.
     pub links: f64,
     /// Bandwidth of plain bulk copies with as many blocks over the same links, if measured.
     pub link_ceiling: Option<f64>,
-    /// Over the wire, metadata included; missing within one node.
+    /// Over the wire, metadata included; missing within one node, and where nodes are mapped.
     #[serde(default)]
     pub wire: Option<f64>,
     /// Bandwidth of the transport alone with the same rows.

@@ -445,6 +445,11 @@ fn the_figures_across_nodes_worked_by_hand_are_the_output() {
     let close = |value: Option<f64>, to: f64| value.is_some_and(|value| (value - to).abs() < 1e-9);
     assert!(close(dispatch.nvlink_us, 7.3728) && close(dispatch.share, 8.192 / 7.3728), "{dispatch:?}");
     assert!(close(combine.nvlink_us, 3.6864) && close(combine.share, 8.192 / 3.6864), "{combine:?}");
+    for (name, ceiling) in [(PhaseName::DispatchCached, 15.0), (PhaseName::CombineInPool, 30.0)] {
+        let bandwidth = point.phase(name).and_then(|phase| phase.bandwidth.clone()).unwrap();
+        assert_eq!((bandwidth.links, bandwidth.link_ceiling), (13.5, Some(ceiling)));
+        assert_eq!((bandwidth.wire, bandwidth.wire_ceiling), (None, None));
+    }
 }
 
 #[test]
