@@ -119,6 +119,8 @@ pub struct Comparison {
     tolerance: f64,
     /// Points of A and of B without a partner.
     alone: (usize, usize),
+    /// The same of what was timed of points with one.
+    alone_lines: (usize, usize),
     /// The kernels of A and of B, for people.
     kernels: [String; 2],
     is_virtual: bool,
@@ -240,7 +242,7 @@ fn alternated(a: &[Run], b: &[Run]) -> bool {
 pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
     let (a, b) = (gathered(a), gathered(b));
     let mut lines = Vec::new();
-    let (mut pairs, mut is_virtual) = (0, false);
+    let (mut pairs, mut alone_lines, mut is_virtual) = (0, (0, 0), false);
     for (old, partner) in a.iter().zip(partners(&a, &b)) {
         let Some(new) = partner.map(|at| &b[at]) else { continue };
         if old.is_virtual != new.is_virtual {
@@ -259,12 +261,15 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         }
         (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual);
         let paired = alternated(&old.runs, &new.runs);
-        let others = timed(new);
-        for one in timed(old) {
+        let (ones, others, before) = (timed(old), timed(new), lines.len());
+        for one in &ones {
             if let Some(other) = others.iter().find(|other| other.what == one.what) {
-                lines.push(line(old, &one, other, paired));
+                lines.push(line(old, one, other, paired));
             }
         }
+        let common = lines.len() - before;
+        alone_lines =
+            (alone_lines.0 + ones.len() - common, alone_lines.1 + others.len().saturating_sub(common));
     }
     if let (0, [old], [new]) = (pairs, &a[..], &b[..]) {
         return Err(Error::Usage(format!("compare: different points: {:?} and {:?}", old.key, new.key)));
@@ -280,7 +285,7 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         let texts: BTreeSet<String> = points.iter().map(Point::kernels_text).collect();
         texts.into_iter().collect::<Vec<_>>().join("; ")
     });
-    Ok(Comparison { lines, tolerance, alone, kernels, is_virtual })
+    Ok(Comparison { lines, tolerance, alone, alone_lines, kernels, is_virtual })
 }
 
 /// A line without a verdict, or with the reason why there is none.
@@ -308,9 +313,25 @@ fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
     }
 }
 
+/// Kind of a line's runs: whether they are pairs, and how many A and B have.
+type Design = (bool, usize, usize);
+
+/// The least p that runs can have: one arrangement of all is as far apart, or two that are mirrored.
+fn least_p((paired, a, b): Design) -> f64 {
+    let arrangements = match (paired, a + b) {
+        (true, _) if a <= EXACT => 2f64.powi(a as i32 - 1),
+        (false, runs) if runs <= EXACT => {
+            let dealt = (1..=b).map(|run| (a + run) as f64 / run as f64).product::<f64>();
+            if a == b { dealt / 2.0 } else { dealt }
+        }
+        _ => DRAWN as f64 + 1.0,
+    };
+    1.0 / arrangements
+}
+
 /// Tests all lines together that have the same kind of runs.
 fn judge(lines: &mut [Line], tolerance: f64) {
-    let design = |line: &Line| (line.paired, line.logs.0.len(), line.logs.1.len());
+    let design = |line: &Line| -> Design { (line.paired, line.logs.0.len(), line.logs.1.len()) };
     let mut designs: Vec<_> = lines.iter().filter(|line| line.verdict.is_told()).map(design).collect();
     designs.sort_unstable();
     designs.dedup();
@@ -330,7 +351,13 @@ fn judge(lines: &mut [Line], tolerance: f64) {
             let p = (p * designs.len() as f64).min(1.0);
             line.p = Some(p);
             let is_wide = line.interval.is_some_and(|(low, high)| high > WIDEST * low);
+            let cannot_tell = |of: Design| least_p(of) * designs.len() as f64 >= ALPHA;
             line.verdict = match () {
+                () if cannot_tell(*of) => {
+                    let have = of.1.min(of.2);
+                    let need = (have + 1..=EXACT + 1).find(|&runs| !cannot_tell((of.0, runs, runs)));
+                    Verdict::TooFewRuns(have, need.unwrap_or(have + 1))
+                }
                 () if p >= ALPHA && is_wide => Verdict::TooWide,
                 () if p >= ALPHA || (line.ratio - 1.0).abs() < tolerance => Verdict::Noise,
                 () if line.ratio < 1.0 => Verdict::Faster,
@@ -428,20 +455,55 @@ impl Comparison {
         self.lines.iter().filter(|line| matches!(line.verdict, Verdict::Faster | Verdict::Slower))
     }
 
+    /// Points and phases that only one side has, for people.
+    fn without_partner(&self) -> Option<String> {
+        let text = |(a, b): (usize, usize), what: &str| {
+            (a + b > 0).then(|| format!("{a} {what} of A and {b} of B have no partner"))
+        };
+        let texts = [text(self.alone, "points"), text(self.alone_lines, "phases")];
+        Some(texts.into_iter().flatten().collect::<Vec<_>>().join("; ")).filter(|text| !text.is_empty())
+    }
+
     /// Lines with a verdict of slower, by at least this share.
     ///
     /// # Errors
-    /// A line has no verdict, with the reason and the remedy.
+    /// There is none, and a line has no verdict, or may be slower by as much, or something has no
+    /// line: with the reason and the remedy.
     pub fn slower_by(&self, share: f64) -> Result<Vec<&Line>> {
-        if let Some(line) = self.lines.iter().find(|line| !line.verdict.is_told()) {
+        let slower = self.differences().filter(|line| line.verdict == Verdict::Slower);
+        let slower: Vec<&Line> = slower.filter(|line| line.ratio - 1.0 >= share).collect();
+        if !slower.is_empty() {
+            return Ok(slower);
+        }
+        if let Some(alone) = self.without_partner() {
             return Err(Error::Usage(format!(
-                "compare: no verdict on {}: {}; measure with `epoxide bench ab --repeat {FEWEST_PAIRS}` or more",
+                "compare: no verdict on what one side alone has: {alone}; measure both with the same flags"
+            )));
+        }
+        if let Some(line) = self.lines.iter().find(|line| !line.verdict.is_told()) {
+            let repeat = match line.verdict {
+                Verdict::TooFewRuns(_, need) => need.max(FEWEST_PAIRS),
+                _ => FEWEST_PAIRS,
+            };
+            return Err(Error::Usage(format!(
+                "compare: no verdict on {}: {}; measure with `epoxide bench ab --repeat {repeat}` or more",
                 line.what,
                 line.verdict.text()
             )));
         }
-        let slower = self.differences().filter(|line| line.verdict == Verdict::Slower);
-        Ok(slower.filter(|line| line.ratio - 1.0 >= share).collect())
+        // No difference was shown, nor that it is smaller.
+        let may_be_slower = |line: &&Line| {
+            line.p.is_some_and(|p| p >= ALPHA) && line.interval.is_some_and(|(_, high)| high - 1.0 >= share)
+        };
+        if let Some(line) = self.lines.iter().find(may_be_slower) {
+            return Err(Error::Usage(format!(
+                "compare: no verdict on {}: its interval reaches {:.3}, so B may be slower by {} % or more; make more runs (--repeat)",
+                line.what,
+                line.interval.map_or(1.0, |(_, high)| high),
+                share * 100.0
+            )));
+        }
+        Ok(slower)
     }
 
     /// A table.
@@ -478,9 +540,8 @@ impl Comparison {
             true => write!(out, "\nkernels of both: {of_a}"),
             false => write!(out, "\nkernels of A: {of_a}\nkernels of B: {of_b}"),
         };
-        let (a, b) = self.alone;
-        if a + b > 0 {
-            let _ = write!(out, "\n{a} points of A and {b} of B have no partner");
+        if let Some(alone) = self.without_partner() {
+            let _ = write!(out, "\n{alone}");
         }
         if self.lines.iter().any(|line| matches!(line.verdict, Verdict::TooFewRuns(..))) {
             out += "\ntoo few runs: iterations of one run agree with each other better than with those of the next; measure with \
@@ -704,7 +765,11 @@ mod tests {
                 wide += u32::from(line.verdict == Verdict::TooWide);
             }
             told += u32::from(comparison.text().contains("not told: the interval is wider than 10%"));
-            assert_eq!(comparison.slower_by(0.01).is_err(), comparison.text().contains("not told"));
+            let may_be_slower = |line: &Line| line.interval.is_some_and(|(_, high)| high >= 1.01);
+            assert_eq!(
+                comparison.slower_by(0.01).is_err(),
+                comparison.text().contains("not told") || comparison.lines.iter().any(may_be_slower)
+            );
         }
         assert!(told >= 18 && wide > told, "{told} comparisons, {wide} lines");
         // Runs that agree are noise.
@@ -718,9 +783,81 @@ mod tests {
         let comparison = compare(&a, &b, 0.01).unwrap();
         assert_eq!(comparison.slower_by(0.01).unwrap().len(), 1);
         assert_eq!(comparison.slower_by(0.2).unwrap().len(), 0);
-        assert_eq!(compare(&b, &a, 0.01).unwrap().slower_by(0.01).unwrap().len(), 0);
+        // One run was off by 2 %, so that 1 % of another phase cannot be excluded.
+        let reversed = compare(&b, &a, 0.01).unwrap();
+        assert_eq!(reversed.slower_by(0.02).unwrap().len(), 0);
+        let error = reversed.slower_by(0.01).unwrap_err().to_string();
+        assert!(error.contains("dispatch uncached: its interval reaches 1.010"), "{error}");
         let error = compare(&a[..2], &b[..2], 0.01).unwrap().slower_by(0.01).unwrap_err().to_string();
         assert!(error.contains("too few runs (2 < 9)") && error.contains("bench ab"), "{error}");
+    }
+
+    #[test]
+    fn a_gate_does_not_pass_a_phase_that_may_be_slower() {
+        // Equal things whose runs scatter by 0.5 %: noise, but no proof that B is not 0.1 % slower.
+        let (a, b) = Machine::new(8, 0.005).ab(10, 1.0);
+        let comparison = compare(&a, &b, 0.01).unwrap();
+        assert!(comparison.lines.iter().all(|line| line.verdict == Verdict::Noise), "{}", comparison.text());
+        assert_eq!(comparison.slower_by(0.05).unwrap().len(), 0);
+        let error = comparison.slower_by(0.001).unwrap_err().to_string();
+        assert!(error.contains("B may be slower by 0.1 % or more"), "{error}");
+    }
+
+    #[test]
+    fn a_gate_does_not_pass_what_one_side_alone_has() {
+        let (a, b) = Machine::new(3, 0.0001).ab(10, 1.0);
+        assert_eq!(compare(&a, &b, 0.01).unwrap().slower_by(0.01).unwrap().len(), 0);
+        let with = |points: &[Point], change: &dyn Fn(&mut Point)| -> Vec<Point> {
+            let mut points = points.to_vec();
+            points.iter_mut().for_each(change);
+            points
+        };
+        let more = with(&a, &|point| point.key.tokens += 1);
+        let fewer = with(&b, &|point| point.phases.truncate(3));
+        for (a, b, alone) in [
+            ([&a[..], &more].concat(), b.clone(), "1 points of A and 0 of B have no partner"),
+            (a.clone(), [&b[..], &more].concat(), "0 points of A and 1 of B have no partner"),
+            (a.clone(), fewer.clone(), "1 phases of A and 0 of B have no partner"),
+            (fewer, a, "0 phases of A and 1 of B have no partner"),
+        ] {
+            let comparison = compare(&a, &b, 0.01).unwrap();
+            assert!(comparison.text().contains(alone), "{}", comparison.text());
+            let error = comparison.slower_by(0.01).unwrap_err().to_string();
+            assert!(error.contains(alone), "{error}");
+        }
+    }
+
+    /// Two tests of 9 pairs each cannot tell: the least p is 1 of 256, times 2.
+    #[test]
+    fn runs_that_several_tests_leave_too_few_get_no_verdict() {
+        let mut machine = Machine::new(1, 0.0001);
+        let (mut a, mut b) = machine.ab(FEWEST_PAIRS, 1.2);
+        assert_eq!(compare(&a, &b, 0.01).unwrap().lines[0].verdict, Verdict::Slower);
+        let (mut more_a, mut more_b) = machine.ab(12, 1.2);
+        more_a.iter_mut().chain(&mut more_b).for_each(|point| point.key.tokens += 1);
+        a.extend(more_a);
+        b.extend(more_b);
+        let comparison = compare(&a, &b, 0.01).unwrap();
+        let verdict = |tokens: u32| {
+            let is_of = |line: &&Line| line.key.tokens == tokens && line.what == "dispatch cached";
+            comparison.lines.iter().find(is_of).map(|line| line.verdict)
+        };
+        let tokens = a[0].key.tokens;
+        assert_eq!(verdict(tokens), Some(Verdict::TooFewRuns(FEWEST_PAIRS, FEWEST_PAIRS + 1)));
+        assert_eq!(verdict(tokens + 1), Some(Verdict::Slower));
+        assert!(comparison.slower_by(0.5).unwrap_err().to_string().contains("too few runs (9 < 10)"));
+    }
+
+    #[test]
+    fn the_least_p_is_that_of_runs_that_are_apart() {
+        for pairs in [1, 2, 9] {
+            assert_eq!(exchange_in_pairs(&[vec![0.1; pairs]]), [least_p((true, pairs, pairs))]);
+        }
+        for (a, b) in [(3, 3), (2, 4), (6, 6)] {
+            let line: Vec<f64> = (0..a + b).map(|run| f64::from(u8::from(run >= a))).collect();
+            let p = exchange_between_sides(&[line], a)[0];
+            assert!((p - least_p((false, a, b))).abs() < 1e-12, "{a}, {b}: {p}");
+        }
     }
 
     #[test]
