@@ -63,6 +63,8 @@ pub enum Verdict {
     TooFewRuns(usize, usize),
     /// Runs of virtual GPUs that did not alternate.
     Apart,
+    /// A run's median is not above 0, so it has no ratio to another.
+    NoTime,
 }
 
 impl Verdict {
@@ -77,6 +79,7 @@ impl Verdict {
             Verdict::TooFewSamples(have) => format!("too few samples ({have} < {FEWEST_SAMPLES})"),
             Verdict::TooFewRuns(have, need) => format!("too few runs ({have} < {need})"),
             Verdict::Apart => "not told: runs did not alternate".into(),
+            Verdict::NoTime => "not told: a run's median is not above 0".into(),
         }
     }
 
@@ -294,7 +297,9 @@ fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
     let logs = (logs(a), logs(b));
     let (samples, runs) = (a.samples.min(b.samples), logs.0.len().min(logs.1.len()));
     let need = if paired { FEWEST_PAIRS } else { FEWEST_RUNS };
+    let has_times = logs.0.iter().chain(&logs.1).all(|log| log.is_finite());
     let verdict = match () {
+        () if !has_times => Verdict::NoTime,
         () if samples < FEWEST_SAMPLES => Verdict::TooFewSamples(samples),
         () if runs < need => Verdict::TooFewRuns(runs, need),
         () if point.is_virtual && !paired => Verdict::Apart,
@@ -305,7 +310,7 @@ fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
         what: a.what.clone(),
         median_us: (mean(&logs.0).exp(), mean(&logs.1).exp()),
         ratio: (mean(&logs.1) - mean(&logs.0)).exp(),
-        interval: (runs > 1).then(|| bootstrap(&logs.0, &logs.1, paired)),
+        interval: (runs > 1 && has_times).then(|| bootstrap(&logs.0, &logs.1, paired)),
         p: None,
         verdict,
         logs,
@@ -857,6 +862,22 @@ mod tests {
             let line: Vec<f64> = (0..a + b).map(|run| f64::from(u8::from(run >= a))).collect();
             let p = exchange_between_sides(&[line], a)[0];
             assert!((p - least_p((false, a, b))).abs() < 1e-12, "{a}, {b}: {p}");
+        }
+    }
+
+    /// A clock of coarse ticks measures 0, and a difference of two times may be below it.
+    #[test]
+    fn runs_without_a_time_get_no_verdict() {
+        let (a, b) = Machine::new(6, 0.001).ab(10, 1.2);
+        for us in [0.0, -1.0] {
+            let mut b = b.clone();
+            b[3].phases[0].call.samples_us.fill(us);
+            for (a, b) in [(&a, &b), (&b, &a)] {
+                let comparison = compare(a, b, 0.01).unwrap();
+                assert_eq!(comparison.lines[0].verdict, Verdict::NoTime);
+                assert!(comparison.lines[1..].iter().all(|line| line.verdict == Verdict::Noise));
+                assert!(comparison.slower_by(0.01).unwrap_err().to_string().contains("is not above 0"));
+            }
         }
     }
 

@@ -647,7 +647,7 @@ impl Slowest {
     /// The slowest rank of each iteration, from every rank's iterations.
     pub fn new(ranks: &[&[f64]]) -> Slowest {
         let iterations = ranks.iter().map(|samples| samples.len()).min().unwrap_or(0);
-        let slowest = |at| ranks.iter().map(|samples: &&[f64]| samples[at]).fold(0.0, f64::max);
+        let slowest = |at| ranks.iter().map(|samples: &&[f64]| samples[at]).fold(f64::NEG_INFINITY, f64::max);
         Slowest::of((0..iterations).map(slowest).collect())
     }
 
@@ -1047,6 +1047,8 @@ mod tests {
         assert_eq!(slowest.samples_us, [3.0, 9.0, 2.0]);
         assert_eq!([slowest.min_us, slowest.p50_us, slowest.p99_us], [2.0, 3.0, 9.0]);
         assert_eq!(slowest.mean_us, 14.0 / 3.0);
+        // Pairs without what stands between their calls.
+        assert_eq!(Slowest::new(&[&[-2.0], &[-1.0]]).samples_us, [-1.0]);
     }
 
     #[test]
