@@ -273,7 +273,7 @@ impl Plan {
     pub fn pairs(&self) -> Option<(u32, [u32; 2])> {
         match self.low_latency {
             _ if self.effort == Effort::Phases => None,
-            Some(_) => Some((self.graph.unwrap_or(1), [self.warmup.min(2), self.iters.min(20)])),
+            Some(_) => Some((self.graph.unwrap_or(1), [self.warmup.min(2), self.iters])),
             None => self.baseline.map(|_| (CHAIN, self.repetitions())),
         }
     }

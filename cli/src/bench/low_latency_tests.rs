@@ -43,6 +43,37 @@ fn every_number_of_tokens_is_measured() {
     assert_eq!(tokens("bench --mode low-latency --device cuda").last(), Some(&1024));
 }
 
+#[test]
+fn pairs_have_as_many_samples_as_calls() {
+    let points = measured(&SMALL.replace("--iters 1", "--iters 21"));
+    assert_eq!(points[0].pair.as_ref().unwrap().period.samples_us.len(), 21);
+}
+
+/// The 99th percentile of fewer is the longest iteration.
+#[test]
+fn fewer_than_100_samples_have_no_99th_percentile() {
+    let few = measured(SMALL).remove(0);
+    let mut many = few.clone();
+    many.key.tokens += 1;
+    let pair = many.pair.iter_mut().map(|pair| &mut pair.period);
+    let phases = many.phases.iter_mut().filter_map(|phase| phase.slowest.as_mut());
+    for times in phases.chain(pair) {
+        (times.samples_us, times.p99_us) = (vec![2.0; 100], 77.0);
+    }
+    let table = |points: &[Point]| -> Vec<Vec<String>> {
+        let text = text(points);
+        let lines =
+            text.lines().skip_while(|line| !line.trim_start().starts_with("SMs")).take(points.len() + 1);
+        lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
+    };
+    let count = |line: &[String], word: &str| line.iter().filter(|of| *of == word).count();
+    let own = table(std::slice::from_ref(&few));
+    assert_eq!((count(&own[0], "max"), count(&own[0], "p99"), count(&own[1], "-")), (3, 0, 0), "{own:?}");
+    let both = table(&[few, many]);
+    assert_eq!((count(&both[0], "max"), count(&both[0], "p99")), (0, 3), "{both:?}");
+    assert_eq!((count(&both[1], "-"), count(&both[2], "77.0")), (3, 3), "{both:?}");
+}
+
 /// Graphs of a dispatch whose rows by expert have UE8M0 scales: nothing may be allocated there.
 #[test]
 fn rows_by_expert_of_mxfp8_are_measured() {

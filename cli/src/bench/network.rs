@@ -8,6 +8,7 @@ use epoxide_bench::network::{self, NetworkPlan, WirePoint, WireResults};
 use epoxide_bench::sweep::parse_values;
 
 use super::csv;
+use super::report::Tail;
 use super::start::{launched, on_ranks};
 use crate::error::{CommandError, Result};
 use crate::options::{DeviceKind, Mode, NetworkFlags, WorldFlags};
@@ -137,19 +138,22 @@ fn text(points: &[WirePoint]) -> String {
     if first.is_virtual {
         let _ = writeln!(out, "  {CAVEAT}");
     }
+    let tail = Tail::of(points.iter().map(|point| &point.latency.samples_us[..]));
     let unit = if first.is_virtual { "virtual GB/s" } else { "GB/s" };
     let _ = writeln!(
         out,
         "  GB/s out of a rank to all its peers; latency: half of a put there and one back\n  {:>10}  depth     puts {unit:>12}   min rank   max \
-         rank       puts/s   latency us        p90        p99",
-        "bytes"
+         rank       puts/s   latency us        p90        {}",
+        "bytes",
+        tail.title()
     );
     for point in points {
         let WirePoint { message_bytes, depth, puts, gbps, min_rank_gbps, max_rank_gbps, .. } = point;
-        let (median, p99) = (point.latency.median_us, point.latency.p99_us);
+        let median = point.latency.median_us;
+        let slow = tail.text(point.latency.p99_us, &point.latency.samples_us, 1);
         let (rate, p90) = (point.puts_per_second, point.latency.p90_us.unwrap_or_default());
         let _ = write!(out, "  {message_bytes:>10} {depth:>6} {puts:>8} {gbps:>12.4} {min_rank_gbps:>10.4}");
-        let _ = writeln!(out, " {max_rank_gbps:>10.4} {rate:>12.0} {median:>12.1} {p90:>10.1} {p99:>10.1}");
+        let _ = writeln!(out, " {max_rank_gbps:>10.4} {rate:>12.0} {median:>12.1} {p90:>10.1} {slow:>10}");
     }
     out.trim_end().to_owned()
 }
@@ -210,6 +214,7 @@ mod tests {
             }
             let text = text(&points);
             assert!(text.contains(CAVEAT) && text.contains("virtual GB/s"), "{text}");
+            assert!(text.contains("p90        max\n"), "{text}");
             let commit = &points[0].commit;
             assert!(!commit.is_empty() && text.contains(&format!("commit {commit}\n")), "{text}");
             let folder = tempfile::tempdir().unwrap();

@@ -68,6 +68,39 @@ pub fn legend(points: &[Point]) -> String {
     format!("\n  words (docs/BENCH-METHOD.md works them by hand)\n{}", lines.join("\n"))
 }
 
+/// Fewest samples whose 99th percentile is not the longest of them.
+const FEWEST_OF_A_TAIL: usize = 100;
+
+/// The column of a table that has the slowest iterations.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Tail {
+    /// 99th percentiles.
+    P99,
+    /// The longest iterations, where no times of the table have a 99th percentile.
+    Longest,
+}
+
+impl Tail {
+    /// The column of a table of times with these samples.
+    pub fn of<'a>(mut samples: impl Iterator<Item = &'a [f64]>) -> Tail {
+        if samples.all(Tail::lacks) { Tail::Longest } else { Tail::P99 }
+    }
+
+    /// Whether so few samples have no 99th percentile. Files of before have no samples at all.
+    fn lacks(samples: &[f64]) -> bool {
+        (1..FEWEST_OF_A_TAIL).contains(&samples.len())
+    }
+
+    pub fn title(self) -> &'static str {
+        if self == Tail::P99 { "p99" } else { "max" }
+    }
+
+    /// The nearest-rank 99th percentile of the samples, which is the longest of few.
+    pub fn text(self, p99_us: f64, samples: &[f64], digits: usize) -> String {
+        optional(Some(p99_us).filter(|_| self == Tail::Longest || !Tail::lacks(samples)), digits)
+    }
+}
+
 /// Replays of captured graphs, a line for each point and step; empty if none were measured.
 pub fn replays(points: &[Point]) -> String {
     let lines = || points.iter().flat_map(|point| point.graph.iter().map(move |step| (point, step)));
@@ -75,7 +108,9 @@ pub fn replays(points: &[Point]) -> String {
     let width = lines().map(|(_, step)| step.text().len()).max().unwrap_or(0);
     let unit = if first.is_virtual { first.caveat() } else { "us" };
     let how = ["by itself", "L2 emptied before", "chained"].map(|how| format!(" | {how:<35}")).concat();
-    let titles = " |      p50      p99      min     mean".repeat(3);
+    let timings = lines().flat_map(|(_, step)| step.timings());
+    let tail = Tail::of(timings.filter_map(|(_, times)| Some(&times?.samples_us[..])));
+    let titles = format!(" |      p50      {}      min     mean", tail.title()).repeat(3);
     let mut out = format!(
         "\n  graph replays, slowest rank of each iteration, {unit}; chained: {} one after the other, time of one\n\
          {:27}{:width$}{how}\n  nodes ranks  tokens  SMs {:width$}{titles}",
@@ -86,8 +121,9 @@ pub fn replays(points: &[Point]) -> String {
         out += &format!("\n  {nodes:>5} {num_ranks:>5} {tokens:>7} {num_sms:>4} {:<width$}", step.text());
         for (_, times) in step.timings() {
             out += &match times {
-                Some(Slowest { p50_us, p99_us, min_us, mean_us, .. }) => {
-                    format!(" | {p50_us:>8.2} {p99_us:>8.2} {min_us:>8.2} {mean_us:>8.2}")
+                Some(Slowest { p50_us, p99_us, min_us, mean_us, samples_us, .. }) => {
+                    let slow = tail.text(*p99_us, samples_us, 2);
+                    format!(" | {p50_us:>8.2} {slow:>8} {min_us:>8.2} {mean_us:>8.2}")
                 }
                 None => " |        -        -        -        -".into(),
             };
@@ -191,15 +227,18 @@ fn distributions(out: &mut String, point: &Point) -> Result {
     let unit = if point.is_virtual { "us of an interpreter" } else { "us" };
     // An interpreter has no links.
     let links = if point.is_virtual { "" } else { " |    links  ceiling   of it" };
+    let tail = Tail::of(point.phases.iter().map(|phase| &phase.call.samples_us[..]));
     writeln!(
         out,
         "\n  each call by itself{emptied}, between two events; kernel: by the blocks' own clocks, of traced calls apart\n  \
-         {unit:<22}       avg    median       p90       p99  min rank  max rank    kernel{links}"
+         {unit:<22}       avg    median       p90       {title}  min rank  max rank    kernel{links}",
+        title = tail.title()
     )?;
     for phase in &point.phases {
         let Distribution { avg_us, median_us, p99_us, min_rank_us, max_rank_us, .. } = phase.call;
+        let slow = tail.text(p99_us, &phase.call.samples_us, 1);
         let (p90, kernel) = (optional(phase.call.p90_us, 1), optional(phase.kernel_us, 1));
-        let times = format!("{avg_us:>9.1} {median_us:>9.1} {p90:>9} {p99_us:>9.1}");
+        let times = format!("{avg_us:>9.1} {median_us:>9.1} {p90:>9} {slow:>9}");
         let name = phase.name.text();
         write!(out, "  {name:<22} {times} {min_rank_us:>9.1} {max_rank_us:>9.1} {kernel:>9}")?;
         if let Some(bandwidth) = &phase.bandwidth {
@@ -307,7 +346,11 @@ fn baselines(out: &mut String, point: &Point) -> Result {
         writeln!(out, "  bytes over links (per rank avg): dispatch={there:.2} MB combine={back:.2} MB")?;
         for (label, phase) in [("dispatch", &of.dispatch), ("combine ", &of.combine)] {
             let Distribution { avg_us, median_us, p99_us, .. } = phase.call;
-            write!(out, "  {label} by itself: avg={avg_us:.1}us median={median_us:.1}us p99={p99_us:.1}us")?;
+            let tail = Tail::of([&phase.call.samples_us[..]].into_iter()).title();
+            write!(
+                out,
+                "  {label} by itself: avg={avg_us:.1}us median={median_us:.1}us {tail}={p99_us:.1}us"
+            )?;
             if let Some(bandwidth) = &phase.bandwidth {
                 write!(out, "  links={:.1} GB/s", bandwidth.links)?;
             }
@@ -348,11 +391,17 @@ fn low_latency_phases(points: &[Point]) -> impl Iterator<Item = (&Point, &Phase,
 
 fn low_latency_replays(out: &mut String, points: &[Point]) -> Result {
     let chain = points.iter().find_map(|point| Some(point.pair.as_ref()?.chain)).unwrap_or_default();
+    let times = low_latency_phases(points).flat_map(|(point, dispatch, combine)| {
+        let phases = [dispatch, combine].map(|phase| phase.slowest.as_ref());
+        phases.into_iter().flatten().chain(point.pair.iter().map(|pair| &pair.period))
+    });
+    let tail = Tail::of(times.map(|times| &times.samples_us[..]));
     writeln!(
         out,
         "  us; of each iteration the slowest rank: replays of a graph each between two events, and per pair of {chain} in one graph\n  \
-         {:5}  tokens rows to links dispatch      p99  combine      p99       sum     pair      p99",
-        "  SMs"
+         {:5}  tokens rows to links dispatch      {title}  combine      {title}       sum     pair      {title}",
+        "  SMs",
+        title = tail.title()
     )?;
     for (point, dispatch, combine) in low_latency_phases(points) {
         let (Some(dispatch), Some(combine), Some(pair)) = (&dispatch.slowest, &combine.slowest, &point.pair)
@@ -361,8 +410,8 @@ fn low_latency_replays(out: &mut String, points: &[Point]) -> Result {
         };
         let (Key { num_sms, tokens, .. }, rows) = (&point.key, point.remote_rows);
         let [there, back, pair] = [dispatch, combine, &pair.period].map(|times| {
-            let Slowest { p50_us, p99_us, .. } = times;
-            format!("{p50_us:>8.1} {p99_us:>8.1}")
+            let Slowest { p50_us, p99_us, samples_us, .. } = times;
+            format!("{p50_us:>8.1} {:>8}", tail.text(*p99_us, samples_us, 1))
         });
         let sum = dispatch.p50_us + combine.p50_us;
         writeln!(out, "  {num_sms:>5} {tokens:>7} {rows:>13.1} {there} {back} {sum:>9.1} {pair}")?;
