@@ -782,6 +782,12 @@ impl Point {
         self.mode == INTERNODE
     }
 
+    /// Whether the L2 cache was emptied before each call of high throughput.
+    pub fn empties_caches(&self) -> bool {
+        // Files without settings are of runs that emptied it.
+        !self.is_virtual && self.settings.is_none_or(|settings| settings.flush_mib > 0)
+    }
+
     /// Whether it is of low latency.
     pub fn is_low_latency(&self) -> bool {
         self.mode == LOW_LATENCY

@@ -223,7 +223,11 @@ fn setting(out: &mut String, point: &Point) -> Result {
 }
 
 fn distributions(out: &mut String, point: &Point) -> Result {
-    let emptied = if point.is_virtual { "" } else { ", L2 emptied before" };
+    let emptied = match (point.is_virtual, point.empties_caches()) {
+        (true, _) => "",
+        (false, true) => ", L2 emptied before",
+        (false, false) => ", L2 not emptied",
+    };
     let unit = if point.is_virtual { "us of an interpreter" } else { "us" };
     // An interpreter has no links.
     let links = if point.is_virtual { "" } else { " |    links  ceiling   of it" };

@@ -453,6 +453,18 @@ fn the_figures_across_nodes_worked_by_hand_are_the_output() {
 }
 
 #[test]
+fn the_report_says_whether_caches_were_emptied() {
+    let report = |mib| {
+        let (mut points, _) = measured(&format!("--flush-mib {mib}"));
+        points[0].is_virtual = false;
+        report::text(&points[0])
+    };
+    let (with, without) = (report(1), report(0));
+    assert!(with.contains("each call by itself, L2 emptied before, between"), "{with}");
+    assert!(without.contains("each call by itself, L2 not emptied, between"), "{without}");
+}
+
+#[test]
 fn nodes_that_are_all_mapped_have_the_report_of_one_node() {
     let (points, _) = measured("--nodes 2 --ranks-per-node 2 --num-sms 4 --transport direct");
     let text = report::text(&points[0]);
