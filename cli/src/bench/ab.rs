@@ -202,13 +202,15 @@ impl Args {
         let mut tally = Tally::default();
         for number in 1..=self.comparisons {
             let [a, b] = alternate()?;
-            let comparison = self.verdict.compare(&a, &b)?;
+            let comparison = self.verdict.compare(&a, &b);
             if self.comparisons == 1 {
                 progress.end();
-                for side in sides {
-                    output::text_line(&side.text())?;
-                }
-                let verdict = self.verdict.print(&comparison);
+                let print = |comparison: Comparison| {
+                    sides.iter().try_for_each(|side| output::text_line(&side.text()))?;
+                    self.verdict.print(&comparison)
+                };
+                // The runs are kept whatever becomes of the comparison.
+                let verdict = comparison.and_then(print);
                 for (path, points) in [(&self.json_a, a), (&self.json_b, b)] {
                     if let Some(path) = path {
                         write_text(path, &Results::new(points).json()?)?;
@@ -216,7 +218,7 @@ impl Args {
                 }
                 return verdict;
             }
-            if let Some(line) = tally.add(number, &comparison) {
+            if let Some(line) = tally.add(number, &comparison?) {
                 progress.line(&line)?;
             }
         }
@@ -410,6 +412,22 @@ mod tests {
         // Every run has its pair, but there are too few pairs.
         let comparison = args.verdict.compare(&a, &b).unwrap();
         assert!(comparison.text().contains("3 pairs") && comparison.text().contains("too few runs (3 < 9)"));
+    }
+
+    #[test]
+    fn runs_that_cannot_be_compared_are_stored() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = ["a.json", "b.json"].map(|name| folder.path().join(name));
+        let mut args = args("");
+        [args.json_a, args.json_b] = files.clone().map(Some);
+        let a = crate::bench::testing::measured("").0;
+        let mut b = a.clone();
+        b[0].routing_digest = Some("another".into());
+        let mut alternate = || Ok([a.clone(), b.clone()]);
+        let error = args.compare(&args.sides().unwrap(), &mut alternate, &Progress::new("test", 0, false));
+        let message = error.unwrap_err().message.unwrap();
+        assert!(message.contains("different routings"), "{message}");
+        assert_eq!(files.map(|file| Results::read(&file).unwrap().points), [a, b]);
     }
 
     #[test]
