@@ -50,6 +50,7 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         true => point.counts,
         false => point.counts.swapped(),
     });
+    let shapes = &point.shapes;
     let (kernels, traffic) = (point.kernels.as_ref(), phase.and_then(|phase| phase.traffic.as_ref()));
     vec![
         ("mode", point.mode.clone()),
@@ -118,5 +119,19 @@ fn record(point: &Point, phase: Option<&Phase>, slowest: Option<&Slowest>) -> Ve
         ("driver", text(kernels.and_then(|kernels| kernels.driver.as_ref()))),
         ("store_ceiling_gbps", text(traffic.and_then(|of| of.store_ceiling))),
         ("quantised", text(key.quantised)),
+        ("seed", key.seed.to_string()),
+        ("masked", key.masked.to_string()),
+        ("warmup", point.warmup.to_string()),
+        ("iters", point.iters.to_string()),
+        ("flush_mib", text(point.settings.map(|settings| settings.flush_mib))),
+        ("dispatch_warps", text(shapes.dispatch_warps)),
+        ("dispatch_metadata_warps", text(shapes.dispatch_metadata_warps)),
+        ("dispatch_copy_warps", text(shapes.dispatch_copy_warps)),
+        ("dispatch_stages", text(shapes.dispatch_stages)),
+        ("dispatch_stage_bytes", text(shapes.dispatch_stage_bytes)),
+        ("combine_warps", text(shapes.combine_warps)),
+        ("combine_slots", text(shapes.combine_slots)),
+        ("combine_slot_bytes", text(shapes.combine_slot_bytes)),
+        ("combine_stagers", text(shapes.combine_stagers)),
     ]
 }

@@ -140,7 +140,7 @@ fn the_figures_by_expert_worked_by_hand_are_the_output() {
 fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
     let folder = tempfile::tempdir().unwrap();
     let file = |name: &str| folder.path().join(name);
-    let mut args = flags("--num-sms 2,4");
+    let mut args = flags("--num-sms 2,4 --dispatch-warps 3");
     args.json = Some(file("a.json"));
     let points = single(&args, &args.plans().unwrap()).unwrap();
     for point in &points {
@@ -173,12 +173,15 @@ fn nothing_of_the_virtual_gpu_is_a_bandwidth() {
     let mut table = table.lines().map(|line| line.split(',').collect::<Vec<_>>());
     let columns = table.next().unwrap();
     assert_eq!((columns[0], columns[64], columns[65]), ("mode", "store_ceiling_gbps", "quantised"));
-    assert_eq!(columns.len(), 66);
+    assert_eq!(columns.len(), 80);
+    assert_eq!(columns[66..71], ["seed", "masked", "warmup", "iters", "flush_mib"]);
+    assert_eq!((columns[71], columns[79]), ("dispatch_warps", "combine_stagers"));
     let column = |name: &str| columns.iter().position(|column| *column == name).unwrap();
     let mut lines = 0;
     for line in table {
         assert_eq!(line.len(), columns.len());
         assert_eq!(line[column("virtual")], "true");
+        assert_eq!(line[66..73], ["7", "0", "1", "2", "256", "3", ""]);
         assert!(line[column("avg_us")].parse::<f64>().unwrap() > 0.0);
         for (name, field) in columns.iter().zip(&line) {
             assert!(!name.ends_with("_gbps") || field.is_empty(), "{name} = {field}");
