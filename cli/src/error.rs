@@ -101,7 +101,7 @@ impl From<Error> for CommandError {
             }
             // The launcher, or the rank that failed, reports why the group was given up.
             Error::Aborted { .. } => CommandError { consequence: true, ..CommandError::reported(FAILED) },
-            Error::Store { .. } | Error::Group { .. } => {
+            Error::Store { .. } | Error::Group { .. } | Error::PeerFailed { .. } => {
                 CommandError { consequence: true, ..CommandError::failed(message) }
             }
             _ => CommandError::failed(message),

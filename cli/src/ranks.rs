@@ -414,6 +414,11 @@ mod tests {
         let waited = CommandError { timed_out: true, ..timeout.clone() };
         let cause = root_cause([(0, timeout.clone()), (1, waited)].into_iter()).unwrap();
         assert_eq!(cause.message.as_deref(), Some("rank 1: rank 0 waited for rank 2"));
+        let of_peer =
+            epoxide::Error::PeerFailed { what: "the buffer", rank: 0, peer: 1, reason: "experts 0".into() };
+        let cause =
+            root_cause([(0, of_peer.into()), (1, CommandError::usage("experts 0".to_owned()))].into_iter());
+        assert_eq!(cause.map(|error| error.code), Some(crate::error::USAGE));
         assert!(root_cause([(0, timeout)].into_iter()).is_some());
         assert_eq!(root_cause(std::iter::empty()), None);
     }

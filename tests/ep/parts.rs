@@ -3,7 +3,7 @@
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::internal::driver;
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{low_latency, throughput};
+use epoxide::{Error, low_latency, throughput};
 use epoxide_testing::harness::{NodeLinks, Setup, run_ranks};
 
 use crate::failing::{FailingDevice, REFUSAL};
@@ -18,7 +18,11 @@ fn fails_on_both<B>(
         let device = VirtualGpu::new(VirtConfig { ordinal: number, ..VirtConfig::default() });
         let lacks = if number == 1 { label } else { "nothing" };
         let outcome = make(driver::device(FailingDevice::without(device, lacks)), &*group);
-        let text = outcome.err().expect("rank 1 has no part").to_string();
+        let error = outcome.err().expect("rank 1 has no part");
+        let is_of_peer =
+            matches!(error, Error::PeerFailed { peer: 1, .. } | Error::Transport { peer: 1, .. });
+        assert_eq!(is_of_peer, number == 0, "{label}: {error:?}");
+        let text = error.to_string();
         assert!(text.contains(REFUSAL), "{label}: {text}");
         assert_eq!(text.contains("rank 1 failed: "), number == 0, "{label}: {text}");
         Ok(())

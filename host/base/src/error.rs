@@ -282,6 +282,21 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
+    /// Another rank failed in a call that all ranks make together. The call had no effect on any rank.
+    #[error(
+        "{what}, rank {rank}: rank {peer} failed: {}; mend that, and call again on all ranks",
+        printable(reason)
+    )]
+    PeerFailed {
+        /// The item that the ranks make together.
+        what: &'static str,
+        /// This rank.
+        rank: u32,
+        /// The lowest rank that failed.
+        peer: u32,
+        /// Its error.
+        reason: String,
+    },
     /// The transport between nodes failed. Its link to that peer cannot be used from then on.
     #[error(
         "{transport} transport: {operation}, rank {rank} with rank {peer}: {}; see what rank {peer} reported, then connect anew",

@@ -137,21 +137,27 @@ pub(super) fn same<T: PartialEq + ToString>(
 /// Returns the outcome once every rank has one; fails where any of them failed.
 pub(super) fn agree<T>(group: &dyn ProcessGroup, kind: TransportKind, outcome: Result<T>) -> Result<T> {
     let ends = |peer| LinkEnds { transport: kind.name(), rank: group.rank(), peer };
-    agree_or(group, outcome, |peer, reason| ends(peer).error("connect", reason))
+    agree_or(group, outcome, |peer, _, reason| {
+        ends(peer).error("connect", format!("rank {peer} failed: {reason}"))
+    })
 }
 
-/// The same; `failed` makes the error where a peer failed for a reason.
+/// The same; `failed` makes the error where a peer failed: of its rank, whether it lacks a
+/// requirement, and the reason.
 pub(crate) fn agree_or<T>(
     group: &dyn ProcessGroup,
     outcome: Result<T>,
-    failed: impl FnOnce(u32, String) -> Error,
+    failed: impl FnOnce(u32, bool, String) -> Error,
 ) -> Result<T> {
-    let text = outcome.as_ref().err().map(Error::to_string).unwrap_or_default();
-    let all = group.all_gather(text.as_bytes());
+    const LACKS: u8 = b'?';
+    const FAILED: u8 = b'!';
+    let mark = if matches!(outcome, Err(Error::Unavailable { .. })) { LACKS } else { FAILED };
+    let text = outcome.as_ref().err().map(|error| [&[mark], error.to_string().as_bytes()].concat());
+    let all = group.all_gather(&text.unwrap_or_default());
     let value = outcome?;
-    match (0u32..).zip(&all?).find(|(_, text)| !text.is_empty()) {
+    match (0u32..).zip(&all?).find_map(|(peer, text)| Some((peer, text.split_first()?))) {
         None => Ok(value),
-        Some((peer, text)) => Err(failed(peer, format!("rank {peer} failed: {}", escaped(text)))),
+        Some((peer, (mark, text))) => Err(failed(peer, *mark == LACKS, escaped(text))),
     }
 }
 
