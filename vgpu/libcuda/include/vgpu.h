@@ -25,7 +25,7 @@ enum {
 /* Results. */
 enum {
     VGPU_OK = 0,
-    /* A pointer is null, or a kind or the number or size of the arguments is wrong. */
+    /* A pointer is null, a kind or the number or size of the arguments is wrong, or arrays overlap. */
     VGPU_BAD_ARGUMENT = 1,
     /* The PTX has an error or an instruction that the virtual GPU lacks. */
     VGPU_BAD_PTX = 2,
@@ -35,6 +35,9 @@ enum {
     VGPU_FAULT = 4
 };
 
+/* An argument. Arrays with the same data and bytes are one array for the kernel, which is VGPU_IN_OUT
+   unless all are VGPU_IN or all are VGPU_OUT. Arrays that overlap otherwise are an error, unless
+   both are VGPU_IN. */
 typedef struct vgpu_arg {
     /* The value, or the contents of the array. */
     void *data;

@@ -141,6 +141,11 @@ impl<T> Out<T> {
         self.0.is_null()
     }
 
+    /// Where the memory begins.
+    pub(crate) fn addr(self) -> usize {
+        self.0.addr()
+    }
+
     /// The error of [`Out::put`] before the call has an effect.
     pub(crate) fn required(self) -> Res {
         if self.0.is_null() { Err(INVALID_VALUE) } else { Ok(()) }

@@ -11,7 +11,7 @@ use crate::abi::{In, Out, Res};
 const VALUE: c_int = 0;
 const IN: c_int = 1;
 const OUT: c_int = 2;
-const IN_OUT: c_int = 3;
+const IN_OUT: c_int = IN | OUT;
 
 /// Results, as in the header.
 const OK: c_int = 0;
@@ -68,6 +68,27 @@ fn extents(what: &str, at: In<c_uint>) -> Result<[u32; 3], Failure> {
     Ok([all[0], all[1], all[2]])
 }
 
+/// Memory of the caller that the kernel gets as an array. Parameters with the same memory share it.
+struct Buffer {
+    data: Out<u8>,
+    bytes: usize,
+    /// [`IN`], [`OUT`] or both bits.
+    kind: c_int,
+    /// The number of its first parameter.
+    number: usize,
+    /// Where the addresses lie among the parameters.
+    offsets: Vec<usize>,
+}
+
+impl Buffer {
+    /// Whether the two have memory in common.
+    fn overlaps(&self, other: &Buffer) -> bool {
+        let [begin, other_begin] = [self.data.addr(), other.data.addr()];
+        let begins_in = other_begin.wrapping_sub(begin) < self.bytes && other.bytes > 0;
+        begins_in || begin.wrapping_sub(other_begin) < other.bytes && self.bytes > 0
+    }
+}
+
 fn run(
     (ptx, entry): (In<c_char>, In<c_char>),
     shape: GridConfig,
@@ -81,49 +102,76 @@ fn run(
         let (expected, actual, params) = (kernel.params().len(), args.len(), kernel.param_lines());
         return Err(bad(LaunchError::ArgumentCount { kernel: entry, expected, actual, params }.to_string()));
     }
+    let mut params = vec![0; kernel.param_bytes()];
+    let mut buffers: Vec<Buffer> = vec![];
+    for (number, (param, arg)) in kernel.params().iter().zip(args).enumerate() {
+        let VgpuArg { data, bytes, kind } = *arg;
+        if !(VALUE..=IN_OUT).contains(&kind) {
+            return Err(bad(format!("parameter {number} has kind {kind}: 0 to 3 exist")));
+        }
+        let actual = if kind == VALUE { bytes } else { size_of::<u64>() };
+        if actual != param.size {
+            let (expected, params) = (param.size, kernel.param_lines());
+            let error = LaunchError::ArgumentBytes { kernel: entry, param: number, expected, actual, params };
+            return Err(bad(error.to_string()));
+        }
+        let name = format!("data of parameter {number}");
+        if bytes > 0 {
+            given(&name, data.required())?;
+        }
+        if kind == VALUE {
+            let value = given(&name, data.before().get_all(bytes))?;
+            params[param.offset..param.offset + param.size].copy_from_slice(&value);
+            continue;
+        }
+        match buffers.iter_mut().find(|buffer| buffer.data.addr() == data.addr() && buffer.bytes == bytes) {
+            Some(buffer) => {
+                buffer.kind |= kind;
+                buffer.offsets.push(param.offset);
+            }
+            None => buffers.push(Buffer { data, bytes, kind, number, offsets: vec![param.offset] }),
+        }
+    }
+    for (count, later) in buffers.iter().enumerate() {
+        let in_part = |earlier: &&Buffer| (earlier.kind | later.kind) & OUT != 0 && earlier.overlaps(later);
+        if let Some(earlier) = buffers[..count].iter().find(in_part) {
+            return Err(bad(format!(
+                "data of parameters {} and {} overlap, and the kernel may write one of them: give both the same \
+                 data and bytes, or memory of their own",
+                earlier.number, later.number
+            )));
+        }
+    }
     let config = DeviceConfig {
         schedule_seed: Some(options.seed).filter(|seed| *seed != 0),
         livelock_limit: Some(options.max_warp_instructions).filter(|limit| *limit != 0),
         ..DeviceConfig::default()
     };
     let mut machine = Machine::with_config(1, config, (options.check != 0).then(CheckConfig::default));
-    let mut params = vec![0; kernel.param_bytes()];
     let mut arrays = vec![];
-    for (number, (param, arg)) in kernel.params().iter().zip(args).enumerate() {
-        let name = format!("data of parameter {number}");
-        let read = || given(&name, arg.data.before().get_all(arg.bytes));
-        if arg.bytes > 0 {
-            // A call that fails changes no array, so the kernel has not run yet.
-            given(&name, arg.data.required())?;
-        }
-        let value = match arg.kind {
-            VALUE => read()?,
-            IN | OUT | IN_OUT => {
-                let array = match arg.kind {
-                    OUT => machine.alloc::<u8>(0, &param.name, arg.bytes),
-                    _ => machine.upload(0, &param.name, &read()?),
-                };
-                let array = array.map_err(failed)?;
-                let addr = array.addr().to_ne_bytes().to_vec();
-                arrays.push((array, arg));
-                addr
+    for buffer in &buffers {
+        let label = &kernel.params()[buffer.number].name;
+        let array = match buffer.kind {
+            OUT => machine.alloc::<u8>(0, label, buffer.bytes),
+            _ => {
+                let name = format!("data of parameter {}", buffer.number);
+                machine.upload(0, label, &given(&name, buffer.data.before().get_all(buffer.bytes))?)
             }
-            kind => return Err(bad(format!("parameter {number} has kind {kind}: 0 to 3 exist"))),
         };
-        if value.len() != param.size {
-            let (expected, actual, params) = (param.size, value.len(), kernel.param_lines());
-            let error = LaunchError::ArgumentBytes { kernel: entry, param: number, expected, actual, params };
-            return Err(bad(error.to_string()));
+        let array = array.map_err(failed)?;
+        for offset in &buffer.offsets {
+            params[*offset..*offset + size_of::<u64>()].copy_from_slice(&array.addr().to_ne_bytes());
         }
-        params[param.offset..param.offset + param.size].copy_from_slice(&value);
+        arrays.push(array);
     }
     machine.launch(0, &module, &entry, shape, &params).map_err(failed)?;
     machine.run().map_err(failed)?;
     let mut results = vec![];
-    for (array, arg) in arrays.iter().filter(|(_, arg)| arg.kind != IN) {
+    for (buffer, array) in buffers.iter().zip(&arrays).filter(|(buffer, _)| buffer.kind & OUT != 0) {
         // An output that the kernel has not written is its fault.
-        results.push((arg.data, array.download().map_err(|error| (FAULT, error.to_string()))?));
+        results.push((buffer.data, array.download().map_err(|error| (FAULT, error.to_string()))?));
     }
+    // A call that fails changes no array, so all are read before the first is written.
     for (to, bytes) in results {
         // Null is an array without bytes.
         let _ = to.put_all(bytes);

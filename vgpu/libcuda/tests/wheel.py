@@ -15,6 +15,32 @@ data = bytearray(4)
 vgpu.run(ptx, "add", (1, 1, 1), [1], [data, vgpu.value(b"\x01\x02\x03\x04")], check=True, seed=7)
 assert data == b"\x01\x02\x03\x04", data
 
+# A buffer that is given twice is one array.
+twice = """.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry twice(.param .u64 to, .param .u64 from)
+{
+.reg .b64 %a<4>;
+.reg .b32 %r<2>;
+ld.param.u64 %a1, [to];
+ld.param.u64 %a2, [from];
+mov.u32 %r1, %tid.x;
+mul.wide.u32 %a3, %r1, 4;
+add.u64 %a1, %a1, %a3;
+add.u64 %a2, %a2, %a3;
+ld.global.u32 %r1, [%a2];
+add.u32 %r1, %r1, %r1;
+st.global.u32 [%a1], %r1;
+ret;
+}
+"""
+for given in (lambda x: [x, x], lambda x: [vgpu.out(x), x], lambda x: [x, vgpu.out(x)]):
+    for check in (False, True):
+        four = array.array("I", range(4))
+        vgpu.run(twice, "twice", 1, 4, given(four), check=check)
+        assert list(four) == [0, 2, 4, 6], four
+
 
 def error(kind, text, *args, **options):
     try:
@@ -31,6 +57,8 @@ error("fault", "outside of every region", ptx, "add", 4, 512, [words, vgpu.u32(1
 error("bad argument", "takes 2 arguments, 1 were given", ptx, "add", 1, 1, [words])
 error("bad argument", "has 4 bytes, its argument has 8", ptx, "add", 1, 1, [words, vgpu.f64(1)])
 error("bad argument", "no kernel 'sub'", ptx, "sub", 1, 1, [])
+halves = memoryview(bytearray(24))
+error("bad argument", "parameters 0 and 1 overlap", twice, "twice", 1, 4, [halves[8:], halves[:16]])
 error("bad PTX", "nonsense", "nonsense", "add", 1, 1, [])
 error("bad launch", "block is [2048, 1, 1]", ptx, "add", 1, 2048, [words, vgpu.u32(1)])
 

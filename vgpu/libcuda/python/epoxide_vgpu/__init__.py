@@ -12,6 +12,9 @@ An argument of a kernel is one of these:
 * `out(buffer)`: as a writable buffer, but the kernel finds it unwritten;
 * `u8`, `i8`, `u16`, `i16`, `u32`, `i32`, `u64`, `i64`, `f32`, `f64` of a number, or `value(bytes)`:
   the kernel gets the bytes themselves.
+
+A writable buffer that is given for several parameters is one array for the kernel. Buffers that
+share only a part of their memory are an error where the kernel may write one of them.
 """
 
 import ctypes
