@@ -432,7 +432,8 @@ impl<T: Number> Array<T> {
     /// returns which are written.
     ///
     /// # Errors
-    /// In check mode, a race with a kernel that has not ended, or that a fault has stopped.
+    /// In check mode, a race with a kernel that has not ended, or that a fault has stopped. Also, the
+    /// host lacks memory for the copy.
     pub fn download(&self) -> Result<Vec<T>, MachineError> {
         self.download_range(0..self.len)
     }
@@ -443,9 +444,13 @@ impl<T: Number> Array<T> {
     /// As [`Array::download`], and where the array lacks some of the numbers.
     pub fn download_range(&self, range: Range<usize>) -> Result<Vec<T>, MachineError> {
         let Range { start, end } = self.checked(range)?;
-        let mut bytes = vec![0; (end - start) * size_of::<T>()];
+        let len = (end - start) * size_of::<T>();
+        let mut bytes = host_memory(len)?;
+        bytes.resize(len, 0);
         self.memory.read(self.addr() + (start * size_of::<T>()) as u64, &mut bytes)?;
-        Ok(bytes.chunks_exact(size_of::<T>()).map(T::get).collect())
+        let mut numbers = host_memory(end - start)?;
+        numbers.extend(bytes.chunks_exact(size_of::<T>()).map(T::get));
+        Ok(numbers)
     }
 
     /// Whether something has written all bytes of each number. Unwritten numbers are poison.
@@ -542,6 +547,17 @@ impl<T: Number> Array<T> {
         numbers.iter().for_each(|number| number.put(&mut bytes));
         Ok(self.memory.write(self.addr(), &bytes)?)
     }
+}
+
+/// An empty vector with room for `len` elements.
+fn host_memory<T>(len: usize) -> Result<Vec<T>, MemoryError> {
+    let mut vec = vec![];
+    vec.try_reserve_exact(len).map_err(|_| MemoryError::Os {
+        call: "malloc",
+        errno: rustix::io::Errno::NOMEM.raw_os_error(),
+        message: format!("{len} elements of {} bytes in the host's memory", size_of::<T>()),
+    })?;
+    Ok(vec)
 }
 
 fn bytes_of(number: impl Number) -> Vec<u8> {

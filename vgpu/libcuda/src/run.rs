@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use epoxide_vgpu::{CheckConfig, DeviceConfig, GridConfig, LaunchError, Machine, MachineError, Module};
 
-use crate::abi::{In, Out, Res};
+use crate::abi::{In, OUT_OF_MEMORY, Out, Res};
 
 /// Kinds of arguments, as in the header.
 const VALUE: c_int = 0;
@@ -63,6 +63,20 @@ fn given<T>(what: &str, value: Res<T>) -> Result<T, Failure> {
     value.map_err(|_| bad(format!("{what} is null")))
 }
 
+/// The contents of an array, or room for those of an output.
+fn host_copy(buffer: &Buffer) -> Result<Vec<u8>, Failure> {
+    let Buffer { data, bytes, kind, number, .. } = *buffer;
+    let mut room = vec![];
+    let copy = match kind {
+        OUT => room.try_reserve_exact(bytes).map(|()| room).map_err(|_| OUT_OF_MEMORY),
+        _ => data.before().get_all(bytes),
+    };
+    copy.map_err(|_| {
+        let text = format!("parameter {number} has {bytes} bytes of data: the host cannot allocate as many");
+        (BAD_LAUNCH, text)
+    })
+}
+
 fn extents(what: &str, at: In<c_uint>) -> Result<[u32; 3], Failure> {
     let all = given(what, at.get_all(3))?;
     Ok([all[0], all[1], all[2]])
@@ -92,20 +106,21 @@ impl Buffer {
 fn run(
     (ptx, entry): (In<c_char>, In<c_char>),
     shape: GridConfig,
-    args: &[VgpuArg],
+    (args, num_args): (In<VgpuArg>, usize),
     options: VgpuOptions,
 ) -> Result<(), Failure> {
     let (ptx, entry) = (given("ptx", ptx.text())?, given("entry", entry.text())?);
     let module = Module::parse(&ptx).map_err(|error| (BAD_PTX, error.to_string()))?;
     let kernel = module.find(&entry).map_err(|error| bad(error.to_string()))?;
-    if args.len() != kernel.params().len() {
-        let (expected, actual, params) = (kernel.params().len(), args.len(), kernel.param_lines());
+    if num_args != kernel.params().len() {
+        let (expected, actual, params) = (kernel.params().len(), num_args, kernel.param_lines());
         return Err(bad(LaunchError::ArgumentCount { kernel: entry, expected, actual, params }.to_string()));
     }
+    let args = given("args", args.get_all(num_args))?;
     let mut params = vec![0; kernel.param_bytes()];
     let mut buffers: Vec<Buffer> = vec![];
     for (number, (param, arg)) in kernel.params().iter().zip(args).enumerate() {
-        let VgpuArg { data, bytes, kind } = *arg;
+        let VgpuArg { data, bytes, kind } = arg;
         if !(VALUE..=IN_OUT).contains(&kind) {
             return Err(bad(format!("parameter {number} has kind {kind}: 0 to 3 exist")));
         }
@@ -148,33 +163,30 @@ fn run(
         ..DeviceConfig::default()
     };
     let mut machine = Machine::with_config(1, config, (options.check != 0).then(CheckConfig::default));
+    let memory = machine.memory(0).map_err(failed)?.clone();
     let mut arrays = vec![];
     for buffer in &buffers {
+        let host = host_copy(buffer)?;
         let label = &kernel.params()[buffer.number].name;
-        let array = match buffer.kind {
-            OUT => machine.alloc::<u8>(0, label, buffer.bytes),
-            _ => {
-                let name = format!("data of parameter {}", buffer.number);
-                machine.upload(0, label, &given(&name, buffer.data.before().get_all(buffer.bytes))?)
-            }
-        };
-        let array = array.map_err(failed)?;
+        let array = machine.alloc::<u8>(0, label, buffer.bytes).map_err(failed)?;
+        memory.write(array.addr(), &host).map_err(|error| failed(error.into()))?;
         for offset in &buffer.offsets {
             params[*offset..*offset + size_of::<u64>()].copy_from_slice(&array.addr().to_ne_bytes());
         }
-        arrays.push(array);
+        arrays.push((buffer, array, host));
     }
     machine.launch(0, &module, &entry, shape, &params).map_err(failed)?;
     machine.run().map_err(failed)?;
-    let mut results = vec![];
-    for (buffer, array) in buffers.iter().zip(&arrays).filter(|(buffer, _)| buffer.kind & OUT != 0) {
-        // An output that the kernel has not written is its fault.
-        results.push((buffer.data, array.download().map_err(|error| (FAULT, error.to_string()))?));
-    }
+    arrays.retain(|(buffer, ..)| buffer.kind & OUT != 0);
     // A call that fails changes no array, so all are read before the first is written.
-    for (to, bytes) in results {
+    for (buffer, array, host) in &mut arrays {
+        host.resize(buffer.bytes, 0);
+        // An output that the kernel has not written is its fault.
+        memory.read(array.addr(), host).map_err(|error| (FAULT, error.to_string()))?;
+    }
+    for (buffer, _, host) in arrays {
         // Null is an array without bytes.
-        let _ = to.put_all(bytes);
+        let _ = buffer.data.put_all(host);
     }
     Ok(())
 }
@@ -206,7 +218,7 @@ pub unsafe extern "C" fn vgpu_run(
         };
         let options =
             if options.is_null() { VgpuOptions::default() } else { given("options", options.get())? };
-        run((ptx, entry), shape, &given("args", args.get_all(num_args))?, options)
+        run((ptx, entry), shape, (args, num_args), options)
     };
     let (result, text) = all().err().unwrap_or((OK, String::new()));
     if report_bytes > 0 && !report.is_null() {

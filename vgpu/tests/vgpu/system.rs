@@ -238,6 +238,17 @@ fn a_grid_that_is_not_cooperative_or_does_not_fit_cannot_meet() {
     };
 }
 
+/// The address space has no room for both copies.
+#[test]
+fn a_download_for_which_the_host_has_no_memory_is_an_error() {
+    let machine = Machine::new(1);
+    let bytes = 1 << 46;
+    let array = machine.alloc::<u8>(0, "array", bytes).unwrap();
+    let error = array.download().unwrap_err().to_string();
+    assert!(error.contains(&format!("{bytes} elements of 1 bytes in the host's memory")), "{error}");
+    assert_eq!(array.download_range(bytes - 2..bytes).unwrap(), [0, 0]);
+}
+
 #[test]
 fn other_registers_of_the_driver_are_zero() {
     let body = "mov.u32 %r1, %envreg0; mov.u32 %r2, %envreg31; or.b32 %r1, %r1, %r2;

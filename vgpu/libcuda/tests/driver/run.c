@@ -69,5 +69,16 @@ int main(int argc, char **argv) {
     puts(report);
     vgpu_arg beside[] = {{words, 16, VGPU_OUT}, {words + 4, 16, VGPU_IN}};
     printf("%d\n", vgpu_run(twice, "twice", one, four, 0, beside, 2, NULL, report, sizeof report));
+
+    /* Sizes that no host has: nothing runs, and nothing is read or written. */
+    size_t huge[2] = {(size_t)1 << 62, (size_t)1 << 63};
+    for (int size = 0; size < 2; size++)
+        for (int kind = VGPU_IN; kind <= VGPU_IN_OUT; kind++) {
+            vgpu_arg large[] = {{words, huge[size], kind}};
+            printf("%d", vgpu_run(ptx, "race", grid, block, 0, large, 1, NULL, report, sizeof report));
+            printf(" %s\n", report);
+        }
+    printf("%d", vgpu_run(ptx, "race", grid, block, 0, args, (size_t)1 << 60, NULL, report, sizeof report));
+    printf(" %s\n", report);
     return 0;
 }
