@@ -31,7 +31,8 @@ enum {
     VGPU_BAD_PTX = 2,
     /* The launch cannot start: its shape, its shared memory, memory for its arrays. */
     VGPU_BAD_LAUNCH = 3,
-    /* The kernel did what a program must not do: out of bounds, a race, a deadlock, a trap. */
+    /* The kernel did what a program must not do: out of bounds, a race, a deadlock, a trap, a read
+       of a register or of memory that nothing has written. */
     VGPU_FAULT = 4
 };
 
@@ -51,7 +52,7 @@ typedef struct vgpu_arg {
 typedef struct vgpu_options {
     /* Not 0: the order of warps is drawn from it. */
     uint64_t seed;
-    /* Not 0: a kernel that runs so many warp instructions without progress is stopped. */
+    /* A kernel that runs so many warp instructions without progress is stopped. 0 is 2^28. */
     uint64_t max_warp_instructions;
     /* Not 0: data races and reads of unwritten memory are faults. */
     int check;

@@ -38,7 +38,7 @@ pub struct VgpuArg {
 pub struct VgpuOptions {
     /// Not 0: draws the order of warps.
     pub seed: u64,
-    /// Not 0: most warp instructions without progress.
+    /// Most warp instructions without progress; 0 is 2^28.
     pub max_warp_instructions: u64,
     /// Not 0: check mode.
     pub check: c_int,
@@ -53,6 +53,8 @@ fn bad(what: impl Into<String>) -> Failure {
 
 fn failed(error: MachineError) -> Failure {
     let result = match error {
+        // The launch finds it, but the fault is the kernel's.
+        MachineError::Launch(LaunchError::UnwrittenRegister { .. }) => FAULT,
         MachineError::Launch(_) | MachineError::Memory(_) => BAD_LAUNCH,
         _ => FAULT,
     };

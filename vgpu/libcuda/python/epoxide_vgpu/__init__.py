@@ -115,7 +115,8 @@ def run(ptx, entry, grid, block, args, *, dynamic_shared=0, check=False, seed=0,
     `entry` is the name of a kernel, or a part of a mangled name that no other kernel has.
 
     With `check`, data races and reads of unwritten memory are faults. A `seed` draws the order of
-    warps. Raises VgpuError with a report; no buffer is changed then. A size that does not fit raises
+    warps. A kernel that runs `max_warp_instructions` without progress is stopped; 0 is 2^28. Raises
+    VgpuError with a report; no buffer is changed then. A size that does not fit raises
     ValueError.
     """
     made = [_argument(arg) for arg in args]

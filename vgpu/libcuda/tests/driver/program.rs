@@ -111,7 +111,7 @@ fn the_header_has_the_layout_of_the_library_and_its_function_runs_a_kernel() {
     );
     let out = out.strip_prefix(
         "1\ndata of parameters 0 and 1 overlap, and the kernel may write one of them: give both the same data \
-         and bytes, or memory of their own\n0\n",
+         and bytes, or memory of their own\n0\n4\n",
     );
     let large = |bytes: u64| {
         format!("3 parameter 0 has {bytes} bytes of data: the host cannot allocate as many\n").repeat(3)

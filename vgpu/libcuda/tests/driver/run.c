@@ -70,6 +70,13 @@ int main(int argc, char **argv) {
     vgpu_arg beside[] = {{words, 16, VGPU_OUT}, {words + 4, 16, VGPU_IN}};
     printf("%d\n", vgpu_run(twice, "twice", one, four, 0, beside, 2, NULL, report, sizeof report));
 
+    /* The launch finds the kernel's fault. */
+    static const char unwritten[] =
+        ".version 7.8\n.target sm_90\n.address_size 64\n"
+        ".visible .entry k(.param .u64 to)\n{\n.reg .b64 %a;\n.reg .b32 %r;\n"
+        "ld.param.u64 %a, [to];\nst.global.u32 [%a], %r;\nret;\n}\n";
+    printf("%d\n", vgpu_run(unwritten, "k", one, one, 0, args, 1, &options, report, sizeof report));
+
     /* Sizes that no host has: nothing runs, and nothing is read or written. */
     size_t huge[2] = {(size_t)1 << 62, (size_t)1 << 63};
     for (int size = 0; size < 2; size++)
