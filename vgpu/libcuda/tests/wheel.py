@@ -1,6 +1,7 @@
 """Runs kernels through the Python module. The argument is a file with the kernels of the tests."""
 
 import array
+import ctypes
 import sys
 
 import epoxide_vgpu as vgpu
@@ -63,6 +64,48 @@ halves = memoryview(bytearray(24))
 error("bad argument", "parameters 0 and 1 overlap", twice, "twice", 1, 4, [halves[8:], halves[:16]])
 error("bad PTX", "nonsense", "nonsense", "add", 1, 1, [])
 error("bad launch", "block is [2048, 1, 1]", ptx, "add", 1, 2048, [words, vgpu.u32(1)])
+
+# A number without its type, or one in a buffer without dimensions.
+for number in (5, ctypes.c_int64(5)):
+    try:
+        vgpu.run(ptx, "add", 2, 32, [words, number])
+    except TypeError as error:
+        assert "a number needs its type, as in i64(1)" in str(error), error
+    else:
+        raise AssertionError(f"no error: {number}")
+try:
+    vgpu.value(4)
+except TypeError:
+    pass
+else:
+    raise AssertionError("no error: value(4)")
+try:
+    vgpu.run(ptx, "add", 2, 32, [memoryview(words)[::2], vgpu.u32(1)])
+except TypeError as error:
+    assert "shape (32,) is not C-contiguous" in str(error), error
+else:
+    raise AssertionError("no error: every second word")
+assert list(words) == list(range(5, 69)), words
+
+
+class Index:
+    """A number as numpy has them: no int, but as good as one."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __index__(self):
+        return self.number
+
+
+# Text as bytes, a number in a buffer, and numbers that are no int.
+vgpu.run(ptx.encode(), "add", Index(2), [Index(32)], [words, vgpu.value(ctypes.c_uint32(1))], seed=Index(1))
+assert list(words) == list(range(6, 70)), words
+vgpu.run(ptx, "add", 2, 32, [words, vgpu.i32(-1)])
+# Without elements.
+stores_nothing = ".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry none(.param .u64 at) { ret; }"
+for none in (array.array("I"), (ctypes.c_uint * 3 * 0)(), b""):
+    vgpu.run(stores_nothing, "none", 1, 1, [none], check=True)
 
 # Sizes that C would cut to their low bits.
 for name, wrong, options in [

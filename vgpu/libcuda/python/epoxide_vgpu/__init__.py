@@ -6,18 +6,21 @@
 
 An argument of a kernel is one of these:
 
-* a writable buffer (`array.array`, `bytearray`, a contiguous array of numpy): the kernel gets the
-  address of a copy, which is copied back;
+* a writable buffer (`array.array`, `bytearray`, an array of numpy): the kernel gets the address of
+  a copy, which is copied back;
 * `bytes` or another read-only buffer: the kernel gets the address of a copy;
 * `out(buffer)`: as a writable buffer, but the kernel finds it unwritten;
-* `u8`, `i8`, `u16`, `i16`, `u32`, `i32`, `u64`, `i64`, `f32`, `f64` of a number, or `value(bytes)`:
-  the kernel gets the bytes themselves.
+* `u8`, `i8`, `u16`, `i16`, `u32`, `i32`, `u64`, `i64`, `f32`, `f64` of a number, or `value` of the
+  bytes of a number or struct: the kernel gets the bytes themselves.
+
+Buffers are C-contiguous and have at least one dimension.
 
 A writable buffer that is given for several parameters is one array for the kernel. Buffers that
 share only a part of their memory are an error where the kernel may write one of them.
 """
 
 import ctypes
+import operator
 import os
 import struct
 
@@ -48,7 +51,8 @@ class value:
     """An argument whose bytes the kernel gets."""
 
     def __init__(self, data):
-        self.data = bytes(data)
+        # `bytes` makes zeros of a number.
+        self.data = memoryview(data).tobytes()
 
 
 class out:
@@ -84,33 +88,45 @@ def _argument(arg):
         kind, arg = _VALUE, arg.data
     elif isinstance(arg, out):
         kind, arg = _OUT, arg.buffer
-    view = memoryview(arg).cast("B")
+    try:
+        view = memoryview(arg)
+    except TypeError:
+        raise TypeError(f"{arg!r} is no buffer; a number needs its type, as in i64(1)") from None
+    if view.ndim == 0 and kind != _VALUE:
+        raise TypeError(f"{arg!r} has no dimension; a number needs its type, as in i64(1)")
+    if not view.c_contiguous:
+        raise TypeError(f"a buffer of shape {view.shape} is not C-contiguous; give a C-contiguous copy")
     if view.readonly and kind == _OUT:
         raise TypeError("out() needs a writable buffer")
     if view.readonly:
         kind = _IN if kind == _IN_OUT else kind
-        memory = (ctypes.c_char * max(view.nbytes, 1)).from_buffer_copy(bytes(view) or b"\0")
+    if view.readonly or view.nbytes == 0:
+        memory = ctypes.create_string_buffer(view.tobytes())
     else:
-        memory = (ctypes.c_char * view.nbytes).from_buffer(view)
+        memory = (ctypes.c_char * view.nbytes).from_buffer(view.cast("B"))
     return _Arg(ctypes.addressof(memory), view.nbytes, kind), memory
 
 
 def _unsigned(name, number, bits):
     """The number as C gets it; ctypes would cut it to its low bits."""
+    number = operator.index(number)
     if not 0 <= number < 1 << bits:
         raise ValueError(f"{name} is {number}: it must be from 0 to {(1 << bits) - 1}")
     return number
 
 
 def _extents(name, size):
-    sizes = (size,) if isinstance(size, int) else tuple(size)
+    try:
+        sizes = (operator.index(size),)
+    except TypeError:
+        sizes = tuple(size)
     if not 1 <= len(sizes) <= 3:
         raise ValueError(f"{name} is {size}: it must be a number or up to three")
     return (ctypes.c_uint * 3)(*(_unsigned(name, extent, 32) for extent in sizes + (1,) * (3 - len(sizes))))
 
 
 def run(ptx, entry, grid, block, args, *, dynamic_shared=0, check=False, seed=0, max_warp_instructions=0):
-    """Runs the kernel `entry` of `ptx` over `grid` blocks of `block` threads: a number or up to three.
+    """Runs the kernel `entry` of `ptx`, a text or its bytes, over `grid` blocks of `block` threads: a number or up to three.
 
     `entry` is the name of a kernel, or a part of a mangled name that no other kernel has.
 
@@ -125,7 +141,7 @@ def run(ptx, entry, grid, block, args, *, dynamic_shared=0, check=False, seed=0,
     options = _Options(_unsigned("seed", seed, 64), limit, bool(check))
     report = ctypes.create_string_buffer(_REPORT_BYTES)
     result = _load().vgpu_run(
-        ctypes.c_char_p(ptx.encode()),
+        ctypes.c_char_p(ptx if isinstance(ptx, bytes) else ptx.encode()),
         ctypes.c_char_p(entry.encode()),
         _extents("grid", grid),
         _extents("block", block),
