@@ -3,11 +3,9 @@
 use anyhow::{Result, bail};
 pub use epoxide_vgpu::readable_name as readable;
 
-/// The kernel whose name is `wanted`, or the only one whose name in the source contains `wanted`.
-/// Without `wanted`, the only kernel.
+/// The kernel whose name is `wanted`, or else the only one whose name in the source is `wanted`, or
+/// else the only one whose names contain it. Without `wanted`, the only kernel.
 pub fn find(all: &[&str], wanted: Option<&str>) -> Result<String> {
-    let list =
-        |names: &[&str]| names.iter().map(|name| format!("\n  {}", readable(name))).collect::<String>();
     let Some(wanted) = wanted else {
         return match all {
             [] => bail!("the file has no kernel"),
@@ -15,17 +13,29 @@ pub fn find(all: &[&str], wanted: Option<&str>) -> Result<String> {
             _ => bail!("the file has several kernels, so name one of them:{}", list(all)),
         };
     };
-    let exact = all.iter().find(|name| **name == wanted || readable(name) == wanted);
-    if let Some(name) = exact {
-        return Ok((*name).to_owned());
+    if all.contains(&wanted) {
+        return Ok(wanted.to_owned());
     }
-    let fits = |name: &&str| readable(name).contains(wanted) || name.contains(wanted);
-    let found: Vec<&str> = all.iter().copied().filter(fits).collect();
+    let with = |fits: &dyn Fn(&str) -> bool| all.iter().copied().filter(|name| fits(name)).collect();
+    let mut found: Vec<&str> = with(&|name| readable(name) == wanted);
+    if found.is_empty() {
+        found = with(&|name| readable(name).contains(wanted) || name.contains(wanted));
+    }
     match found.as_slice() {
         [] => bail!("no kernel has '{wanted}' in its name; the file has:{}", list(all)),
         [one] => Ok((*one).to_owned()),
         _ => bail!("several kernels have '{wanted}' in their names:{}", list(&found)),
     }
+}
+
+/// A line for each name: that of the source, where no other kernel has it too.
+fn list(names: &[&str]) -> String {
+    let line = |name: &&str| {
+        let shown = readable(name);
+        let is_unique = names.iter().filter(|other| readable(other) == shown).count() == 1;
+        format!("\n  {}", if is_unique { shown } else { (*name).to_owned() })
+    };
+    names.iter().map(line).collect()
 }
 
 #[cfg(test)]
@@ -54,5 +64,15 @@ mod tests {
             assert!(text.contains(error) && text.contains("add2(float*, unsigned int)"), "{text}");
         }
         assert_eq!(find(&["k"], None).unwrap(), "k");
+    }
+
+    #[test]
+    fn kernels_with_one_name_in_the_source_are_told_apart_by_their_mangled_names() {
+        let two = ["_ZN1k4kern17h0123456789abcdefE", "_ZN1k4kern17hfedcba9876543210E", "other"];
+        assert_eq!(find(&two, Some(two[1])).unwrap(), two[1]);
+        let text = find(&two, Some("k::kern")).unwrap_err().to_string();
+        let list = format!("\n  {}\n  {}", two[0], two[1]);
+        assert_eq!(text, format!("several kernels have 'k::kern' in their names:{list}"));
+        assert!(find(&two, None).unwrap_err().to_string().ends_with(&format!("{list}\n  other")));
     }
 }
