@@ -248,6 +248,17 @@ fn uri(path: &str) -> String {
     if path.starts_with('/') { format!("file://{escaped}") } else { escaped }
 }
 
+/// Writes to standard output. A reader that has closed it has read enough.
+///
+/// # Errors
+/// Standard output cannot be written to.
+pub fn print(text: &str) -> Result<()> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        done => done.context("cannot write to standard output"),
+    }
+}
+
 /// The whole output of a command.
 pub struct Document {
     pub command: &'static str,
@@ -269,11 +280,7 @@ impl Document {
             Format::Json => format!("{:#}\n", self.json()),
             Format::Sarif => format!("{:#}\n", self.sarif()),
         };
-        match std::io::stdout().write_all(text.as_bytes()) {
-            // The reader has read enough.
-            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {}
-            done => done.context("cannot write to standard output")?,
-        }
+        print(&text)?;
         let open = self.findings.iter().any(|finding| finding.accepted.is_none());
         Ok(if open { Verdict::Reports } else { Verdict::Clean })
     }

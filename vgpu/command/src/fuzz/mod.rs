@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use crate::output::Verdict;
+use crate::output::{self, Verdict};
 use forms::Form;
 use kind::Kind;
 use program::{Dealer, Program, Style, Written};
@@ -121,9 +121,9 @@ pub fn run(args: &Args) -> Result<Verdict> {
         report: Report::new(args),
         end: Instant::now() + Duration::from_secs(args.limit.min(u64::from(u32::MAX))),
     };
-    println!("virtual: {}", session.virt.description());
+    output::print(&format!("virtual: {}\n", session.virt.description()))?;
     if let Some(other) = &session.other {
-        println!("{}: {}", other.name(), other.description());
+        output::print(&format!("{}: {}\n", other.name(), other.description()))?;
     }
     let begin = Instant::now();
     let dealer = Dealer::new(&forms, args.seed);
@@ -281,7 +281,7 @@ impl Session<'_> {
                 self.report.count(forms, program);
             }
             for text in self.found(*number, run, &outcome)? {
-                println!("{text}");
+                output::print(&format!("{text}\n"))?;
             }
         }
         Ok(())

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use super::forms::{Form, Needs};
 use super::program::{BLOCKS, Of, Program, Style, Use};
 use super::{Args, Device, Difference, Outcome, Run, alike};
-use crate::output::Verdict;
+use crate::output::{Verdict, print};
 
 /// Threads whose values are printed of a difference.
 const MOST_THREADS: usize = 6;
@@ -174,26 +174,36 @@ impl Report {
 
     /// Prints what was compared, and returns the verdict.
     pub fn end(&self, forms: &[Form], programs: u64, took: Duration) -> Result<Verdict> {
+        let mut text = String::new();
         for (form, (count, first)) in &self.from_manual {
-            println!("the manual: {}: {count} results differ; the first: {first}", forms[*form].text);
+            let _ = writeln!(
+                text,
+                "the manual: {}: {count} results differ; the first: {first}",
+                forms[*form].text
+            );
         }
         if self.by_subject.values().any(|count| *count > 0) {
-            println!("differences by instruction:");
+            let _ = writeln!(text, "differences by instruction:");
             for (subject, count) in &self.by_subject {
-                println!("  {count:>6}  {subject}");
+                let _ = writeln!(text, "  {count:>6}  {subject}");
             }
         }
-        println!("compared:\n  {:<10} {:>8} {:>13} {:>14}", "", "opcodes", "instructions", "by all threads");
+        let _ = writeln!(
+            text,
+            "compared:\n  {:<10} {:>8} {:>13} {:>14}",
+            "", "opcodes", "instructions", "by all threads"
+        );
         let mut kinds: BTreeMap<&str, (u64, u64, u64)> = BTreeMap::new();
         for (opcode, (instructions, results)) in &self.counts {
             let kind = kinds.entry(opcode.split('.').next().unwrap_or(opcode)).or_default();
             *kind = (kind.0 + 1, kind.1 + instructions, kind.2 + results);
         }
         for (kind, (opcodes, instructions, results)) in &kinds {
-            println!("  {kind:<10} {opcodes:>8} {instructions:>13} {results:>14}");
+            let _ = writeln!(text, "  {kind:<10} {opcodes:>8} {instructions:>13} {results:>14}");
         }
         let all: u64 = self.counts.values().map(|(instructions, _)| instructions).sum();
-        println!(
+        let _ = writeln!(
+            text,
             "{programs} programs of seed {} in {:.1} s, {} opcodes, {all} instructions, {} results held against the manual: \
              {} programs differ, {} forms depart from the manual",
             self.seed,
@@ -203,6 +213,7 @@ impl Report {
             self.differing,
             self.from_manual.len()
         );
+        print(&text)?;
         let lines = self
             .counts
             .iter()

@@ -542,6 +542,15 @@ fn random_programs_leave_the_same_in_two_modes() {
 }
 
 #[test]
+fn a_reader_that_stops_reading_ends_no_command_with_a_panic() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_vgpu"));
+    let output = command.args(["fuzz", "--programs", "6"]).stdout(writer).output().unwrap();
+    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stderr)), (Some(0), "".into()));
+}
+
+#[test]
 fn without_a_gpu_the_error_names_what_is_missing() {
     // Another machine may have a driver.
     let (code, text) = vgpu(&["fuzz", "--device", "cuda", "--gpu", "999999999", "--programs", "1"]);
