@@ -48,6 +48,8 @@ fi
 unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CARGO_TARGET_DIR CUDA_LIBRARY_PATH
 # Nothing here is debugged, or built again after a change.
 export CARGO_PROFILE_DEV_DEBUG=0 CARGO_INCREMENTAL=0
+# Lines of cargo are searched below, whatever its user prefers.
+export CARGO_TERM_COLOR=never
 
 mkdir -p "$folder/consumer/src/bin"
 cd "$folder/consumer"

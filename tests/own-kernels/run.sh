@@ -34,6 +34,8 @@ unset RUSTFLAGS CARGO_ENCODED_RUSTFLAGS CARGO_BUILD_TARGET CUDA_LIBRARY_PATH
 # The template, the builder and the tutorial share what they all compile. No build here is debugged or
 # repeated with a small change of a large crate.
 export CARGO_TARGET_DIR=$folder/target CARGO_PROFILE_DEV_DEBUG=0 CARGO_INCREMENTAL=0
+# Lines of cargo are searched below, whatever its user prefers.
+export CARGO_TERM_COLOR=never
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' "$root/Cargo.toml" | head -1)
 # In place of the registry: the packages that are named.
