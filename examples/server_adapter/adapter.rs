@@ -258,6 +258,8 @@ impl Decode {
         stream: &Stream,
         call: &Dispatch,
     ) -> Result<()> {
+        // A combine must not answer an earlier dispatch where this one fails.
+        self.sent = None;
         // SAFETY: the caller vouches for the memory.
         let ((x, ids, weights), recv_x) = unsafe {
             let rows = [info.decode.worst_expanded, params.hidden.into()];
@@ -289,11 +291,14 @@ impl Decode {
 }
 
 impl Prefill {
-    /// Sends rows. Their counts are on the way to the host when it returns.
+    /// Sends rows. The host waits for the counts of all ranks, so that the outputs have as many rows
+    /// as were received.
     ///
     /// # Safety
     /// The conditions of [`tensor`] hold for all addresses.
     unsafe fn send(&mut self, params: &Params, stream: &Stream, call: &Dispatch) -> Result<()> {
+        // As in `Decode::dispatch`.
+        self.sent = None;
         let order = StreamOrder::on(stream);
         // SAFETY: the caller vouches for the memory.
         let (x, ids, weights) = unsafe { call.inputs(params) };
@@ -491,7 +496,8 @@ pub unsafe extern "C" fn decode_combine(
     }
 }
 
-/// Prefill, first part: sends rows. The counts are on their way to the host when it returns.
+/// Prefill, first part: sends rows. It blocks until all ranks have made the call, because the host
+/// needs their counts.
 ///
 /// # Safety
 /// The same as [`decode_dispatch`].
@@ -502,7 +508,8 @@ pub unsafe extern "C" fn prefill_send(context: &mut Context, stream: *mut c_void
     }
 }
 
-/// Prefill, second part: the number of received rows of all segments; -1 if the dispatch failed.
+/// Prefill, second part: the number of received rows of all segments, for which the first part has
+/// waited; -1 without a dispatch.
 pub extern "C" fn prefill_wait_counts(context: &mut Context) -> i64 {
     let rows = match (&context.prefill.sent, &context.stream) {
         (Some(sent), Some(stream)) => sent.handle().num_recv_tokens(stream).map(i64::from),

@@ -112,6 +112,7 @@ fn serve(rank: u32, id: [u8; 128]) -> Result<()> {
         server.decode(&Batch::random(seed, MODEL.max_decode_tokens as usize), owner)?;
         server.prefill(&Batch::random(seed + 10, MODEL.max_tokens as usize), owner)?;
     }
+    server.errors_behind_a_dispatch(&Batch::random(4, MODEL.max_decode_tokens as usize))?;
     for tokens in [1, 4, MODEL.max_decode_tokens as usize] {
         server.decode_from_graphs(tokens)?;
     }
@@ -439,6 +440,36 @@ impl Server {
         assert_eq!(unsafe { adapter::decode_dispatch(self.context(), stream, &call) }, -1);
         let text = self.error();
         assert!(text.contains("num_tokens") && text.contains("max_tokens >= 7"), "{text}");
+    }
+
+    /// A combine answers no earlier dispatch than the last one, which failed.
+    fn errors_behind_a_dispatch(&mut self, batch: &Batch) -> Result<()> {
+        let tokens = self.upload(batch)?;
+        let (stream, out) = (self.stream.raw().0, self.memory.out.ptr().0);
+        let misaligned = DevicePtr(self.memory.x.ptr().0 + 2);
+        for kind in [Kind::Decode, Kind::Prefill] {
+            let [call, fails] =
+                [self.memory.x.ptr(), misaligned].map(|x| self.call(kind, x, tokens, Owner::Context));
+            let context = self.context();
+            // SAFETY: as in `decode`; calls that fail enqueue nothing that uses the addresses.
+            let (codes, combined) = unsafe {
+                match kind {
+                    Kind::Decode => (
+                        [&call, &fails].map(|call| adapter::decode_dispatch(context, stream, call)),
+                        adapter::decode_combine(context, stream, call.recv_x, tokens, out),
+                    ),
+                    Kind::Prefill => (
+                        [&call, &fails].map(|call| adapter::prefill_send(context, stream, call)),
+                        adapter::prefill_combine(context, stream, call.recv_x, tokens, out),
+                    ),
+                }
+            };
+            assert_eq!(codes, [0, -1], "{kind:?}: {}", self.error());
+            let text = self.error();
+            assert!(combined == -1 && text.contains("make one first"), "{kind:?}: {text}");
+        }
+        self.decode(batch, Owner::Server)?;
+        self.prefill(batch, Owner::Context)
     }
 }
 
