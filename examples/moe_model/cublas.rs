@@ -4,8 +4,10 @@
 //! all rows of the buffer are multiplied.
 
 use std::ffi::c_void;
+use std::fmt::Debug;
 use std::sync::Arc;
 
+use cudarc::cublas::result::CublasError;
 use cudarc::cublas::{result, sys};
 use cudarc::driver::CudaContext;
 use epoxide::driver::{DevicePtr, Stream};
@@ -23,8 +25,18 @@ pub struct CublasGemm {
     _workspace: Tensor<'static>,
 }
 
-fn failed(error: impl std::fmt::Debug) -> Error {
-    Error::Unavailable { what: "cuBLAS".into(), reason: format!("{error:?}") }
+/// The error of a call that failed.
+fn failed(call: &'static str) -> impl Fn(CublasError) -> Error {
+    move |CublasError(status)| failed_with(call, status as i32, &status)
+}
+
+fn failed_with(call: &'static str, code: i32, status: &dyn Debug) -> Error {
+    Error::Cuda { call, code, name: format!("{status:?}"), detail: String::new() }
+}
+
+/// Makes the context current on this thread.
+fn bind(context: &CudaContext) -> Result<()> {
+    context.bind_to_thread().map_err(|error| failed_with("cuCtxSetCurrent", error.0 as i32, &error.0))
 }
 
 /// A matrix in cuBLAS's layout: its columns are our rows.
@@ -56,20 +68,24 @@ const TRANSPOSED: sys::cublasOperation_t = sys::cublasOperation_t::CUBLAS_OP_T;
 impl CublasGemm {
     /// A handle for the device of `stream`.
     pub fn new(stream: &Stream) -> Result<CublasGemm> {
-        let context = CudaContext::new(stream.device().info().ordinal as usize).map_err(failed)?;
-        context.bind_to_thread().map_err(failed)?;
         // SAFETY: the call only searches for the library, whose initialisers may run.
         if !unsafe { sys::is_culib_present() } {
-            return Err(failed("the library is not installed"));
+            let reason = "the library is not installed".into();
+            return Err(Error::Unavailable { what: "cuBLAS".into(), reason });
         }
-        let handle = result::create_handle().map_err(failed)?;
+        let context = CudaContext::new(stream.device().info().ordinal as usize);
+        let context =
+            context.map_err(|error| failed_with("cuDevicePrimaryCtxRetain", error.0 as i32, &error.0))?;
+        bind(&context)?;
+        let handle = result::create_handle().map_err(failed("cublasCreate"))?;
         let workspace = Tensor::alloc(stream.device(), DType::F32, &[WORKSPACE / 4])?;
         let gemm = CublasGemm { handle, context, _workspace: workspace };
         let at = gemm._workspace.ptr().0 as *mut c_void;
         // SAFETY: handle and stream are live; the workspace lives as long as the handle.
         unsafe {
-            result::set_stream(handle, stream.raw().0.cast()).map_err(failed)?;
-            sys::cublasSetWorkspace_v2(handle, at, WORKSPACE as usize).result().map_err(failed)?;
+            result::set_stream(handle, stream.raw().0.cast()).map_err(failed("cublasSetStream"))?;
+            let set = sys::cublasSetWorkspace_v2(handle, at, WORKSPACE as usize).result();
+            set.map_err(failed("cublasSetWorkspace"))?;
         }
         Ok(gemm)
     }
@@ -85,7 +101,7 @@ impl CublasGemm {
         output: Output,
     ) -> Result<()> {
         let (alpha, beta) = (1f32, if output == Output::Add { 1f32 } else { 0f32 });
-        self.context.bind_to_thread().map_err(failed)?;
+        bind(&self.context)?;
         // SAFETY: the operands lie inside of live tensors, with the strides of these.
         unsafe {
             result::gemm_ex(
@@ -109,7 +125,7 @@ impl CublasGemm {
                 sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
             )
-            .map_err(failed)
+            .map_err(failed("cublasGemmEx"))
         }
     }
 }

@@ -14,7 +14,7 @@
 //! | `gemm.rs`, `cublas.rs` | products of rows by expert with the experts' matrices |
 //! | `model.rs`, `dense.rs` | shapes and weights; the same layer without ranks |
 //!
-//! Exit codes: 0 pass, 1 a check failed, 2 bad usage, 77 not enough GPUs.
+//! Exit codes: 0 pass, 1 a check or a call failed, 2 bad usage, 77 not enough GPUs or no cuBLAS.
 
 #[cfg(feature = "cuda")]
 mod cublas;
@@ -26,6 +26,7 @@ mod model;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::driver::{Device, Stream};
@@ -68,19 +69,19 @@ struct Options {
     shape: String,
 
     /// Divides hidden sizes
-    #[arg(long, default_value_t = 64)]
+    #[arg(long, default_value_t = 64, value_parser = positive())]
     factor: usize,
 
     /// Divides the number of experts
-    #[arg(long, default_value_t = 8)]
+    #[arg(long, default_value_t = 8, value_parser = positive())]
     expert_factor: usize,
 
     /// Tokens of each rank in the training step
-    #[arg(long, default_value_t = 12)]
+    #[arg(long, default_value_t = 12, value_parser = positive())]
     tokens: usize,
 
     /// Tokens of each rank in the decode steps
-    #[arg(long, value_delimiter = ',', default_values_t = BUCKETS)]
+    #[arg(long, value_delimiter = ',', default_values_t = BUCKETS, value_parser = positive())]
     buckets: Vec<usize>,
 
     /// The library or kernel that multiplies matrices
@@ -88,13 +89,18 @@ struct Options {
     gemm: GemmKind,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+/// A number from 1 on, which fits into the library's 32 bits.
+fn positive() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..=u64::from(u32::MAX))
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum DeviceKind {
     Virtual,
     Cuda,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum GemmKind {
     Rust,
     Cublas,
@@ -102,7 +108,11 @@ enum GemmKind {
 
 fn main() -> ExitCode {
     let options = Options::parse();
-    let shape = Shape::named(&options.shape, options.factor.max(1), options.expert_factor.max(1));
+    if (options.device, options.gemm) == (DeviceKind::Virtual, GemmKind::Cublas) {
+        eprintln!("--gemm cublas needs --device cuda: a virtual GPU has no cuBLAS");
+        return ExitCode::from(2);
+    }
+    let shape = Shape::named(&options.shape, options.factor, options.expert_factor);
     let shape =
         match shape.ok_or("unknown").and_then(|shape| shape.check(options.ranks as usize).map(|()| shape)) {
             Ok(shape) => shape,
@@ -422,7 +432,8 @@ fn compare(name: &str, got: &[f64], want: &[f64]) -> Result<String, String> {
     let largest = want.iter().fold(0.0f64, |largest, value| largest.max(value.abs()));
     let mut worst = 0.0f64;
     for (at, (got, want)) in got.iter().zip(want).enumerate() {
-        let error = (got - want).abs() / largest;
+        // All may be zeros.
+        let error = if got == want { 0.0 } else { (got - want).abs() / largest };
         // Written so that not-a-number is wrong.
         let is_right = error <= TOLERANCE;
         if !is_right {
@@ -465,6 +476,26 @@ mod tests {
     use epoxide_testing::tier;
 
     use super::*;
+
+    #[test]
+    fn zero_is_no_number_of_tokens_and_no_factor() {
+        for flag in ["--tokens", "--buckets", "--factor", "--expert-factor"] {
+            let parse = |value: &str| Options::try_parse_from(["moe_model", flag, value]);
+            assert!(parse("1").is_ok() && parse("0").is_err() && parse("4294967296").is_err(), "{flag}");
+        }
+    }
+
+    #[test]
+    fn zeros_are_equal_and_not_a_number_is_wrong() {
+        assert_eq!(
+            compare("zeros", &[0.0; 2], &[0.0; 2]).unwrap(),
+            "zeros: 2 elements, error 0.0e0 of 0.000"
+        );
+        for wrong in [1e-9, f64::NAN] {
+            assert!(compare("zeros", &[0.0, wrong], &[0.0; 2]).is_err());
+        }
+        assert!(compare("one", &[0.9], &[1.0]).is_err() && compare("one", &[0.99], &[1.0]).is_ok());
+    }
 
     #[test]
     fn every_shape_is_the_dense_model() {
