@@ -8,7 +8,7 @@ use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
 
-use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::sys::{CUevent_flags, CUfunction_attribute_enum};
 use cudarc::driver::{CudaContext, CudaModule, CudaSlice, CudaStream, DevicePtr, DeviceRepr, result};
 use cudarc::nvrtc::Ptx;
 use epoxide_simt::launch::{Call, Entry};
@@ -16,6 +16,9 @@ use epoxide_simt::{Global, ptx};
 
 /// Result of a driver call.
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Dynamic shared memory that every launch may have. A kernel has to ask for more.
+const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
 /// A stream of a GPU, and the kernels of this crate there.
 #[derive(Clone, Debug)]
@@ -81,6 +84,10 @@ impl Gpu {
         ptx::check_fresh::<K>(crate::PTX)?;
         let shape = call.shape()?;
         let function = self.module.load_function(call.name())?;
+        if shape.shared_bytes > DEFAULT_SHARED_BYTES {
+            let most = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            function.set_attribute(most, shape.shared_bytes.try_into()?)?;
+        }
         let mut params = [call.param().as_ptr().cast_mut().cast()];
         let (grid, block) = ((shape.grid, 1, 1), (shape.block, 1, 1));
         self.stream.context().bind_to_thread()?;

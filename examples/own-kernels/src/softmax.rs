@@ -14,8 +14,8 @@ shared! {
     }
 }
 
-/// The most columns: 48 KiB of shared memory, which every launch may have.
-pub const MAX_SOFTMAX_COLUMNS: u32 = 12_000;
+/// The most columns: 96 KiB of shared memory, which each GPU of sm_80 and newer has for a block.
+pub const MAX_SOFTMAX_COLUMNS: u32 = 24_000;
 
 /// `out[row, c] = exp(x[row, c]) / sum of exp(x[row, ..])`, for arrays `[rows, columns]`. Inputs are numbers.
 #[kernel(

@@ -91,6 +91,26 @@ fn no_block_fits_with_more_shared_memory_than_there_is() {
 }
 
 #[test]
+fn more_than_48_kib_of_dynamic_shared_memory_are_asked_for_first() {
+    const MAX_DYNAMIC_SHARED: i32 = 8;
+    const KIB: u32 = 1024;
+    let _context = Context::on(0);
+    let function = Module::load().function("count");
+    let launch = |bytes: u32| {
+        let null = std::ptr::null_mut::<*mut c_void>();
+        cu!(cuLaunchKernel(
+            function => Handle, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, bytes => u32,
+            0 => Handle, null => *mut *mut c_void, null => *mut *mut c_void,
+        ))
+    };
+    let ask_for = |bytes: u32| cu!(cuFuncSetAttribute(function => Handle, MAX_DYNAMIC_SHARED => i32, bytes as i32 => i32));
+    assert_eq!([48 * KIB, 48 * KIB + 1, 64 * KIB].map(launch), [0, INVALID_VALUE, INVALID_VALUE]);
+    assert_eq!([64 * KIB, 228 * KIB].map(ask_for), [0, INVALID_VALUE]);
+    assert_eq!([64 * KIB, 64 * KIB + 1].map(launch), [0, INVALID_VALUE]);
+    ok!(cuCtxSynchronize());
+}
+
+#[test]
 fn variables_belong_to_the_load_of_a_module() {
     if !alone("launch::variables_belong_to_the_load_of_a_module") {
         return;
