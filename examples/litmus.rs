@@ -1,6 +1,6 @@
 //! Runs the litmus tests of `tests/src/litmus/` on GPUs, many instances at once, and counts how
 //! often each showed the outcome that its text describes. The exit code is 1 if that was forbidden,
-//! and 77 if there is no GPU.
+//! 2 is bad usage, and 77 says that there is no GPU or one too few for all tests.
 //!
 //! ```text
 //! cargo run --release -p epoxide-examples --features cuda --example litmus -- --out litmus.tsv
@@ -46,13 +46,13 @@ struct Args {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Blocks that keep the memory busy in every other launch.
-    #[arg(long, default_value_t = 264)]
+    #[arg(long, default_value_t = 264, value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     stress: u32,
     /// Numbers of the tests, as in `1,29`; all if left out.
-    #[arg(long, value_delimiter = ',')]
+    #[arg(long, value_delimiter = ',', value_parser = test_number)]
     tests: Vec<u32>,
     /// Tests of your own beside them, in the notation of the table; what they show is only counted.
-    #[arg(long)]
+    #[arg(long, value_parser = in_notation)]
     text: Vec<String>,
     /// A file for the counts, with tabs between the columns.
     #[arg(long)]
@@ -60,6 +60,19 @@ struct Args {
     /// Writes the modules to this folder and runs nothing.
     #[arg(long)]
     ptx: Option<PathBuf>,
+}
+
+/// The number of a test of the table.
+fn test_number(text: &str) -> Result<u32, String> {
+    let number = text.parse().ok().filter(|number| TESTS.iter().any(|test| test.number == *number));
+    number.ok_or_else(|| format!("no test has this number: there are {} from 1 on", TESTS.len()))
+}
+
+/// A text that is a test.
+fn in_notation(text: &str) -> Result<String, String> {
+    Program::new(text, Form::Many)
+        .map(|_| text.to_owned())
+        .map_err(|rule| format!("{rule}; the head of tests/src/litmus/table.rs has the notation"))
 }
 
 /// A test of the table, or one of the command line, which has no number and no verdict.
@@ -129,7 +142,7 @@ fn run(args: &Args) -> Fallible<bool> {
     if let Some(dir) = &args.ptx {
         std::fs::create_dir_all(dir)?;
         for (index, case) in cases.iter().enumerate() {
-            for (device, part) in Program::new(case.text, Form::Many).devices.iter().enumerate() {
+            for (device, part) in Program::new(case.text, Form::Many)?.devices.iter().enumerate() {
                 let name = case.number.map_or(format!("own{index}"), |n| n.to_string());
                 std::fs::write(dir.join(format!("{name}-{device}.ptx")), &part.ptx)?;
             }
@@ -142,9 +155,9 @@ fn run(args: &Args) -> Fallible<bool> {
     println!("{} tests on {}, seed {}", cases.len(), names.join(" and "), args.seed);
     let bench = Bench::new(&devices)?;
     let mut table = "number\ttext\tverdict\truns\tguards\theld\tlate\n".to_string();
-    let (mut forbidden, mut unseen) = (vec![], vec![]);
+    let (mut forbidden, mut unseen, mut ran) = (vec![], vec![], false);
     for case in &cases {
-        let program = Program::new(case.text, Form::Many);
+        let program = Program::new(case.text, Form::Many)?;
         if program.devices.len() > devices.len() {
             println!(
                 "{:>4} {}: SKIP, needs {} GPUs and finds {}",
@@ -159,6 +172,7 @@ fn run(args: &Args) -> Fallible<bool> {
         let counts =
             bench.run(&program, args).map_err(|error| format!("{} {}: {error}", case.name(), case.text))?;
         let Counts { runs, guards, held, late } = counts;
+        ran = true;
         println!(
             "{:>4} {}: {}, {runs} runs, guards passed {guards}, held {held}, not together {late} ({:.1?})",
             case.name(),
@@ -181,6 +195,10 @@ fn run(args: &Args) -> Fallible<bool> {
     }
     if let Some(file) = &args.out {
         std::fs::write(file, table)?;
+    }
+    if !ran {
+        let reason = "all tests were skipped for want of it".into();
+        return Err(Error::Unavailable { what: "a second GPU".into(), reason }.into());
     }
     println!("{} allowed or racy, never seen:", unseen.len());
     for case in unseen {
@@ -328,5 +346,44 @@ impl<'a> Bench<'a> {
             }
         }
         Ok(launches * u64::from(instances))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(arguments: &[&str]) -> String {
+        let parsed = Args::try_parse_from([&["litmus"], arguments].concat());
+        parsed.err().map_or_else(String::new, |error| error.to_string())
+    }
+
+    #[test]
+    fn numbers_and_texts_that_are_no_test_are_bad_usage() {
+        assert!(error(&["--tests", "1,999"]).contains("no test has this number: there are 80 from 1 on"));
+        assert!(error(&["--stress", "4294967295"]).contains("4294967295 is not in"));
+        for (text, rule) in [
+            ("foo", "no placement"),
+            ("g:foo", "no step 'foo'"),
+            ("g:Wqg.x=1", "no order 'q'"),
+            ("g:Wrz.x=1", "no scope 'z'"),
+            ("g:Wrg.z=1", "no location 'z'"),
+            ("g:Wrg.p16.8=1", "no location 'p16.8'"),
+            ("g:W", "no step 'W'"),
+            ("g:Dxg.x", "no step 'Dxg.x'"),
+            ("g:Uxg.x=y", "no number 'y'"),
+            ("g:Wxg.v4=(1,2)", "2 values at 'v4'"),
+            ("g:Wxg.x=r", "no read gives 'r' before"),
+            ("g:Rxg.x=r", "no value of 'r' at the end"),
+            ("g,g:Wxg.x=1‖Wxg.x=2‖Wxg.x=3", "no place '' for thread 2"),
+            ("g:b‖b", "threads of one block"),
+            ("c:b;b‖b", "different numbers of warp barriers"),
+            (&format!("c:{}", ["Wxg.x=1"; 13].join("‖")), "13 threads"),
+            (&format!("c:{}", ["Rxg.x=1"; 17].join(";")), "more than 16 reads"),
+        ] {
+            assert!(error(&["--text", text]).contains(rule), "{text}: {}", error(&["--text", text]));
+        }
+        let fits = ["--tests", "1,80", "--text", "g:Ww.x=1;Wrg.f=1‖Rag.f=1?;Rw.x=0", "--stress", "0"];
+        assert_eq!(error(&fits), "");
     }
 }

@@ -58,7 +58,7 @@ struct Ready {
 
 impl Ready {
     fn new(test: &'static Test, form: Form) -> Self {
-        let program = Program::new(test.text, form);
+        let program = Program::new(test.text, form).unwrap_or_else(|e| panic!("{}: {e}", test.text));
         let parse = |ptx: &str| Module::parse(ptx).unwrap_or_else(|e| panic!("{}: {e}\n{ptx}", test.text));
         let modules = program.devices.iter().map(|device| parse(&device.ptx)).collect();
         Self { test, program, modules }

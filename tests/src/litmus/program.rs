@@ -17,6 +17,9 @@ pub const BYTES: u64 = 1024;
 /// Contents of a result that no thread has stored.
 pub const NO_RESULT: u32 = 0x00ee_0000;
 
+/// A part of a text, or the rule that it breaks.
+type Result<T> = std::result::Result<T, String>;
+
 /// A result that the condition names: which one, and its value.
 pub type Wanted = (u64, u32);
 
@@ -87,9 +90,9 @@ impl Step {
     fn location(&self) -> Option<u64> {
         match self {
             Self::Write { at, .. } | Self::Read { at, .. } | Self::Atom { at, .. } | Self::Red { at, .. } => {
-                (at != "S" && at != "D").then(|| location(at))
+                location(at).ok()
             }
-            Self::BulkLoad | Self::BulkStore => Some(location("G")),
+            Self::BulkLoad | Self::BulkStore => location("G").ok(),
             _ => None,
         }
     }
@@ -156,13 +159,17 @@ pub struct Program {
     pub packed: u32,
 }
 
-/// The offset of a location, in bytes from the start of an instance's memory.
-fn location(name: &str) -> u64 {
+/// The offset of a location, in bytes from the start of an instance's memory. `S` and `D` are
+/// elsewhere.
+fn location(name: &str) -> Result<u64> {
     let (part, index) = name.split_once('.').unwrap_or((name, "0"));
-    let within = u64::from(bits(name)) / 8 * index.parse::<u64>().expect(name);
     let whole = if part.starts_with('p') { "p" } else { part };
-    let index = LOCATIONS.iter().position(|l| *l == whole);
-    index.unwrap_or_else(|| panic!("no location '{name}'")) as u64 * 16 + within
+    let at = LOCATIONS.iter().position(|l| *l == whole);
+    let within = index.parse::<u32>().map(|index| u64::from(bits(name)) / 8 * u64::from(index));
+    match (at, within) {
+        (Some(at), Ok(within @ 0..16)) => Ok(at as u64 * 16 + within),
+        _ => Err(format!("no location '{name}'")),
+    }
 }
 
 /// Width of a scalar access to a location.
@@ -180,8 +187,14 @@ fn values(text: &str) -> Vec<Value> {
     text.trim_matches(['(', ')']).split(',').map(value).collect()
 }
 
+/// A number of a step.
+fn number(text: &str, step: &str) -> Result<u32> {
+    text.parse().map_err(|_| format!("no number '{text}' in step '{step}'"))
+}
+
 /// A step; `None` for a condition on a final value, which is added to `last`.
-fn step(text: &str, last: &mut Vec<(String, u32)>) -> Option<Step> {
+fn step(text: &str, last: &mut Vec<(String, u32)>) -> Result<Option<Step>> {
+    let unknown = || format!("no step '{text}'");
     let (text, guard) = text.strip_suffix('?').map_or((text, false), |t| (t, true));
     let simple = match text {
         "L.S/m" => Some(Step::BulkLoad),
@@ -200,16 +213,17 @@ fn step(text: &str, last: &mut Vec<(String, u32)>) -> Option<Step> {
         _ => None,
     };
     if simple.is_some() {
-        return simple;
+        return Ok(simple);
     }
     if text.starts_with(char::is_lowercase) {
-        let (name, number) = text.split_once('=').unwrap_or_else(|| panic!("no step: {text}"));
-        last.push((name.into(), number.parse().expect(text)));
-        return None;
+        let (name, value) = text.split_once('=').ok_or_else(unknown)?;
+        last.push((name.into(), number(value, text)?));
+        return Ok(None);
     }
     let (kind, rest) = text.split_once('.').unwrap_or((text, ""));
     let mut letters = kind.chars();
-    let (kind, order) = (letters.next().expect(text), letters.next().expect(text));
+    let kind_and_order = letters.next().zip(letters.next());
+    let (kind, order) = kind_and_order.ok_or_else(unknown)?;
     // Weak accesses have no scope.
     let scope = letters.next().unwrap_or(' ');
     let (at, given) = match rest.find(['=', '+', '→']) {
@@ -217,7 +231,11 @@ fn step(text: &str, last: &mut Vec<(String, u32)>) -> Option<Step> {
         None => (rest.to_string(), None),
     };
     let read = given.and_then(|g| g.strip_prefix('='));
-    Some(match kind {
+    ordered(order, scope)?;
+    if kind != 'F' && at != "S" && at != "D" {
+        location(&at)?;
+    }
+    Ok(Some(match kind {
         'F' => Step::Fence { order, scope },
         'W' => {
             let mut values = read.map_or(vec![Value::Number(1)], values);
@@ -233,37 +251,37 @@ fn step(text: &str, last: &mut Vec<(String, u32)>) -> Option<Step> {
         }
         'R' => Step::Read { order, scope, at, values: read.map_or(vec![], values), guard },
         'U' => {
-            let old = read.map(|r| r.split('→').next().unwrap_or(r).parse().expect(text));
+            let old = read.map(|r| number(r.split('→').next().unwrap_or(r), text)).transpose()?;
             Step::Atom { order, scope, at, old, guard }
         }
         'D' => {
-            let new = given.and_then(|g| g.strip_prefix('→')).expect(text);
-            last.push((at.clone(), new.parse().expect(text)));
+            let new = given.and_then(|g| g.strip_prefix('→')).ok_or_else(unknown)?;
+            last.push((at.clone(), number(new, text)?));
             Step::Red { order, scope, at }
         }
-        _ => panic!("no step: {text}"),
-    })
+        _ => return Err(unknown()),
+    }))
 }
 
 /// Modifiers for an order and a scope: `.acquire.gpu`.
-fn ordered(order: char, scope: char) -> String {
+fn ordered(order: char, scope: char) -> Result<String> {
     let order = match order {
-        'w' => return String::new(),
+        'w' => return Ok(String::new()),
         'x' => ".relaxed",
         'a' => ".acquire",
         'r' => ".release",
         'b' => ".acq_rel",
         's' => ".sc",
-        _ => panic!("no order '{order}'"),
+        _ => return Err(format!("no order '{order}'")),
     };
     let scope = match scope {
         'c' => ".cta",
         'k' => ".cluster",
         'g' => ".gpu",
         's' => ".sys",
-        _ => panic!("no scope '{scope}'"),
+        _ => return Err(format!("no scope '{scope}'")),
     };
-    format!("{order}{scope}")
+    Ok(format!("{order}{scope}"))
 }
 
 /// Writes the PTX of one thread.
@@ -293,7 +311,10 @@ impl Writer<'_> {
 
     /// Stores a result at once: it is the thread's own, so it orders nothing. On a GPU the store,
     /// and all later instructions, would wait for the value, so there it is at the end.
-    fn result(&mut self, register: usize, expected: Option<u32>) {
+    fn result(&mut self, register: usize, expected: Option<u32>) -> Result<()> {
+        if self.results * 4 >= PER_THREAD {
+            return Err(format!("a thread has more than {} reads", PER_THREAD / 4));
+        }
         let at = RESULTS + self.thread as u64 * PER_THREAD + self.results * 4;
         self.results += 1;
         // A store right here would delay later instructions until the value arrives.
@@ -301,6 +322,7 @@ impl Writer<'_> {
         if let Some(v) = expected {
             self.wanted.push((at, v));
         }
+        Ok(())
     }
 
     /// A guarded read is tried a few times, so that the execution in question is not a rare one.
@@ -328,39 +350,43 @@ impl Writer<'_> {
     }
 
     /// State space and operand of an access.
-    fn place(&mut self, at: &str) -> (&'static str, String) {
+    fn place(&mut self, at: &str) -> Result<(&'static str, String)> {
         if at == "S" {
-            return ("shared", format!("[SH+{S}]"));
+            return Ok(("shared", format!("[SH+{S}]")));
         }
         if at == "D" {
-            return ("shared::cluster", format!("[%rd4+{D}]"));
+            return Ok(("shared::cluster", format!("[%rd4+{D}]")));
         }
-        let offset = self.form.offset(location(at));
-        match self.form {
+        let offset = self.form.offset(location(at)?);
+        Ok(match self.form {
             Form::One | Form::Explored => ("global", format!("[%rd1+{offset}]")),
             Form::Many => {
                 self.accesses += 1;
                 ("global", many::access(self.ptx, self.accesses, offset))
             }
-        }
+        })
     }
 
-    fn step(&mut self, step: &Step) {
+    fn step(&mut self, step: &Step) -> Result<()> {
         match step {
             Step::Write { order, scope, at, values } => {
-                let (space, address) = self.place(at);
-                let how = ordered(*order, *scope);
+                let (space, address) = self.place(at)?;
+                let how = ordered(*order, *scope)?;
                 let sources: Vec<usize> = values
                     .iter()
                     .map(|v| match v {
                         Value::Number(n) => {
                             let r = self.register();
                             let _ = writeln!(self.ptx, "mov.u32 %r{r}, {n};");
-                            r
+                            Ok(r)
                         }
-                        Value::Register(name) => self.named[name],
+                        Value::Register(name) => self
+                            .named
+                            .get(name)
+                            .copied()
+                            .ok_or_else(|| format!("no read gives '{name}' before")),
                     })
-                    .collect();
+                    .collect::<Result<_>>()?;
                 let _ = match (at.as_str(), sources.as_slice()) {
                     ("v4", [a, b, c, d]) => {
                         writeln!(
@@ -373,12 +399,12 @@ impl Writer<'_> {
                         "mov.b64 %rd2, {{%r{a}, %r{b}}};\nst{how}.{space}.u64 {address}, %rd2;"
                     ),
                     (_, [a]) => writeln!(self.ptx, "st{how}.{space}.u{} {address}, %r{a};", bits(at)),
-                    _ => panic!("{step:?}"),
+                    _ => return Err(format!("{} values at '{at}'", values.len())),
                 };
             }
             Step::Read { order, scope, at, values, guard } => {
-                let (space, address) = self.place(at);
-                let how = ordered(*order, *scope);
+                let (space, address) = self.place(at)?;
+                let how = ordered(*order, *scope)?;
                 let into: Vec<usize> = (0..values.len().max(1)).map(|_| self.register()).collect();
                 let tries =
                     if *guard && self.form != Form::Explored { Some(self.begin_tries()) } else { None };
@@ -394,44 +420,48 @@ impl Writer<'_> {
                         "ld{how}.{space}.u64 %rd2, {address};\nmov.b64 {{%r{a}, %r{b}}}, %rd2;"
                     ),
                     (_, [a]) => writeln!(self.ptx, "ld{how}.{space}.u{} %r{a}, {address};", bits(at)),
-                    _ => panic!("{step:?}"),
+                    _ => return Err(format!("{} values at '{at}'", values.len())),
                 };
                 if let (Some(tries), Some(Value::Number(v))) = (tries, values.first()) {
                     self.end_tries(tries, into[0], *v);
                 }
                 for (i, &register) in into.iter().enumerate() {
                     let expected = values.get(i).map(|v| match v {
-                        Value::Number(n) => *n,
+                        Value::Number(n) => Ok(*n),
                         Value::Register(name) => {
                             self.named.insert(name.clone(), register);
-                            self.symbols[name]
+                            self.symbols
+                                .get(name)
+                                .copied()
+                                .ok_or_else(|| format!("no value of '{name}' at the end"))
                         }
                     });
-                    self.result(register, expected);
+                    let expected = expected.transpose()?;
+                    self.result(register, expected)?;
                     if let (true, Some(v)) = (*guard, expected) {
                         self.guard(register, v);
                     }
                 }
             }
             Step::Atom { order, scope, at, old, guard } => {
-                let (space, address) = self.place(at);
+                let (space, address) = self.place(at)?;
                 let r = self.register();
-                let how = ordered(*order, *scope);
+                let how = ordered(*order, *scope)?;
                 let _ = writeln!(self.ptx, "atom{how}.{space}.add.u32 %r{r}, {address}, 1;");
-                self.result(r, *old);
+                self.result(r, *old)?;
                 if let (true, Some(v)) = (*guard, *old) {
                     self.guard(r, v);
                 }
             }
             Step::Red { order, scope, at } => {
-                let (space, address) = self.place(at);
-                let _ = writeln!(self.ptx, "red{}.{space}.add.u32 {address}, 1;", ordered(*order, *scope));
+                let (space, address) = self.place(at)?;
+                let _ = writeln!(self.ptx, "red{}.{space}.add.u32 {address}, 1;", ordered(*order, *scope)?);
             }
             Step::Fence { order, scope } => {
-                let _ = writeln!(self.ptx, "fence{};", ordered(*order, *scope));
+                let _ = writeln!(self.ptx, "fence{};", ordered(*order, *scope)?);
             }
             Step::BulkLoad => {
-                let from = self.form.offset(location("G"));
+                let from = self.form.offset(location("G")?);
                 let _ = writeln!(
                     self.ptx,
                     "add.s64 %rd3, %rd1, {from};\nmov.u32 %r1, SH;\n\
@@ -439,7 +469,7 @@ impl Writer<'_> {
                 );
             }
             Step::BulkStore => {
-                let to = self.form.offset(location("G"));
+                let to = self.form.offset(location("G")?);
                 let _ = writeln!(
                     self.ptx,
                     "add.s64 %rd3, %rd1, {to};\nmov.u32 %r1, SH;\n\
@@ -464,6 +494,7 @@ impl Writer<'_> {
             }
             Step::WarpBarrier | Step::KernelBoundary => unreachable!("these cut a thread in parts"),
         }
+        Ok(())
     }
 
     fn wait_load(&mut self) {
@@ -490,24 +521,26 @@ impl Writer<'_> {
 /// Where the threads run: `c` in the block of the thread before, `k` in another block of its
 /// cluster, `g` in another cluster, `s` on another device. A cluster is one block unless there is a
 /// `k`.
-fn places(text: &str, threads: usize, lanes: bool) -> Vec<Place> {
+fn places(text: &str, threads: usize, lanes: bool) -> Result<Vec<Place>> {
     let letters: Vec<&str> = text.split(',').collect();
     let mut places: Vec<Place> = vec![];
     for t in 0..threads {
-        let letter = if letters.len() == 1 { letters[0] } else { letters[t] };
+        let letter = if letters.len() == 1 { letters[0] } else { letters.get(t).copied().unwrap_or("") };
         let next = match (places.last(), letter) {
             (None, _) => Place { device: 0, cluster: 0, rank: 0, index: 0 },
             (Some(p), "c") => Place { index: p.index + 1, ..*p },
             (Some(p), "k") => Place { rank: p.rank + 1, index: 0, ..*p },
             (Some(p), "g") => Place { cluster: p.cluster + 1, rank: 0, index: 0, ..*p },
             (Some(p), "s") => Place { device: p.device + 1, cluster: 0, rank: 0, index: 0 },
-            _ => panic!("no place '{letter}' for thread {t}"),
+            _ => return Err(format!("no place '{letter}' for thread {t}")),
         };
         places.push(next);
     }
     let first = |p: &Place| (p.cluster, p.rank, p.device) == (0, 0, 0);
-    assert!(!lanes || places.iter().all(first), "a warp is in one block");
-    places
+    if lanes && !places.iter().all(first) {
+        return Err("a warp barrier has threads of one block".into());
+    }
+    Ok(places)
 }
 
 /// Stores results: register, and place in the notation.
@@ -524,16 +557,21 @@ fn store(ptx: &mut String, form: Form, results: &[(usize, u64)]) {
 impl Program {
     /// Compiles a test.
     ///
-    /// # Panics
-    /// Where the text is not in the notation.
-    pub fn new(text: &str, form: Form) -> Self {
-        let (place, rest) = text.split_once(':').expect("a placement");
+    /// # Errors
+    /// The text is not in the notation of [`table`](super::table).
+    pub fn new(text: &str, form: Form) -> Result<Self> {
+        let (place, rest) = text.split_once(':').ok_or("no placement in front of ':'")?;
         let mut last = vec![];
-        let threads: Vec<Vec<Step>> =
-            rest.split('‖').map(|t| t.split(';').filter_map(|s| step(s, &mut last)).collect()).collect();
+        let mut thread =
+            |text: &str| text.split(';').filter_map(|s| step(s, &mut last).transpose()).collect();
+        let threads: Vec<Vec<Step>> = rest.split('‖').map(&mut thread).collect::<Result<_>>()?;
+        let most = ((BYTES - RESULTS) / PER_THREAD) as usize;
+        if threads.len() > most {
+            return Err(format!("{} threads: at most {most} have room for their results", threads.len()));
+        }
         let all = || threads.iter().flatten();
         let lanes = all().any(|s| matches!(s, Step::WarpBarrier));
-        let places = places(place, threads.len(), lanes);
+        let places = places(place, threads.len(), lanes)?;
         let cluster = places.iter().map(|p| p.rank + 1).max().unwrap_or(1);
         let block = |t: usize| places[t].cluster * cluster + places[t].rank;
         let distributed = all().any(|s| s.is_at("D"));
@@ -542,14 +580,14 @@ impl Program {
         let mut wanted: Vec<Wanted> = last
             .iter()
             .filter(|(name, _)| LOCATIONS.contains(&name.as_str()))
-            .map(|(name, v)| (location(name), *v))
-            .collect();
+            .map(|(name, v)| Ok((location(name)?, *v)))
+            .collect::<Result<_>>()?;
         let mut guards = vec![];
         let writes = |to: &str| all().any(|s| matches!(s, Step::Write { at, .. } if at == to));
         let stores = all().any(|s| matches!(s, Step::BulkStore));
         let loads = all().any(|s| matches!(s, Step::BulkLoad));
         // New data is 1: it is there from the start unless a thread of the test writes it.
-        let initial = if loads && !writes("G") && !stores { vec![(location("G"), 1)] } else { vec![] };
+        let initial = if loads && !writes("G") && !stores { vec![(location("G")?, 1)] } else { vec![] };
 
         let mut used: Vec<u64> = all().filter_map(Step::location).collect();
         used.sort_unstable();
@@ -652,9 +690,8 @@ impl Program {
                                 wanted: &mut wanted,
                                 guards: &mut guards,
                             };
-                            part.expect("as many warp barriers in each thread")
-                                .iter()
-                                .for_each(|s| w.step(s));
+                            let part = part.ok_or("threads with different numbers of warp barriers")?;
+                            part.iter().try_for_each(|s| w.step(s))?;
                             if cut == cuts {
                                 w.end(&threads[t]);
                             }
@@ -693,7 +730,7 @@ impl Program {
                             wanted: &mut wanted,
                             guards: &mut guards,
                         };
-                        part.iter().for_each(|s| w.step(s));
+                        part.iter().try_for_each(|s| w.step(s))?;
                         w.end(part);
                         let unstored = w.unstored;
                         if distributed {
@@ -717,6 +754,6 @@ impl Program {
         if form == Form::Many {
             many::ends(&mut devices[0].ptx, &initial, &wanted, &guards);
         }
-        Self { devices, initial, wanted, guards, packed }
+        Ok(Self { devices, initial, wanted, guards, packed })
     }
 }
