@@ -2,12 +2,15 @@
 # The template for kernels of one's own (examples/own-kernels), as a user gets it who has nothing of this repository: a copy in
 # another folder, on the packages as they would be published, without a toolchain file. Its tests pass on stable Rust. The builder,
 # installed from its package, compiles its kernels to the PTX that is committed. An edit of a kernel is noticed until it is built.
-# Then the same with the crate that docs/OWN-KERNELS.md writes.
+# Then the same with the crate that docs/OWN-KERNELS.md writes, with its lines for the crate `epoxide`, and with the kernel and the test
+# that docs/KERNELS.md begins with.
 #
 #     tests/own-kernels/run.sh
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-packages=(epoxide-macros epoxide-simt epoxide-vgpu epoxide-build-ptx)
+packages=(
+    epoxide-macros epoxide-simt epoxide-vgpu epoxide-vgpu-cuda epoxide-build-ptx epoxide-gpu epoxide-base epoxide-group epoxide
+)
 fail() {
     printf '%s\n' "$*" >&2
     exit 1
@@ -60,6 +63,16 @@ if grep '^warning' test.log; then fail 'the template has warnings'; fi
 # Its tests and examples for a GPU compile where there is none, and no CUDA.
 cargo check --features cuda --tests --examples 2>&1 | tee cuda.log
 if grep '^warning' cuda.log; then fail 'the template has warnings with the feature cuda'; fi
+# One of these tests, with the driver of virtual GPUs: a row takes more shared memory than a launch has without asking.
+driver=$folder/packages/epoxide-vgpu-cuda-$version
+{
+    patches epoxide-vgpu
+    printf '\n[profile.dev.package.epoxide-vgpu]\nopt-level = 3\n'
+} >>"$driver/Cargo.toml"
+cargo build --quiet --manifest-path "$driver/Cargo.toml"
+mkdir "$folder/driver"
+cp "$CARGO_TARGET_DIR/debug/libepoxide_vgpu_cuda.so" "$folder/driver/libcuda.so.1"
+LD_LIBRARY_PATH=$folder/driver cargo test --features cuda --test kernels softmax
 
 builder=$folder/packages/epoxide-build-ptx-$version
 patches epoxide-vgpu >>"$builder/Cargo.toml"
@@ -130,6 +143,25 @@ arch = [text for language, text in blocks if language == "text" and "package.met
 assert len(arch) == 1, f"{len(arch)} ways to name the architecture: one was expected"
 open("Cargo.toml", "a").write("\n".join(["", *profile, *arch]))
 END
+# The same for the kernel of docs/KERNELS.md, whose crate is this repository's.
+python3 - "$root/docs/KERNELS.md" <<'END'
+import re, sys, textwrap
+
+blocks = re.findall(r"^ *```rust\n(.*?)^ *```$", open(sys.argv[1]).read(), re.S | re.M)
+kernel, test = [textwrap.dedent(block) for block in blocks][:2]
+shipped = "Kernel::shipped::<AddBias>(&device, 0)"
+assert "use crate::simt::*;" in kernel and shipped in test
+open("src/add_bias.rs", "w").write(kernel.replace("use crate::simt::*;", "use epoxide_simt::*;"))
+uses = """use epoxide::TypedTensor;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::{Module, Stream};
+use epoxide_vgpu::for_each_seed;
+use scale::add_bias::AddBias;
+
+"""
+of_module = "Module::load(&device, scale::PTX).unwrap().kernel(AddBias::INFO.name, 0)"
+open("add_bias_test.rs", "w").write(uses + test.replace(shipped, of_module))
+END
 patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
 # The lines of the tutorial, for the registry.
 sed -i "s/^\[dependencies\]$/[dependencies]\nepoxide-simt = \"$version\"\n\n[dev-dependencies]\nepoxide-vgpu = \"$version\"/" Cargo.toml
@@ -162,7 +194,7 @@ pub unsafe fn row_sums(x: Global<f32>, out: Global<f32>, rows: u32) {
 }
 END
 printf '2\n' >factor.in
-printf '\npub mod doubled;\n' >>src/lib.rs
+printf '\npub mod add_bias;\npub mod doubled;\n' >>src/lib.rs
 cargo build-ptx
 grep -q '^\.visible \.entry doubled(' ptx/scale.sm_80.ptx || fail 'the second kernel was not built'
 grep -q '^// kernel doubled: threads=256 ' ptx/scale.sm_80.ptx || fail 'the PTX does not describe the second kernel'
@@ -211,4 +243,48 @@ grep -q 'smooth/block-barrier-dropped' faults.log || fail 'mutate knows no fault
 cargo test 2>&1 | tee test.log
 grep -q '^test neighbours_are_summed ... ok' test.log || fail 'the tutorial has another test'
 if grep '^warning' test.log; then fail 'the tutorial has warnings'; fi
+
+# The lines for the crate `epoxide`, on a virtual GPU in the place of CUDA's, and the test of docs/KERNELS.md.
+sed -i "s/^\[dev-dependencies\]$/[dev-dependencies]\nepoxide = \"$version\"/" Cargo.toml
+for package in epoxide-gpu epoxide-base epoxide-group epoxide; do
+    printf '%s = { path = "%s" }\n' "$package" "$folder/packages/$package-$version"
+done >>Cargo.toml
+# The versions that the crate is tested with.
+cp "$root/Cargo.lock" .
+mv add_bias_test.rs tests/add_bias.rs
+python3 - "$root/docs/OWN-KERNELS.md" <<'END'
+import re, sys
+
+blocks = re.findall(r"^```rust,ignore\n(.*?)^```$", open(sys.argv[1]).read(), re.S | re.M)
+assert len(blocks) == 1, f"{len(blocks)} blocks for the crate epoxide: one was expected"
+stream = "let stream = Stream::new(&device)?;\n"
+tensors = """let len = 1000;
+let x = TypedTensor::from_host(&stream, &[1000], &[1f32; 1000])?;
+let out = TypedTensor::from_host(&stream, &[1000], &[0f32; 1000])?;
+"""
+assert stream in blocks[0]
+open("tests/times.rs", "w").write("""use epoxide::TypedTensor;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
+use epoxide::driver::{Device, Event, Module, Stream};
+use scale::Smooth;
+
+struct CudaDevice;
+
+impl CudaDevice {
+    fn open(ordinal: u32) -> epoxide::Result<Device> {
+        Ok(VirtualGpu::new(VirtConfig { ordinal, ..VirtConfig::default() }))
+    }
+}
+
+#[test]
+fn a_launch_is_timed() -> epoxide::Result<()> {
+""" + blocks[0].replace(stream, stream + tensors) + """
+assert!(begin.elapsed_ms(&end)? > 0.0);
+assert_eq!(out.values(&stream)?[..3], [1.0, 1.5, 1.5]);
+Ok(())
+}
+""")
+END
+cargo test --test times --test add_bias 2>&1 | tee test.log
+if grep '^warning' test.log; then fail 'the pages on kernels have warnings'; fi
 printf 'the template and the tutorial stand alone\n'
