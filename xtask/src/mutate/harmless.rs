@@ -418,10 +418,15 @@ pub fn is_like(name: &str, pattern: &str) -> bool {
     cuts.into_iter().any(|at| is_like(&name[at..], rest))
 }
 
+/// Whether a PTX text has epoxide's own kernels.
+pub fn is_own(text: &str) -> bool {
+    Header::parse(text).is_some_and(|header| header.package == OWN_PACKAGE)
+}
+
 /// The reason why a fault in a PTX text changes nothing, if it is in the list. The reasons are
 /// those of epoxide's own kernels: in kernels of another crate, the same instruction may matter.
 pub fn why(ws: &Workspace, text: &str, fault: &Fault) -> Option<&'static str> {
-    if Header::parse(text).is_none_or(|header| header.package != OWN_PACKAGE) {
+    if !is_own(text) {
         return None;
     }
     let source = std::fs::read_to_string(ws.root.join(&fault.own.0)).unwrap_or_default();

@@ -104,6 +104,18 @@ fn names(text: &str) -> Vec<&str> {
     epoxide_gpu::simt::ptx::CutPtx::new(text).names().collect()
 }
 
+/// The folder from which a PTX text names its sources: the root of the workspace that the file is
+/// in, and the repository for epoxide's own kernels.
+fn sources(ws: &Workspace, text: &str, file: Option<&Path>) -> PathBuf {
+    let folder = file.and_then(|file| Some(file.canonicalize().ok()?.parent()?.to_owned()));
+    match folder {
+        Some(folder) if !harmless::is_own(text) => {
+            Workspace::around(&folder).map_or(folder, |around| around.root)
+        }
+        _ => ws.root.clone(),
+    }
+}
+
 /// The command for kernels of another crate, where the user is in one and has not named its PTX or
 /// its tests; `None` in the repository `ws`.
 fn elsewhere(ws: &Workspace, folder: &Path, options: &Options) -> Option<String> {
@@ -175,7 +187,8 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     } else {
         Runs::Program(options.command.clone())
     };
-    let runner = Runner { what, directory: scratch.0.clone(), limit, jobs: options.jobs };
+    let sources = sources(ws, &text, options.ptx.as_deref());
+    let runner = Runner { what, directory: scratch.0.clone(), sources, limit, jobs: options.jobs };
     println!("running the sound kernels");
     let workloads = runner.sound(&text)?;
     let all = faults.len();
@@ -581,6 +594,7 @@ mod tests {
         let runner = |seconds, what| Runner {
             what,
             directory: PathBuf::new(),
+            sources: PathBuf::new(),
             limit: Duration::from_secs(seconds),
             jobs: 1,
         };
@@ -632,7 +646,13 @@ mod tests {
         workspace::write(&folder.join("sound.ptx"), "a\n").unwrap();
         let script = format!("echo >> '{}'", tried.display());
         let what = Runs::Program(["sh", "-c", &script].map(str::to_owned).to_vec());
-        let runner = Runner { what, directory: folder.to_owned(), limit: Duration::from_secs(60), jobs: 2 };
+        let runner = Runner {
+            what,
+            directory: folder.to_owned(),
+            sources: folder.to_owned(),
+            limit: Duration::from_secs(60),
+            jobs: 2,
+        };
         let workloads = [run::Workload::of_line(1)];
         // The first worker cannot write its file.
         std::fs::create_dir(folder.join("faulty-0.ptx")).unwrap();

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::Read;
+use std::ops::Range;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -75,6 +76,8 @@ pub struct Runner {
     pub what: Runs,
     /// A folder for PTX and output.
     pub directory: PathBuf,
+    /// The folder from which the PTX names its sources.
+    pub sources: PathBuf,
     /// Longest run, at least: a workload that takes long on sound kernels may take longer.
     pub limit: Duration,
     /// Runs at a time.
@@ -148,8 +151,8 @@ pub enum Nearness {
     /// A line at most [`NEAR`] from the fault, as one of the accesses, or as what was to order
     /// them.
     Line,
-    /// Lines of the same function's accesses before and behind it: where something is missing,
-    /// there is no line to name.
+    /// Lines of the same function before and behind it: where something is missing, there is no
+    /// line to name.
     Between,
     /// Such a line only among the last instructions of a warp involved.
     Trace,
@@ -249,6 +252,7 @@ impl Runner {
         }
         let file = self.directory.join(format!("faulty-{worker}.ptx"));
         workspace::write(&file, super::text::with_lines(text, &fault.edits))?;
+        let source = std::fs::read_to_string(self.sources.join(&fault.own.0)).unwrap_or_default();
         let mut nearest: Option<FaultOutcome> = None;
         let passes =
             self.checks().iter().flat_map(|check| self.seeds().iter().map(move |seed| (check, *seed)));
@@ -266,7 +270,7 @@ impl Runner {
                         Runs::RoundTrips { .. } => format!("{} --seed {seed} {check}", workload.arguments),
                         Runs::Program(_) => workload.arguments.clone(),
                     };
-                    let found = outcome(fault, by, run, &ended.output);
+                    let found = outcome(fault, by, run, &ended.output, &source);
                     if nearest.as_ref().is_none_or(|before| found.nearness < before.nearness) {
                         nearest = Some(found);
                     }
@@ -470,33 +474,58 @@ fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
     }
 }
 
-fn outcome(fault: &Fault, by: &str, workload: String, output: &str) -> FaultOutcome {
+/// The outcome of a fault that a check has reported. `source` is the text of the fault's own file.
+fn outcome(fault: &Fault, by: &str, workload: String, output: &str, source: &str) -> FaultOutcome {
     // The last instructions are at the end of a report.
     let (said, _) = output.split_once(TRACE).unwrap_or((output, ""));
     let (lines, all) = (named_lines(said), named_lines(output));
+    let in_kernel = output.contains(&format!("'{}'", fault.kernel));
+    // Lines of `simt` are inlined everywhere. One is a kernel's own where the PTX has no other.
+    let is_shared_place = is_shared(&fault.own.0);
     let near = |place: &Place, (file, line): &Place| *file == place.0 && line.abs_diff(place.1) <= NEAR;
-    let between = |place: &Place| {
-        let there = || lines.iter().filter(|line| line.0 == place.0).map(|line| line.1);
-        there().min().is_some_and(|first| first < place.1) && there().max().is_some_and(|last| last > place.1)
+    let names = |lines: &[Place]| {
+        let places = || std::iter::once(&fault.own).chain(&fault.also).filter(|place| !is_shared(&place.0));
+        lines.iter().any(|line| places().any(|place| near(place, line)))
+            || (is_shared_place && in_kernel && lines.contains(&fault.own))
     };
-    // Only the kernels' own lines identify a place: lines of `simt` are inlined everywhere.
-    let places = || std::iter::once(&fault.own).chain(&fault.also).filter(|place| !is_shared(&place.0));
-    let names = |lines: &[Place]| lines.iter().any(|line| places().any(|place| near(place, line)));
+    let between = || {
+        let function = function_around(source, fault.own.1)?;
+        let there = || {
+            lines.iter().filter(|line| line.0 == fault.own.0 && function.contains(&line.1)).map(|line| line.1)
+        };
+        Some(!is_shared_place && there().min()? < fault.own.1 && there().max()? > fault.own.1)
+    };
     let nearness = if names(&lines) {
         Nearness::Line
-    } else if between(&fault.own) {
+    } else if between() == Some(true) {
         Nearness::Between
     } else if names(&all) {
         Nearness::Trace
-    } else if output.contains(&format!("'{}'", fault.kernel))
-        || lines.iter().any(|line| line.0 == fault.own.0)
-    {
+    } else if in_kernel || (!is_shared_place && lines.iter().any(|line| line.0 == fault.own.0)) {
         Nearness::Kernel
     } else {
         Nearness::Elsewhere
     };
     let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(40).collect();
     FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
+}
+
+/// The lines of the function that a line is in, from its `fn` up to the next one; `None` in front of
+/// the first.
+fn function_around(source: &str, line: u32) -> Option<Range<u32>> {
+    let starts =
+        (1..).zip(source.lines()).filter(|(_, text)| starts_function(text)).map(|(number, _)| number);
+    let starts: Vec<u32> = starts.collect();
+    let behind = starts.partition_point(|start| *start <= line);
+    let first = *starts.get(behind.checked_sub(1)?)?;
+    Some(first..starts.get(behind).copied().unwrap_or(u32::MAX))
+}
+
+/// Whether a line of Rust begins a function.
+fn starts_function(text: &str) -> bool {
+    let is_qualifier =
+        |word: &&str| word.starts_with("pub") || ["const", "unsafe", "extern", "\"C\""].contains(word);
+    text.split_whitespace().find(|word| !is_qualifier(word)) == Some("fn")
 }
 
 /// Whether a file has no kernels but what all kernels are made of: the language, packages and the
@@ -507,7 +536,7 @@ fn is_shared(file: &str) -> bool {
     language.iter().any(|start| file.starts_with(start)) || coverage::is_foreign(file)
 }
 
-/// Every `<file>.rs:<line>` in a text, once.
+/// Every `<file>.rs:<line>` in a text, once. A line of `simt` that was inlined is left out.
 fn named_lines(text: &str) -> Vec<Place> {
     let mut found: Vec<Place> = Vec::new();
     let is_of_a_path = |c: char| c.is_alphanumeric() || "/._-".contains(c);
@@ -518,7 +547,8 @@ fn named_lines(text: &str) -> Vec<Place> {
         let digits = behind.bytes().take_while(u8::is_ascii_digit).count();
         let Ok(line) = behind[..digits].parse() else { continue };
         let place = (file.to_owned(), line);
-        if !file.starts_with("gpu/simt/") && !found.contains(&place) {
+        let is_inlined = file.starts_with("gpu/simt/") && text[..begin].ends_with("inlined: ");
+        if !is_inlined && !found.contains(&place) {
             found.push(place);
         }
     }
@@ -616,7 +646,14 @@ mod tests {
 
     #[test]
     fn reports_are_near_by_the_kernels_own_lines() {
-        let near = |text: &str| outcome(&fault(), "race", String::new(), text).nearness;
+        let line = |number| match number {
+            20 | 600 => "    pub(super) unsafe fn f() {\n",
+            1000 => "fn g<const N: usize>(",
+            _ => "x // fn\n",
+        };
+        let source: String = (1..1200).map(line).collect();
+        let of = |fault: &Fault, text: &str| outcome(fault, "race", String::new(), text, &source).nearness;
+        let near = |text: &str| of(&fault(), text);
         assert_eq!(near("at gpu/src/kernels/k.rs:43 (inlined: gpu/simt/src/memory.rs:90)"), Nearness::Line);
         assert_eq!(near("at gpu/src/kernels/k.rs:44"), Nearness::Kernel);
         assert_eq!(near("at gpu/src/kernels/k.rs:30, at gpu/src/kernels/k.rs:44"), Nearness::Between);
@@ -629,11 +666,34 @@ mod tests {
             near("at gpu/src/kernels/other.rs:40 (inlined: gpu/simt/src/memory.rs:7)"),
             Nearness::Elsewhere
         );
+        let far = Fault { own: ("gpu/src/kernels/k.rs".to_owned(), 658), ..fault() };
+        assert_eq!(of(&far, "at gpu/src/kernels/k.rs:30, at gpu/src/kernels/k.rs:1100"), Nearness::Kernel);
+        assert_eq!(of(&far, "at gpu/src/kernels/k.rs:599, at gpu/src/kernels/k.rs:990"), Nearness::Kernel);
+        assert_eq!(of(&far, "at gpu/src/kernels/k.rs:601, at gpu/src/kernels/k.rs:990"), Nearness::Between);
+        let unknown = outcome(
+            &far,
+            "race",
+            String::new(),
+            "at gpu/src/kernels/k.rs:601, at gpu/src/kernels/k.rs:990",
+            "",
+        );
+        assert_eq!(unknown.nearness, Nearness::Kernel, "the source is not there");
+    }
+
+    #[test]
+    fn a_fault_without_a_line_of_its_kernel_is_named_by_the_line_that_it_has() {
+        let fault = Fault { own: ("gpu/simt/src/order.rs".to_owned(), 140), also: vec![], ..fault() };
+        let near = |text: &str| outcome(&fault, "race", String::new(), text, "").nearness;
+        assert_eq!(near("kernel 'k', at gpu/simt/src/order.rs:140"), Nearness::Line);
+        assert_eq!(near("kernel 'k', at gpu/simt/src/order.rs:141"), Nearness::Kernel);
+        let inlined = "at gpu/src/kernels/k.rs:9 (inlined: gpu/simt/src/order.rs:140)";
+        assert_eq!(near(&format!("kernel 'k', {inlined}")), Nearness::Kernel);
+        assert_eq!(near("kernel 'j', at gpu/simt/src/order.rs:140"), Nearness::Elsewhere);
     }
 
     #[test]
     fn outcomes_are_read_back() {
-        let found = outcome(&fault(), "race", "w".to_owned(), "at gpu/src/kernels/k.rs:43\n[x] y");
+        let found = outcome(&fault(), "race", "w".to_owned(), "at gpu/src/kernels/k.rs:43\n[x] y", "");
         assert_eq!(found.lines, [("gpu/src/kernels/k.rs".to_owned(), 43)]);
         assert_eq!(FaultOutcome::from_json(&found.to_json()), Some(found));
         assert_eq!(FaultOutcome::from_json(&json!({"nearness": 3})), None);
@@ -646,6 +706,7 @@ mod tests {
         Runner {
             what: Runs::Program(words),
             directory: directory.to_owned(),
+            sources: directory.to_owned(),
             limit: Duration::from_secs(20),
             jobs: 1,
         }
@@ -712,7 +773,7 @@ mod tests {
     fn other_crates_have_their_kernels_in_any_file() {
         let fault = Fault { own: ("src/exchange.rs".to_owned(), 54), ..fault() };
         let text = "data race\n  at src/exchange.rs:54 (inlined: epoxide-simt/src/memory.rs:9)";
-        assert_eq!(outcome(&fault, "race", String::new(), text).nearness, Nearness::Line);
+        assert_eq!(outcome(&fault, "race", String::new(), text, "").nearness, Nearness::Line);
         assert!(is_shared("epoxide-simt/src/memory.rs") && is_shared("gpu/src/layout/mod.rs"));
         assert!(is_shared("rust/core/src/cmp.rs") && is_shared("cargo/half-2.7.1/src/lib.rs"));
         for own in ["src/lib.rs", "gpu/src/kernels/k.rs", "gpu/src/exchange.rs", "rust/k/src/lib.rs"] {
