@@ -192,18 +192,14 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     println!("running the sound kernels");
     let workloads = runner.sound(&text)?;
     let all = faults.len();
-    faults.retain(|fault| harmless::why(ws, &text, fault).is_none());
-    let harmful = faults.len();
+    let harmless = retain_harmful(ws, &text, &mut faults, &runner.what);
     let executed = |fault: &Fault| {
         fault.through.iter().any(|line| workloads.iter().any(|workload| workload.executes(*line)))
     };
     let (faults, missed): (Vec<_>, Vec<_>) = faults.into_iter().partition(executed);
-    let (harmless, silent) = (all - harmful, missed.len());
+    let silent = missed.len();
     let faults = faults::sample(faults, options.sample.0, options.draw);
-    println!(
-        "{all} faults; {harmless} are known to change nothing, no workload comes by {silent}; trying {}",
-        faults.len()
-    );
+    println!("{all} faults; {harmless}, no workload comes by {silent}; trying {}", faults.len());
 
     let version = hash(&text, &runner);
     let known =
@@ -261,6 +257,38 @@ fn retain_kernels(faults: &mut Vec<Fault>, kernels: &[String]) -> Result<()> {
         faults.retain(|fault| kernels.iter().any(|pattern| is_of(fault, pattern)));
     }
     Ok(())
+}
+
+/// Removes faults that change nothing; returns how many.
+fn retain_harmful(ws: &Workspace, text: &str, faults: &mut Vec<Fault>, runs: &Runs) -> Harmless {
+    let in_round_trips = matches!(runs, Runs::RoundTrips { .. });
+    let mut counts = Harmless { always: 0, in_round_trips: 0 };
+    faults.retain(|fault| {
+        match harmless::reason(ws, text, fault) {
+            Some(reason) if !reason.only_in_round_trips => counts.always += 1,
+            Some(_) if in_round_trips => counts.in_round_trips += 1,
+            _ => return true,
+        }
+        false
+    });
+    counts
+}
+
+/// How many faults change nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Harmless {
+    always: usize,
+    in_round_trips: usize,
+}
+
+impl std::fmt::Display for Harmless {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} are known to change nothing", self.always)?;
+        match self.in_round_trips {
+            0 => Ok(()),
+            number => write!(f, ", {number} to change nothing in a round trip"),
+        }
+    }
 }
 
 /// Builds `epoxide` and returns its path.
@@ -383,8 +411,10 @@ fn list(ws: &Workspace, ptx: &str, faults: &[Fault]) -> String {
     let mut kinds: BTreeMap<_, BTreeMap<&str, usize>> = BTreeMap::new();
     for fault in faults {
         let lines: Vec<String> = fault.edits.iter().map(|(line, _)| line.to_string()).collect();
-        let harmless =
-            harmless::why(ws, ptx, fault).map_or_else(String::new, |why| format!("  HARMLESS: {why}"));
+        let harmless = harmless::reason(ws, ptx, fault).map_or_else(String::new, |reason| {
+            let only = if reason.only_in_round_trips { " IN ROUND TRIPS" } else { "" };
+            format!("  HARMLESS{only}: {}", reason.why)
+        });
         let _ = writeln!(
             text,
             "{:<58} {}:{}  {}  PTX {}{harmless}",
@@ -492,6 +522,30 @@ mod tests {
         let others = ["first_tokens", "low_latency_gather_columns"];
         assert_eq!(without, [&others, &of_the_example[..]].concat(), "kernels that order nothing");
         assert!(faults::sample(faults, 100, 0).len() == 100);
+    }
+
+    #[test]
+    fn reasons_of_round_trips_do_not_hold_in_other_programs() {
+        let ws = crate::repository::find().unwrap();
+        let all = faults::enumerate(&text::bodies(epoxide_gpu::PTX, &["notify"]).unwrap());
+        let left = |runs| {
+            let mut faults = all.clone();
+            (retain_harmful(&ws, epoxide_gpu::PTX, &mut faults, &runs), faults)
+        };
+        let trips = Runs::RoundTrips { binary: PathBuf::new(), seeds: vec![1], check: true };
+        let (in_trips, harmful) = left(trips);
+        assert!(in_trips.always > 0 && in_trips.in_round_trips > 0, "{in_trips:?}");
+        assert_eq!(harmful.len(), all.len() - in_trips.always - in_trips.in_round_trips);
+        let (in_program, tried) = left(Runs::Program(vec!["cargo".to_owned()]));
+        assert_eq!(in_program, Harmless { in_round_trips: 0, ..in_trips });
+        assert_eq!(tried.len(), all.len() - in_trips.always);
+        // A load of the abort word.
+        let abort = |faults: &[Fault]| {
+            faults.iter().any(|fault| {
+                fault.kind == faults::Kind::DeviceToBlock && fault.opcode == "ld.relaxed.gpu.global.b32"
+            })
+        };
+        assert!(abort(&tried) && !abort(&harmful));
     }
 
     #[test]
