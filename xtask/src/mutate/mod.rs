@@ -46,7 +46,7 @@ pub struct Options {
     #[arg(long = "kernel", value_name = "NAME", value_delimiter = ',')]
     kernels: Vec<String>,
     /// Keep outcomes in this file, a JSON object per line; those that are there already are not run
-    /// again
+    /// again, except faults that a program's tests did not report
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
     /// Write a Markdown table of the outcomes
@@ -201,9 +201,13 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     let faults = faults::sample(faults, options.sample.0, options.draw);
     println!("{all} faults; {harmless}, no workload comes by {silent}; trying {}", faults.len());
 
-    let version = hash(&text, &runner);
-    let known =
-        options.out.as_deref().map_or_else(|| Ok(HashMap::new()), |file| read_known(file, &version))?;
+    let version = hash(&text, &runner)?;
+    let mut known = HashMap::new();
+    if let Some(file) = &options.out {
+        known = read_known(file, &version, &runner.what)?;
+        known.retain(|id, _| faults.iter().any(|fault| fault.id == *id));
+        println!("{} outcomes are from {}", known.len(), file.display());
+    }
     let outcomes = try_all(&runner, &text, &faults, &workloads, known, options, &version)?;
     let results: Vec<Tried<'_>> = faults.iter().zip(outcomes).collect();
     if let Some(file) = &options.table {
@@ -300,24 +304,29 @@ fn build(ws: &Workspace) -> Result<PathBuf> {
     Ok(target.join("release/epoxide"))
 }
 
-/// Hash of everything that the outcomes depend on, except the program itself. A change of it starts
-/// a new file.
-fn hash(text: &str, runner: &Runner) -> String {
+/// Hash of everything that the outcomes depend on, except a program's tests. A change of it starts a
+/// new file.
+fn hash(text: &str, runner: &Runner) -> Result<String> {
     let mut hasher = Hash::new();
     hasher.update(text);
-    runner.settings().iter().for_each(|setting| hasher.update(format!("\0{setting}")));
-    hasher.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
+    runner.settings()?.iter().for_each(|setting| hasher.update(format!("\0{setting}")));
+    Ok(hasher.finalize().iter().take(8).fold(String::new(), |mut hex, byte| {
         let _ = write!(hex, "{byte:02x}");
         hex
-    })
+    }))
 }
 
-/// The outcomes in a file; none where there is no file.
-fn read_known(file: &Path, version: &str) -> Result<HashMap<String, FaultOutcome>> {
+/// The outcomes in a file that are not run again; none where there is no file. A program's tests
+/// may have changed since to report a fault that survived them.
+fn read_known(file: &Path, version: &str, runs: &Runs) -> Result<HashMap<String, FaultOutcome>> {
     if !file.exists() {
         return Ok(HashMap::new());
     }
-    Ok(known_in(&workspace::read(file)?, version))
+    let mut known = known_in(&workspace::read(file)?, version);
+    if matches!(runs, Runs::Program(_)) {
+        known.retain(|_, outcome| outcome.found_by.is_some());
+    }
+    Ok(known)
 }
 
 /// The outcomes in a text, by the faults' ids. Lines about other PTX are left out, and so is a line
@@ -626,14 +635,19 @@ mod tests {
             workload: "w".to_owned(),
             report: "r".to_owned(),
         };
-        let line =
-            |version: &str, id: &str| json!({ "version": version, "id": id, "outcome": outcome.to_json() });
+        let survived = FaultOutcome { found_by: None, ..outcome.clone() };
+        let object = |version: &str, id: &str, outcome: &FaultOutcome| json!({ "version": version, "id": id, "outcome": outcome.to_json() });
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("out");
-        assert!(read_known(&file, "v").unwrap().is_empty());
-        let text = format!("{}\n{}\n{{\"version\": \"v\", \"id\": \"cut", line("v", "a"), line("other", "b"));
-        std::fs::write(&file, text).unwrap();
-        assert_eq!(read_known(&file, "v").unwrap(), HashMap::from([("a".to_owned(), outcome)]));
+        let trips = Runs::RoundTrips { binary: PathBuf::new(), seeds: vec![1], check: true };
+        assert!(read_known(&file, "v", &trips).unwrap().is_empty());
+        let lines = [object("v", "a", &outcome), object("other", "b", &outcome), object("v", "c", &survived)];
+        let lines = lines.map(|line| line.to_string()).join("\n");
+        std::fs::write(&file, format!("{lines}\n{{\"version\": \"v\", \"id\": \"cut")).unwrap();
+        let [a, c] = [("a".to_owned(), outcome), ("c".to_owned(), survived)];
+        assert_eq!(read_known(&file, "v", &trips).unwrap(), HashMap::from([a.clone(), c]));
+        let program = Runs::Program(vec!["cargo".to_owned()]);
+        assert_eq!(read_known(&file, "v", &program).unwrap(), HashMap::from([a]), "tests may be new");
     }
 
     fn parse(words: &[&str]) -> Options {
@@ -652,8 +666,18 @@ mod tests {
             limit: Duration::from_secs(seconds),
             jobs: 1,
         };
-        let trips =
-            |seeds: &[u64], check| Runs::RoundTrips { binary: PathBuf::new(), seeds: seeds.to_vec(), check };
+        let directory = tempfile::tempdir().unwrap();
+        let binary = |bytes: &str| {
+            let file = directory.path().join(bytes);
+            workspace::write(&file, bytes).unwrap();
+            file
+        };
+        let trips_of = |bytes, seeds: &[u64], check| Runs::RoundTrips {
+            binary: binary(bytes),
+            seeds: seeds.to_vec(),
+            check,
+        };
+        let trips = |seeds: &[u64], check| trips_of("epoxide", seeds, check);
         let program = |words: &[&str]| Runs::Program(words.iter().map(|&word| word.to_owned()).collect());
         let runners = [
             runner(60, trips(&[1, 2], true)),
@@ -661,16 +685,18 @@ mod tests {
             runner(60, trips(&[1, 3], true)),
             runner(60, trips(&[12], true)),
             runner(60, trips(&[1, 2], false)),
+            runner(60, trips_of("another checker", &[1, 2], true)),
             runner(60, program(&["cargo", "test"])),
             runner(60, program(&["cargo test"])),
             runner(30, program(&["cargo", "test"])),
         ];
+        let hash = |text: &str, runner: &Runner| hash(text, runner).unwrap();
         let all: std::collections::HashSet<_> = runners.iter().map(|runner| hash("text", runner)).collect();
         assert_eq!(all.len(), runners.len(), "each has a hash of its own");
         assert_eq!(hash("text", &runners[0]), hash("text", &runner(60, trips(&[1, 2], true))));
         assert_ne!(hash("text", &runners[0]), hash("texts", &runners[0]));
         // The workloads of this version are part of it.
-        let settings = runners[0].settings();
+        let settings = runners[0].settings().unwrap();
         assert!(settings.iter().any(|setting| setting.contains("--mode low-latency")), "{settings:?}");
     }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use epoxide_build_ptx::coverage;
 use epoxide_vgpu::Module;
+use hmac_sha256::Hash;
 use serde_json::{Value, json};
 
 use super::faults::Fault;
@@ -321,11 +322,15 @@ impl Runner {
         run_limited(&mut command, &output, limit)
     }
 
-    /// All that the outcome of a run depends on, except the kernels and the program itself.
-    pub fn settings(&self) -> Vec<String> {
+    /// All that the outcome of a run depends on, except the kernels. A program's tests may be in any
+    /// files, so that only its words count.
+    pub fn settings(&self) -> Result<Vec<String>> {
         let mut settings = vec![format!("limit {:?}", self.limit)];
         match &self.what {
-            Runs::RoundTrips { binary: _, seeds, check: _ } => {
+            Runs::RoundTrips { binary, seeds, check: _ } => {
+                let bytes =
+                    std::fs::read(binary).with_context(|| format!("cannot read {}", binary.display()))?;
+                settings.push(format!("binary {:?}", Hash::hash(&bytes)));
                 settings.push(format!("round trips {SMALL}"));
                 settings.extend(WORKLOADS.map(|workload| format!("workload {workload}")));
                 settings.extend(seeds.iter().map(|seed| format!("seed {seed}")));
@@ -336,7 +341,7 @@ impl Runner {
                 settings.extend(words.iter().cloned());
             }
         }
-        settings
+        Ok(settings)
     }
 
     /// The flags that turn checks on, each for a pass of its own.
