@@ -91,7 +91,10 @@ impl std::str::FromStr for Sample {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "all" => Ok(Self(usize::MAX)),
-            _ => text.parse().map(Self).map_err(|_| "must be a number of faults, or `all`".to_owned()),
+            _ => match text.parse::<std::num::NonZeroUsize>() {
+                Ok(number) => Ok(Self(number.get())),
+                Err(_) => Err("must be a number of faults, at least 1, or `all`".to_owned()),
+            },
         }
     }
 }
@@ -220,6 +223,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<()> {
     } else if silent > 0 {
         println!("{silent} faults are in instructions that no run executes; --missed lists them");
     }
+    ensure!(!results.is_empty(), "nothing was tried: {harmless}, no workload comes by {silent}");
     if share < options.at_least {
         bail!(
             "{:.1} % of the faults were reported; --at-least asks for {:.1} %",
@@ -304,8 +308,8 @@ fn build(ws: &Workspace) -> Result<PathBuf> {
     Ok(target.join("release/epoxide"))
 }
 
-/// Hash of everything that the outcomes depend on, except a program's tests. A change of it starts a
-/// new file.
+/// Hash of everything that the outcomes depend on, except a program's tests. A change of it starts
+/// a new file.
 fn hash(text: &str, runner: &Runner) -> Result<String> {
     let mut hasher = Hash::new();
     hasher.update(text);
@@ -481,7 +485,7 @@ fn site(state: &str, ptx: &str, fault: &Fault) -> String {
     text
 }
 
-/// The counts, and the share that was reported.
+/// The counts, and the share that was reported; 0 where nothing was tried.
 fn summary(ptx: &str, results: &[Tried<'_>]) -> (String, f64) {
     let outcomes: Vec<&FaultOutcome> = results.iter().filter_map(|(_, outcome)| outcome.as_ref()).collect();
     let reported = outcomes.iter().filter(|outcome| outcome.found_by.is_some()).count();
@@ -509,7 +513,7 @@ fn summary(ptx: &str, results: &[Tried<'_>]) -> (String, f64) {
             text += &site("survived", ptx, fault);
         }
     }
-    (text, if all == 0 { 1.0 } else { reported as f64 / all as f64 })
+    (text, reported as f64 / all.max(1) as f64)
 }
 
 #[cfg(test)]
@@ -787,6 +791,28 @@ mod tests {
         );
         let dropped = site("never executed", ptx, of(faults::Kind::BlockBarrierDropped));
         assert!(dropped.ends_with("  PTX 9: barrier.sync 0;\n    changed to: removed\n"), "{dropped}");
+    }
+
+    #[test]
+    fn a_run_that_tries_nothing_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("k.ptx");
+        let ptx = ".version 8.4\n.target sm_90\n.address_size 64\n.visible .entry k()\n{\n.loc 1 7 0\nbarrier.sync \t0;\nret;\n}\n\
+                   .file 1 \"src/k.rs\"\n";
+        workspace::write(&file, ptx).unwrap();
+        let module = epoxide_vgpu::Module::parse(ptx).unwrap();
+        let kernel = module.kernel("k").unwrap();
+        // The program loads the kernel and launches none.
+        let script = format!(
+            "printf {} >\"${}/k-{:016x}-1.2.cover\"",
+            "0".repeat(kernel.instruction_count()),
+            epoxide_build_ptx::coverage::DIRECTORY_VARIABLE,
+            kernel.fingerprint()
+        );
+        let words = ["--at-least", "0", "--ptx", file.to_str().unwrap(), "--", "sh", "-c", &script];
+        let error = run(&Workspace::at(folder.path()), &parse(&words)).unwrap_err().to_string();
+        assert_eq!(error, "nothing was tried: 0 are known to change nothing, no workload comes by 1");
+        assert!("0".parse::<Sample>().is_err() && "1".parse::<Sample>().is_ok());
     }
 
     #[test]

@@ -181,8 +181,8 @@ impl Workload {
 }
 
 impl Runner {
-    /// Runs every workload on sound kernels, which must pass; records the lines that each executes,
-    /// and its time. The first run of a program may compile it, so that the second one counts.
+    /// Runs every workload with every seed on sound kernels, which must pass; records the lines
+    /// that each executes, and the time of its last run. The first run of a program may compile it.
     pub fn sound(&self, text: &str) -> Result<Vec<Workload>> {
         let module = Module::parse(text).context("the PTX to make faults in")?;
         let file = self.directory.join("sound.ptx");
@@ -196,25 +196,30 @@ impl Runner {
             let covered = self.directory.join(format!("coverage-{index}"));
             workspace::fresh_dir(&covered)?;
             let name = format!("sound-{index}");
-            let (program, runs) = match self.what {
-                Runs::RoundTrips { .. } => ("epoxide roundtrip ", 1),
-                Runs::Program(_) => ("", 2),
+            let (program, runs) = match &self.what {
+                // Another seed may run other lines, in whichever check.
+                Runs::RoundTrips { seeds, .. } => {
+                    let runs =
+                        self.passes().filter(|(check, seed)| *check == self.checks()[0] || *seed == seeds[0]);
+                    ("epoxide roundtrip ", runs.collect())
+                }
+                Runs::Program(_) => ("", vec![("", 0); 2]),
             };
             let mut took = Duration::ZERO;
-            for check in self.checks() {
-                let mut last = Duration::ZERO;
-                for _ in 0..runs {
-                    let start = Instant::now();
-                    let run = Run { arguments: &arguments, seed: self.seeds()[0], check };
-                    let ended = self.workload(run, &file, &name, LONGEST_SOUND_RUN, Some(&covered))?;
-                    last = start.elapsed();
-                    ensure!(
-                        ended.code == Some(0),
-                        "the sound kernels fail `{program}{arguments} {check}`:\n{}",
-                        ended.output
-                    );
-                }
-                took = took.max(last);
+            for (check, seed) in runs {
+                let start = Instant::now();
+                let run = Run { arguments: &arguments, seed, check };
+                let ended = self.workload(run, &file, &name, LONGEST_SOUND_RUN, Some(&covered))?;
+                let (named, before) = match self.what {
+                    Runs::RoundTrips { .. } => (format!(" --seed {seed} {check}"), took),
+                    Runs::Program(_) => (String::new(), Duration::ZERO),
+                };
+                took = start.elapsed().max(before);
+                ensure!(
+                    ended.code == Some(0),
+                    "the sound kernels fail `{program}{arguments}{named}`:\n{}",
+                    ended.output
+                );
             }
             let limit = self.limit.max(took * SLOWER * u32::from(self.jobs));
             if limit > self.limit {
@@ -322,8 +327,8 @@ impl Runner {
         run_limited(&mut command, &output, limit)
     }
 
-    /// All that the outcome of a run depends on, except the kernels. A program's tests may be in any
-    /// files, so that only its words count.
+    /// All that the outcome of a run depends on, except the kernels. A program's tests may be in
+    /// any files, so that only its words count.
     pub fn settings(&self) -> Result<Vec<String>> {
         let mut settings = vec![format!("limit {:?}", self.limit)];
         match &self.what {
@@ -350,6 +355,11 @@ impl Runner {
             Runs::RoundTrips { check: true, .. } => CHECKS,
             Runs::RoundTrips { .. } | Runs::Program(_) => &[""],
         }
+    }
+
+    /// The checks and seeds of a workload's runs.
+    fn passes(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.checks().iter().flat_map(|check| self.seeds().iter().map(move |seed| (*check, *seed)))
     }
 
     /// Seeds of round trips. A program draws its own.
@@ -515,8 +525,8 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str, source: &str
     FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
 }
 
-/// The lines of the function that a line is in, from its `fn` up to the next one; `None` in front of
-/// the first.
+/// The lines of the function that a line is in, from its `fn` up to the next one; `None` in front
+/// of the first.
 fn function_around(source: &str, line: u32) -> Option<Range<u32>> {
     let starts =
         (1..).zip(source.lines()).filter(|(_, text)| starts_function(text)).map(|(number, _)| number);
@@ -750,6 +760,29 @@ mod tests {
         let fault = Fault { through: vec![6], ..fault() };
         let outcome = runner.fault(&fault, text, &workloads, 0).unwrap();
         assert_eq!(outcome, Some(FaultOutcome::survived()));
+    }
+
+    #[test]
+    fn a_line_counts_as_executed_where_any_seed_executes_it() {
+        let text = ".version 8.4\n.target sm_90\n.address_size 64\n.entry k()\n{\nret;\n}\n";
+        let module = Module::parse(text).unwrap();
+        let file = module.kernel("k").unwrap().fingerprint();
+        let directory = tempfile::tempdir().unwrap();
+        let binary = directory.path().join("epoxide");
+        let script = format!(
+            "#!/bin/sh\ncase \"$*\" in *'--seed 9'*) hit=11;; *) hit=00;; esac\n\
+             printf $hit >\"${0}/k-{file:016x}-$$.1.cover\"\n",
+            coverage::DIRECTORY_VARIABLE
+        );
+        // Another process writes it. A process that a test of another thread starts while it is
+        // open here would hold it open, and it could not be started.
+        let write = "printf %s \"$1\" >\"$2\" && chmod +x \"$2\"";
+        let status = Command::new("sh").args(["-c", write, "sh", &script]).arg(&binary).status();
+        assert!(status.unwrap().success());
+        let what = Runs::RoundTrips { binary, seeds: vec![4, 9], check: true };
+        let runner = Runner { what, ..of_script(directory.path(), "") };
+        let workloads = runner.sound(text).unwrap();
+        assert!(workloads.iter().all(|workload| workload.executes(6)));
     }
 
     #[test]
