@@ -20,6 +20,7 @@ use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 use crate::cases;
 use crate::failing::{FailingDevice, REFUSAL};
@@ -84,7 +85,7 @@ fn rows_with_scales_and_long_rows() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(2, 24) {
+    for_each_seed(tier::pick(2, 24), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let style = Style::ALL[seed as usize % 4];
@@ -93,14 +94,14 @@ fn the_checker_finds_nothing() {
         let mut setup = case.setup_by_expert(4);
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_by_expert(&case, 4));
-    }
+    });
 }
 
 /// Tokens with several entries at each rank, more than a warp requests late copies for, and rows of
 /// one piece and of several.
 #[test]
 fn the_checker_finds_nothing_in_copies() {
-    for seed in 0..tier::pick(4, 8) {
+    for_each_seed(tier::pick(4, 8), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing = Routing::random(&mut rng_of(&[seed, 9]), &[26, 31], 6, 6, Style::DistinctTopK);
@@ -117,14 +118,14 @@ fn the_checker_finds_nothing_in_copies() {
         let mut setup = case.setup_by_expert(4);
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_by_expert(&case, 4));
-    }
+    });
 }
 
 /// Scales that leave by ordinary stores from the stage of their row, and more tokens than all warps
 /// claim at first.
 #[test]
 fn the_checker_finds_nothing_in_claims_with_scales() {
-    for seed in 0..tier::pick(4, 8) {
+    for_each_seed(tier::pick(4, 8), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing = Routing::random(&mut rng_of(&[seed, 10]), &[29, 2, 17], 6, 6, Style::DistinctTopK);
@@ -141,13 +142,13 @@ fn the_checker_finds_nothing_in_claims_with_scales() {
         let mut setup = case.setup_by_expert(4);
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_by_expert(&case, 4));
-    }
+    });
 }
 
 /// The same across nodes: rows of the own node, and relayed ones.
 #[test]
 fn the_checker_finds_nothing_in_copies_across_nodes() {
-    for seed in 0..tier::pick(4, 8) {
+    for_each_seed(tier::pick(4, 8), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing = Routing::random(&mut rng_of(&[seed, 9]), &[16, 11, 13, 9], 8, 8, Style::DistinctTopK);
@@ -166,7 +167,7 @@ fn the_checker_finds_nothing_in_copies_across_nodes() {
         let mut setup = case.setup_by_expert(4);
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_by_expert(&case, 4));
-    }
+    });
 }
 
 fn ranks() -> impl Strategy<Value = (Vec<u32>, Option<NodeLinks>)> {
@@ -453,7 +454,7 @@ fn a_thread_lists_many_selections_across_nodes() {
 
 #[test]
 fn the_checker_finds_nothing_across_nodes() {
-    for seed in 0..tier::pick(4, 8) {
+    for_each_seed(tier::pick(4, 8), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing =
@@ -464,7 +465,7 @@ fn the_checker_finds_nothing_across_nodes() {
         let mut setup = case.setup_by_expert(4);
         setup.device.checker = Some(Checker::new(config));
         setup.run(|rank| rank.check_by_expert(&case, 4));
-    }
+    });
 }
 
 /// The rank without room is on another node than half of the ranks that get the error.

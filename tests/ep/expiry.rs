@@ -11,6 +11,7 @@ use epoxide::transport::TransportKind;
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{NodeLinks, Rank, Setup, assert_no_failures, run_ranks};
 use epoxide_testing::{lockstep, tier};
+use epoxide_vgpu::for_each_seed;
 
 use crate::promises::is_nan;
 use crate::turns::{Inputs, ROW, TOPK, Turn, echo};
@@ -157,7 +158,7 @@ fn every_kernel_ends_wherever_a_deadline_passes_in_copies_across_nodes() {
 fn a_deadline_of_microseconds_is_kept() {
     const SHORT: Duration = Duration::from_micros(50);
     let turn = Turn::random(0, &[24, 17], CHANNELS);
-    for seed in 0..8 {
+    for_each_seed(8, |seed| {
         let machine = ManualGpus::with_patience(seed, Duration::from_millis(1));
         let mut setup = Setup::new(RANKS, CHANNELS, 24, ROW).max_topk(TOPK);
         setup.fields().timeout = SHORT;
@@ -174,5 +175,5 @@ fn a_deadline_of_microseconds_is_kept() {
         let error = rank.buffer.check().expect_err("rank 1 does not come");
         let Error::PeerTimeout { peer: 1, waited, .. } = error else { panic!("{error}") };
         assert!(SHORT < waited && waited < SHORT * 5 / 4, "seed {seed}: {waited:?}");
-    }
+    });
 }

@@ -21,6 +21,7 @@ use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::roundtrip::Case;
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 use crate::cases;
 use crate::failing::{DriverCall, FailingDevice, REFUSAL};
@@ -507,7 +508,7 @@ fn check_apart(setup: &Setup, case: &Case, by_expert: Option<u32>, seed: u64) {
 #[test]
 fn halves_are_clean_in_both_check_modes() {
     let across = NodeLinks { ranks_per_node: 2, transport: TransportKind::Direct, queues: 1 };
-    for seed in 0..tier::pick(4, 16) {
+    for_each_seed(tier::pick(4, 16), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let routing = Routing::random(&mut rng_of(&[seed]), &[7, 4, 0, 5], 3, 8, Style::Repeats);
@@ -517,7 +518,7 @@ fn halves_are_clean_in_both_check_modes() {
         let mut setup = by_expert.map_or_else(|| case.setup(), |alignment| case.setup_by_expert(alignment));
         setup.device.checker = Some(Checker::new(config));
         check_apart(&setup, &case, by_expert, seed);
-    }
+    });
 }
 
 #[test]
@@ -610,7 +611,7 @@ impl Batch {
 /// Each batch has one half under way while the other's is launched.
 #[test]
 fn halves_of_two_batches_interleave() {
-    for seed in 0..tier::pick(2, 8) {
+    for_each_seed(tier::pick(2, 8), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let checker = Checker::new(config);
@@ -646,7 +647,7 @@ fn halves_of_two_batches_interleave() {
             // No pool is freed before all peers have finished both.
             group.barrier(PATIENCE)
         });
-    }
+    });
 }
 
 /// Both batches' halves in turn, with rows that the host does not count, into `sums`.

@@ -13,6 +13,7 @@ use epoxide::{DType, Result, StreamOrder, Tensor, TypedTensor};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 const RANKS: u32 = 3;
 const HIDDEN: u64 = 64;
@@ -135,7 +136,7 @@ fn interleave([a, b]: &mut [Lane; 2], batches: [&Batch; 2]) -> Result<()> {
 
 #[test]
 fn halves_of_two_batches_interleave() {
-    for seed in 0..tier::pick(2, 8) {
+    for_each_seed(tier::pick(2, 8), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         run(seed, config, |rank, lanes| {
@@ -158,13 +159,13 @@ fn halves_of_two_batches_interleave() {
             }
             Ok(())
         });
-    }
+    });
 }
 
 /// One graph has both batches, on two branches, and finds other routings in each replay.
 #[test]
 fn a_graph_has_two_batches() {
-    for seed in 0..tier::pick(1, 4) {
+    for_each_seed(tier::pick(1, 4), |seed| {
         run(seed, CheckConfig::default(), |rank, lanes| {
             let full = |lane| {
                 let tokens = [MAX_TOKENS; RANKS as usize];
@@ -206,5 +207,5 @@ fn a_graph_has_two_batches() {
             }
             Ok(())
         });
-    }
+    });
 }

@@ -11,6 +11,7 @@ use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::{Format, rng_of};
 use epoxide_testing::roundtrip::{Case, Scales};
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 use crate::valid::{RANKS, TOKENS, Valid, refused, tensor, then_dispatch};
 
@@ -73,7 +74,7 @@ fn columns_of_any_bytes() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(2, 20) {
+    for_each_seed(tier::pick(2, 20), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let format = if seed % 4 < 2 { Format::Nvfp4 } else { Format::Mxfp8 };
@@ -84,7 +85,7 @@ fn the_checker_finds_nothing() {
             setup.device.checker = Some(Checker::new(config));
             setup.run(|rank| rank.check_everything(&case));
         }
-    }
+    });
 }
 
 /// A dispatch whose columns are transposed, by expert or not, with exact counts or a capacity.

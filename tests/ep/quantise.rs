@@ -13,6 +13,7 @@ use epoxide_testing::oracle::{self, Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::roundtrip::Case;
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 use crate::valid::refused;
 
@@ -79,7 +80,7 @@ fn every_kind_of_block_between_many_ranks() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(4, 20) {
+    for_each_seed(tier::pick(4, 20), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let quantise = if seed % 4 < 2 { Quantise::Mxfp8 } else { Quantise::Fp8 };
@@ -93,7 +94,7 @@ fn the_checker_finds_nothing() {
                 false => rank.check_everything(&case),
             });
         }
-    }
+    });
 }
 
 /// Ids and weights of a case, its layout and its rows.
@@ -144,7 +145,7 @@ fn runs_of_a_step_quantise_new_rows() {
 /// Calls on two streams whose rows share the buffer's memory for quantised ones.
 #[test]
 fn calls_in_flight_on_two_streams_do_not_meet() {
-    for seed in 0..tier::pick(2, 10) {
+    for_each_seed(tier::pick(2, 10), |seed| {
         let case = Case { schedule_seed: Some(seed), ..case(Quantise::Fp8, 256, &[9, 7], 2) };
         let mut setup = case.setup();
         setup.fields().places = 2;
@@ -165,7 +166,7 @@ fn calls_in_flight_on_two_streams_do_not_meet() {
             rank.check_received(&case, 1, &sources, "the first stream", &first)?;
             rank.check_received(&case, 2, &sources, "the second stream", &later)
         });
-    }
+    });
 }
 
 /// A batch whose size is on the device: rows after it are not sent.

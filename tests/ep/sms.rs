@@ -12,6 +12,7 @@ use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::payload::rng_of;
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 use crate::low_latency::faults;
 use crate::spread::{Spread, in_every_spread};
@@ -172,7 +173,7 @@ fn calls_have_as_many_blocks_as_asked() {
 /// Every call of every rank has a number of its own, the device has more or fewer.
 #[test]
 fn calls_of_low_latency_may_have_any_number_in_replays() {
-    for seed in 0..tier::pick(2, 16) {
+    for_each_seed(tier::pick(2, 16), |seed| {
         let routing = Routing::random(&mut rng_of(&[seed]), &[9, 0, 5], 2, 6, Style::WithHoles);
         let case = LowLatencyCase {
             sms_seed: Some(seed),
@@ -185,7 +186,7 @@ fn calls_of_low_latency_may_have_any_number_in_replays() {
         case.check_replayed(3);
         let checker = Some(Checker::new(CheckConfig::default()));
         LowLatencyCase { checker, schedule_seed: Some(seed), ..case }.check_chained();
-    }
+    });
 }
 
 #[test]

@@ -77,6 +77,25 @@ fn links_lead_somewhere() {
     assert!(links > 100, "{links}");
 }
 
+/// CONTRIBUTING.md and docs/environment.md name `EPOXIDE_VGPU_SEED` for them.
+#[test]
+fn seed_loops_of_test_programs_can_be_replayed() {
+    let mut replayed = 0;
+    for file in ["tests/ep", "tests/vm"].iter().flat_map(|folder| files(&root().join(folder), &[".rs"])) {
+        let text = std::fs::read_to_string(&file).unwrap();
+        replayed += text.matches("for_each_seed(").count();
+        // A search for the first seed that shows something is no such loop.
+        if file.ends_with("vm/litmus.rs") {
+            continue;
+        }
+        for line in text.lines().filter(|line| line.trim_start().starts_with("for seed in ")) {
+            let is_chosen = line.contains("in tier::sample([");
+            assert!(is_chosen, "{}: use epoxide_vgpu::for_each_seed: {line}", file.display());
+        }
+    }
+    assert!(replayed > 20, "{replayed}");
+}
+
 /// Returns the literals of some code, without those of attributes and of documentation.
 fn literals(code: TokenStream) -> Vec<String> {
     let (mut found, mut is_attribute) = (Vec::new(), false);

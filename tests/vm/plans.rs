@@ -12,6 +12,7 @@ use epoxide_gpu::layout::{
     message_offset,
 };
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 /// The epoch of the dispatch.
 const EPOCH: u64 = 7;
@@ -311,11 +312,11 @@ fn many_selections_of_a_thread() {
 
 #[test]
 fn first_rows_that_do_not_come() {
-    for seed in 0..tier::pick(2, 20) {
+    for_each_seed(tier::pick(2, 20), |seed| {
         let got = Plan { absent: Some(1), seed, ..two_ranks() }.run();
         assert_eq!(got.header[0], PlanStatus::Timeout as i32);
         assert_eq!(got.failure, (Wait::Counts as u64, 1));
         // No row is sent to the rank.
         assert!(got.lists.iter().all(|&to| to == -1 || to >> 32 == 0), "{:?}", got.lists);
-    }
+    });
 }

@@ -22,8 +22,8 @@ fn pairs_beside_a_neighbour(nodes: Option<NodeLinks>) {
     let rounds = setup.run(|rank| {
         let neighbour = Neighbour::start(rank.device(), PAUSE);
         let mut place = rank.place()?;
-        for seed in 0..tier::pick(2, 20) {
-            let turn = Turn::random(seed, &TOKENS, CHANNELS);
+        for number in 0..tier::pick(2, 20) {
+            let turn = Turn::random(number, &TOKENS, CHANNELS);
             let inputs = Inputs::upload(&turn, rank)?;
             let (_, back) = echo(rank, &mut place, &inputs)?;
             rank.stream.synchronize()?;

@@ -10,6 +10,7 @@ use epoxide_testing::{lockstep, tier};
 
 use super::programs::{Program, ROW};
 use epoxide_testing::harness::{Rank, Setup, assert_no_failures};
+use epoxide_vgpu::for_each_seed;
 
 const RANKS: u32 = 3;
 const TOKENS: u32 = 24;
@@ -74,14 +75,15 @@ fn many_schedules_give_the_same_results() {
     let program = program();
     let mut digests = HashSet::new();
     let mut results = HashSet::new();
-    let schedules = tier::pick(3, 50);
-    for seed in 0..schedules {
+    let mut schedules = 0;
+    for_each_seed(tier::pick(3, 50), |seed| {
+        schedules += 1;
         let (digest, bytes) = run(seed, &program).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         digests.insert(digest);
         results.insert(bytes);
-    }
+    });
     assert_eq!(results.len(), 1, "results depend on the schedule");
-    assert_eq!(digests.len() as u64, schedules, "seeds must take different schedules");
+    assert_eq!(digests.len(), schedules, "seeds must take different schedules");
 }
 
 /// Runs `EPOXIDE_SOAK` random programs, each under its own schedule; a few without the variable.
@@ -90,8 +92,8 @@ fn many_schedules_give_the_same_results() {
 fn soak() {
     let count = std::env::var("EPOXIDE_SOAK")
         .map_or(tier::pick(2, 25), |count| count.parse().expect("a number of programs"));
-    for seed in 0..count {
+    for_each_seed(count, |seed| {
         let program = Program::random(seed, 12, TOKENS, RANKS, CHANNELS, false);
         run(seed, &program).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
-    }
+    });
 }

@@ -10,6 +10,7 @@ use epoxide_testing::harness::{NodeLinks, open_device, run_ranks};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, ReturnPath, RowMemory, Segments};
 use epoxide_testing::oracle::{Routing, Style};
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 
 use super::ones::Ones;
 use crate::shapes::routing;
@@ -233,7 +234,7 @@ fn a_combine_knows_its_segments_without_the_field() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(4, 24) {
+    for_each_seed(tier::pick(4, 24), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let nodes = (seed % 4 == 2).then_some(NodeLinks {
@@ -250,12 +251,12 @@ fn the_checker_finds_nothing() {
             ..case(routing(&[7, 3, 5], 3, 6, Style::ALL[seed as usize % 4]), 48, 4)
         }
         .check();
-    }
+    });
 }
 
 #[test]
 fn the_checker_finds_nothing_in_parts_of_several_rows() {
-    for seed in 0..tier::pick(4, 24) {
+    for_each_seed(tier::pick(4, 24), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let counts = [[6, 7], [3, 8]][seed as usize / 2 % 2];
@@ -267,7 +268,7 @@ fn the_checker_finds_nothing_in_parts_of_several_rows() {
             ..case(routing(&counts, 3, 6, Style::DistinctTopK), 1024 + 8, 4)
         }
         .check();
-    }
+    });
 }
 
 #[test]

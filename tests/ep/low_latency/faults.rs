@@ -13,6 +13,7 @@ use epoxide_testing::harness::{PATIENCE, open_device, run_ranks, sleep};
 use epoxide_testing::low_latency::LowLatencyCase;
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 use half::bf16;
 
 use super::ones::Ones;
@@ -598,10 +599,10 @@ fn an_expert_id_out_of_range_holds_no_other_token_back() {
         Ok(())
     };
     let tcp = TransportOptions::new(TransportKind::Tcp);
-    for seed in 0..tier::pick(4, 50) {
+    for_each_seed(tier::pick(4, 50), |seed| {
         run_of(HIDDEN, Some(seed), |options| options, &main);
         run_of(HIDDEN, Some(seed), |options| options.ranks_per_node(1).transport(tcp.clone()), &main);
-    }
+    });
 }
 
 #[test]

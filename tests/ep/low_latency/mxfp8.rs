@@ -9,6 +9,7 @@ use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, ReturnPath, R
 use epoxide_testing::oracle::{MX_BLOCK, Style, by_expert, mxfp8, recv_order};
 use epoxide_testing::payload::{block_of_bf16, bytes_of, rng_of};
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 use half::bf16;
 
 use crate::shapes::routing;
@@ -255,14 +256,14 @@ fn before(count: u64) -> Vec<i32> {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(4, 20) {
+    for_each_seed(tier::pick(4, 20), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let (checker, schedule_seed) = (Some(Checker::new(config)), Some(seed));
         let nodes = across_nodes(TransportKind::Shm).filter(|_| seed % 4 == 2);
         let segments = (seed % 4 >= 2).then_some(Segments::aligned(4));
         check(&LowLatencyCase { checker, schedule_seed, nodes, segments, sm_count: 2, ..case(&[9, 3], 256) });
-    }
+    });
 }
 
 /// Rank 0 has its rows converted, the others give rows that are MXFP8 already, with their scales. In

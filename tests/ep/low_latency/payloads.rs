@@ -9,6 +9,7 @@ use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank, Segments};
 use epoxide_testing::oracle::{Routing, Style, by_expert, low_latency_plan, recv_order};
 use epoxide_testing::payload::{Format, rng_of};
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 use half::bf16;
 use rand::RngCore;
 
@@ -417,13 +418,13 @@ fn runs_of_a_step_bring_new_columns() {
 
 #[test]
 fn the_checker_finds_nothing() {
-    for seed in 0..tier::pick(2, 20) {
+    for_each_seed(tier::pick(2, 20), |seed| {
         let weak = (seed % 2 == 1).then_some(seed);
         let config = CheckConfig { races: weak.is_none(), weak_memory: weak, ..CheckConfig::default() };
         let (checker, schedule_seed) = (Some(Checker::new(config)), Some(seed));
         let format = if seed % 4 < 2 { Format::Nvfp4 } else { Format::Mxfp8 };
         check(&LowLatencyCase { checker, schedule_seed, ..case(&[5, 3], format) }, format);
-    }
+    });
 }
 
 /// As many bytes in columns of another type are another call.

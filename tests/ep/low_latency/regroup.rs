@@ -14,6 +14,7 @@ use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks, sleep};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
 use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
+use epoxide_vgpu::for_each_seed;
 use half::bf16;
 use proptest::prelude::*;
 
@@ -149,7 +150,7 @@ fn the_checker_finds_nothing_while_ranks_come_and_go() {
 /// round: to the dispatch, or to the combine alone.
 #[test]
 fn missed_deadlines_leave_nothing_behind() {
-    for seed in 0..tier::pick(2, 6) {
+    for_each_seed(tier::pick(2, 6), |seed| {
         let nodes = if seed % 2 == 0 { None } else { two_nodes(TransportKind::Shm) };
         let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
         case.run(|rank| {
@@ -184,7 +185,7 @@ fn missed_deadlines_leave_nothing_behind() {
             }
             rank.round_trip(&case)
         });
-    }
+    });
 }
 
 proptest! {
