@@ -10,7 +10,6 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-cargo build --release --features "${EPOXIDE_FEATURES:-rdma}" --bin epoxide --example rdma_probe || exit 1
 bin=${CARGO_TARGET_DIR:-target}/release
 probe=$bin/examples/rdma_probe
 only=("$@")
@@ -19,10 +18,11 @@ trap 'rm -rf "$folder"' EXIT
 
 # check VMS NAME SECONDS COMMAND..: adds a test to the list of these VMs. The command runs in each of
 # them, in the folder of the files below.
-names=()
+names=() known=()
 check() {
     local vms=$1 name=$2 seconds=$3
     shift 3
+    known+=("$name")
     if ((${#only[@]})) && [[ " ${only[*]} " != *" $name "* ]]; then return; fi
     names+=("$name")
     printf '%s %s %s\n' "$name" "$seconds" "$(printf '%q ' "$@")" >>"$folder/$vms"
@@ -104,12 +104,17 @@ check two-devices small-region 300 ./rdma_probe small-region
 check two-devices peer-killed 300 "${impatient[@]}" ./rdma_probe peer-killed --ranks 3
 if [[ " ${only[*]} " == *" bandwidth "* ]]; then
     check two-devices bandwidth 300 ./bandwidth.sh
+else
+    known+=(bandwidth)
 fi
 
-if ((${#names[@]} == 0)); then
-    printf 'no test is called %s\n' "$*"
-    exit 2
-fi
+for name in "${only[@]}"; do
+    if [[ " ${known[*]} " != *" $name "* ]]; then
+        printf 'no test is called %s; the tests: %s\n' "$name" "${known[*]}" >&2
+        exit 2
+    fi
+done
+cargo build --release --features "${EPOXIDE_FEATURES:-rdma}" --bin epoxide --example rdma_probe || exit 1
 # Two lists at a time: their tests wait for deadlines and packets. The four machines have the processors
 # to themselves.
 run_list two-devices 1 --devices 2 --cpus 4 &

@@ -48,7 +48,7 @@ pub fn run(ws: &Workspace, options: &Options) -> Result<ExitCode> {
         println!("skipped: {missing}\nto install it: {REMEDY}");
         return Ok(ExitCode::from(crate::SKIPPED));
     }
-    workspace::run(&mut test(ws, options))?;
+    crate::repository::run_tests(&mut test(ws, options))?;
     Ok(ExitCode::SUCCESS)
 }
 

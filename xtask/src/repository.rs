@@ -1,11 +1,13 @@
 //! This repository, as a workspace of the builder, and its tests on a PTX file.
 
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use epoxide_build_ptx::job::Job;
 use epoxide_build_ptx::lint::lint_file;
-use epoxide_build_ptx::workspace::{Workspace, read, run as run_command};
+use epoxide_build_ptx::workspace::{Workspace, describe, read};
 
 /// The workspace around this crate: from cargo's variable, or from the place where it was compiled.
 pub fn find() -> Result<Workspace> {
@@ -31,7 +33,39 @@ pub fn test_file(ws: &Workspace, job: &Job, file: &Path, selection: &[String]) -
         [] => tests.args(ALL.iter().flat_map(|package| ["--package", package])),
         _ => tests.args(selection),
     };
-    run_command(&mut tests).with_context(|| format!("the tests fail with {}", ws.display(&file)))
+    run_tests(&mut tests).with_context(|| format!("the tests fail with {}", ws.display(&file)))
+}
+
+/// Runs test programs and shows what they print. An error where one fails, or where no test runs.
+pub fn run_tests(command: &mut Command) -> Result<()> {
+    let spawned = command.stdout(Stdio::piped()).spawn();
+    let mut child = spawned.with_context(|| format!("cannot start `{}`", describe(command)))?;
+    let printed = child.stdout.take().context("the output of the tests")?;
+    let mut number = 0;
+    let mut shown = std::io::stdout();
+    for line in BufReader::new(printed).split(b'\n') {
+        let line = line.context("cannot read the output of the tests")?;
+        number += tests_in(&String::from_utf8_lossy(&line));
+        shown.write_all(&line).and_then(|()| shown.write_all(b"\n")).context("cannot print")?;
+    }
+    let status = child.wait().context("cannot wait for the tests")?;
+    ensure!(status.success(), "`{}` failed: {status}", describe(command));
+    ensure_tests(number, command)
+}
+
+/// An error where no test has run: a name that is misspelt selects none, and the program succeeds.
+pub fn ensure_tests(number: u64, command: &Command) -> Result<()> {
+    ensure!(number > 0, "`{}` runs no test: no test has such a name", describe(command));
+    Ok(())
+}
+
+/// The number of tests that test programs start, by what they print.
+pub fn tests_in(printed: &str) -> u64 {
+    let counts = printed.lines().filter_map(|line| {
+        let (count, tests) = line.strip_prefix("running ")?.split_once(' ')?;
+        count.parse::<u64>().ok().filter(|_| matches!(tests.trim_end(), "test" | "tests"))
+    });
+    counts.sum()
 }
 
 #[cfg(test)]
@@ -41,6 +75,17 @@ mod tests {
     use epoxide_build_ptx::kernels::Kernels;
     use epoxide_build_ptx::lint::{Expect, run};
     use epoxide_build_ptx::toolchain::rustup::CHANNEL;
+
+    #[test]
+    fn a_name_that_no_test_has_is_an_error() {
+        let tests = |script: &str| run_tests(Command::new("sh").args(["-c", script]));
+        tests("printf 'running 0 tests\\n\\nrunning 1 test\\n'").unwrap();
+        let error = tests("echo running 0 tests").unwrap_err().to_string();
+        assert!(error.contains("runs no test"), "{error}");
+        let error = tests("echo running 2 tests; exit 3").unwrap_err().to_string();
+        assert!(error.contains("exit status: 3"), "{error}");
+        assert_eq!(tests_in("running 12 tests\ntest a ... ok\nrunning late\nrunning 1 test\n"), 13);
+    }
 
     #[test]
     fn the_builder_pins_the_compiler_of_this_repository() {

@@ -7,18 +7,19 @@ mod load;
 mod output;
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::Path;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Args;
 
+use crate::mutate::run::run_limited;
+use crate::repository;
 use crate::workspace::{self, Workspace};
 use load::Load;
 pub use load::spin;
-use output::Failure;
+use output::{Failure, Outcome};
 
 #[derive(Args)]
 pub struct Options {
@@ -28,6 +29,9 @@ pub struct Options {
     /// Busy processes beside the tests; twice as many as processors is a heavy load
     #[arg(long, value_name = "LOOPS", default_value_t = 4)]
     loops: u32,
+    /// Longest run, in seconds: one that takes longer is ended and has failed
+    #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
+    limit: u64,
     /// Arguments of `cargo test --release`, as in `cargo xtask flaky 20 -- --test ep -- deadline`
     #[arg(last = true, value_name = "ARGS")]
     selection: Vec<String>,
@@ -73,7 +77,7 @@ fn cargo_test(ws: &Workspace, options: &Options, more: &str) -> Command {
         None => (&options.selection[..], &[][..]),
     };
     let mut command = ws.cargo_in_callers_target();
-    command.args(["test", "--release", more]).args(of_cargo).args(of_programs).stdin(Stdio::null());
+    command.args(["test", "--release", more]).args(of_cargo).args(of_programs);
     command
 }
 
@@ -85,18 +89,24 @@ fn build(ws: &Workspace, options: &Options) -> Result<()> {
 /// Runs the tests once; `log` receives their output.
 fn one_run(ws: &Workspace, options: &Options, log: &Path) -> Result<Run> {
     let mut command = cargo_test(ws, options, "--no-fail-fast");
+    command.env("CARGO_TERM_COLOR", "never");
+    let limit = Duration::from_secs(options.limit);
+    let start = Instant::now();
     // One file for both streams: cargo names a program on standard error, and the program's lines
     // on standard output follow.
-    let file = File::create(log).with_context(|| format!("cannot create {}", log.display()))?;
-    let again = file.try_clone().context("cannot copy a file descriptor")?;
-    command.env("CARGO_TERM_COLOR", "never").stdout(file).stderr(again);
-    let start = Instant::now();
-    let status =
-        command.status().with_context(|| format!("cannot start `{}`", workspace::describe(&command)))?;
+    let ended = run_limited(&mut command, log, limit)?;
     let took = start.elapsed();
     let printed = std::fs::read(log).with_context(|| format!("cannot read {}", log.display()))?;
-    let failed = if status.success() { Ok(()) } else { Err(status.to_string()) };
-    Ok(Run { took, failures: output::failures(&String::from_utf8_lossy(&printed), failed) })
+    let printed = String::from_utf8_lossy(&printed);
+    let outcome = match ended.code {
+        Some(0) => {
+            repository::ensure_tests(repository::tests_in(&printed), &command)?;
+            Outcome::Passed
+        }
+        Some(code) => Outcome::Failed(code),
+        None => Outcome::Stopped(limit),
+    };
+    Ok(Run { took, failures: output::failures(&printed, outcome) })
 }
 
 fn seconds(run: &Run) -> f64 {
@@ -169,6 +179,7 @@ mod tests {
         let options = Options {
             runs: 1,
             loops: 0,
+            limit: 60,
             selection: ["--test", "ep", "--", "name"].map(str::to_owned).into(),
         };
         let ws = crate::repository::find().unwrap();

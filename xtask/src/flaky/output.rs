@@ -5,6 +5,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::time::Duration;
 
 /// A test that failed.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -21,9 +22,18 @@ impl fmt::Display for Failure {
     }
 }
 
-/// The failures in the output of one run, each once and in order. `cargo` is the outcome of cargo;
-/// an `Err` has its exit status.
-pub fn failures(printed: &str, cargo: Result<(), String>) -> Vec<Failure> {
+/// The outcome of cargo.
+#[derive(Debug, Clone, Copy)]
+pub enum Outcome {
+    Passed,
+    /// With this exit code.
+    Failed(i32),
+    /// Ended by xtask after this time.
+    Stopped(Duration),
+}
+
+/// The failures in the output of one run, each once and in order.
+pub fn failures(printed: &str, cargo: Outcome) -> Vec<Failure> {
     let mut failures = BTreeSet::new();
     let mut current = Program::default();
     for line in printed.lines() {
@@ -35,9 +45,14 @@ pub fn failures(printed: &str, cargo: Result<(), String>) -> Vec<Failure> {
             None => current.line(line),
         }
     }
+    if let Outcome::Stopped(limit) = cargo {
+        let test = format!("[still ran after {limit:?}, the --limit]");
+        let program = if current.name.is_empty() { "cargo test" } else { &current.name };
+        failures.insert(Failure { program: program.to_owned(), test });
+    }
     failures.extend(current.failures());
-    if let (true, Err(status)) = (failures.is_empty(), cargo) {
-        failures.insert(Failure { program: "cargo test".into(), test: format!("[{status}]") });
+    if let (true, Outcome::Failed(code)) = (failures.is_empty(), cargo) {
+        failures.insert(Failure { program: "cargo test".into(), test: format!("[exit code {code}]") });
     }
     failures.into_iter().collect()
 }
@@ -114,8 +129,10 @@ fn program(line: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use super::{Duration, Outcome};
+
     fn failures(text: &str) -> Vec<String> {
-        let failures = super::failures(text, Err("exit status: 101".into()));
+        let failures = super::failures(text, Outcome::Failed(101));
         failures.iter().map(ToString::to_string).collect()
     }
 
@@ -218,7 +235,23 @@ error: test failed, to rerun pass `-p epoxide-cli --test interop`
 
     #[test]
     fn a_cargo_that_fails_without_a_test_is_a_failure() {
-        assert_eq!(failures("error: could not compile `epoxide`"), ["cargo test: [exit status: 101]"]);
-        assert!(super::failures("", Ok(())).is_empty());
+        assert_eq!(failures("error: could not compile `epoxide`"), ["cargo test: [exit code 101]"]);
+        assert!(super::failures("", Outcome::Passed).is_empty());
+    }
+
+    #[test]
+    fn a_run_that_was_stopped_has_failed_in_its_last_program() {
+        let stopped = |text: &str| {
+            let failures = super::failures(text, Outcome::Stopped(Duration::from_secs(90)));
+            failures.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+        };
+        let text = "
+     Running tests/ep/main.rs (target/release/deps/ep-77)
+test result: ok. 1 passed; 0 failed
+     Running tests/vm/main.rs (target/release/deps/vm-78)
+test a ... ok
+";
+        assert_eq!(stopped(text), "vm (tests/vm/main.rs): [still ran after 90s, the --limit]");
+        assert_eq!(stopped(""), "cargo test: [still ran after 90s, the --limit]");
     }
 }

@@ -7,7 +7,7 @@
 
 mod faults;
 mod harmless;
-mod run;
+pub mod run;
 mod text;
 
 use std::collections::{BTreeMap, HashMap};

@@ -115,9 +115,10 @@ struct Run<'a> {
 
 /// How a run ended.
 #[derive(Debug)]
-struct ProcessEnd {
+pub struct ProcessEnd {
     /// `None` when it was stopped.
-    code: Option<i32>,
+    pub code: Option<i32>,
+    /// The beginning of what it printed.
     output: String,
 }
 
@@ -388,7 +389,8 @@ fn without_repeats(general: &str, specific: &str) -> Vec<String> {
     words
 }
 
-fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<ProcessEnd> {
+/// Runs a command with its output in a file, and ends it and all that it has started at the limit.
+pub fn run_limited(command: &mut Command, output: &Path, limit: Duration) -> Result<ProcessEnd> {
     let create = || format!("cannot write {}", output.display());
     let file = File::create(output).with_context(create)?;
     let both = file.try_clone().with_context(create)?;

@@ -195,6 +195,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_name_on_the_command_line_is_one_of_a_test() {
+        let root = crate::repository::find().unwrap().root;
+        let run = |names: &[&str]| {
+            let mut script = std::process::Command::new("bash");
+            let ended = script.arg(root.join("tests/rdma/run.sh")).args(names).output().unwrap();
+            (ended.status.code(), String::from_utf8_lossy(&ended.stderr).into_owned())
+        };
+        // The first name is one: neither a build nor a machine starts.
+        let (code, error) = run(&["doctor", "docter"]);
+        assert!(code == Some(2) && error.contains("no test is called docter"), "{code:?}: {error}");
+    }
+
+    #[test]
     fn the_exit_code_is_that_of_the_first_that_failed() {
         assert_eq!(exit_code(&[Some(0), Some(0)]), 0);
         assert_eq!(exit_code(&[Some(0), Some(7), Some(3)]), 7);
