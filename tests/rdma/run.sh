@@ -115,6 +115,8 @@ for name in "${only[@]}"; do
     fi
 done
 cargo build --release --features "${EPOXIDE_FEATURES:-rdma}" --bin epoxide --example rdma_probe || exit 1
+# The lists boot at the same time, each by a command that would fetch the parts.
+cargo xtask rdma-vm --fetch || exit
 # Two lists at a time: their tests wait for deadlines and packets. The four machines have the processors
 # to themselves.
 run_list two-devices 1 --devices 2 --cpus 4 &

@@ -46,7 +46,7 @@ impl Parts {
     pub fn find_or_fetch(ws: &Workspace) -> Result<Parts> {
         let parts = Parts { dir: ws.target("rdma-vm/parts") };
         let recipe = format!("{RECIPE} {} {}", PACKAGES.join(" "), kernel::MODULES.join(" "));
-        if std::fs::read_to_string(parts.dir.join("recipe")).is_ok_and(|have| have == recipe) {
+        if parts.are_of(&recipe) {
             return Ok(parts);
         }
         if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
@@ -56,14 +56,27 @@ impl Parts {
         // The folder is this process's alone: two that fetch at once must not mix.
         let partial = ws.target(&format!("rdma-vm/parts.partial.{}", std::process::id()));
         workspace::fresh_dir(&partial)?;
-        let fetched = fetch(&partial).and_then(|()| {
-            workspace::write(&partial.join("recipe"), recipe)?;
-            workspace::publish_dir(&partial, &parts.dir)
-        });
+        let fetched = fetch(&partial).and_then(|()| parts.publish(&partial, &recipe));
         if fetched.is_err() {
             let _ = std::fs::remove_dir_all(&partial);
         }
         fetched.map(|()| parts)
+    }
+
+    /// Whether the parts are there, fetched by this recipe.
+    fn are_of(&self, recipe: &str) -> bool {
+        std::fs::read_to_string(self.dir.join("recipe")).is_ok_and(|have| have == recipe)
+    }
+
+    /// Moves fetched parts to their folder. Parts that another process has published meanwhile
+    /// stay: its machine may run on them.
+    fn publish(&self, partial: &Path, recipe: &str) -> Result<()> {
+        if self.are_of(recipe) {
+            return std::fs::remove_dir_all(partial)
+                .with_context(|| format!("cannot remove {}", partial.display()));
+        }
+        workspace::write(&partial.join("recipe"), recipe)?;
+        workspace::publish_dir(partial, &self.dir)
     }
 
     /// The kernel, an ELF file.
@@ -214,6 +227,22 @@ fn apt(program: &str, debs: &Path, lists: Option<&str>, arguments: &[&str]) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_that_another_process_has_published_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let parts = Parts { dir: folder.path().join("parts") };
+        let publish = |number: u32, recipe| {
+            let partial = folder.path().join(number.to_string());
+            workspace::write(&partial.join("vmlinux"), number.to_string()).unwrap();
+            parts.publish(&partial, recipe).unwrap();
+            assert!(!partial.exists());
+            workspace::read(&parts.kernel()).unwrap()
+        };
+        assert_eq!(publish(1, "a"), "1");
+        assert_eq!(publish(2, "a"), "1");
+        assert_eq!(publish(3, "b"), "3");
+    }
 
     #[test]
     fn the_kernel_is_the_dependency_with_a_version() {
