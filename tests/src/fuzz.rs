@@ -1,7 +1,10 @@
 //! Readers of untrusted bytes, tested with malformed bytes: a bounded number of inputs, drawn from
 //! a seed. So everyday tests cover the fuzz targets in `fuzz/`, which call the same functions.
 
+use std::fmt::Display;
+use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use rand::seq::IndexedRandom as _;
@@ -15,28 +18,25 @@ use crate::tier;
 pub const INPUTS: &str = "EPOXIDE_FUZZ_INPUTS";
 /// The number of the first input, to go on elsewhere or to replay one; default 0.
 pub const FIRST: &str = "EPOXIDE_FUZZ_FIRST";
-/// How long a target runs in the long tier.
+/// How long a target runs in the long tier, at least.
 const TIME: Duration = Duration::from_secs(2);
 /// Longest input that is not made from a longer sample.
 const MAX_RANDOM: usize = 512;
 
 /// Gives `target` samples, variations of them and random bytes, and prints how many it was and the
 /// most memory that the process had. Input i is the same in every run and on every machine. The
-/// default tier has `inputs` of them.
+/// default tier has `inputs` of them, the long tier at least as many.
 ///
 /// # Panics
 /// The target panics, with the command to replay printed; or a variable holds no number.
 pub fn run(name: &str, inputs: u64, samples: &[Vec<u8>], target: impl Fn(&[u8])) {
-    let number = |variable| {
-        std::env::var(variable).ok().map(|text| match text.parse::<u64>() {
-            Ok(number) => number,
-            Err(error) => panic!("{variable}={text}: {error}"),
-        })
-    };
-    let (first, most) = (number(FIRST).unwrap_or(0), number(INPUTS).or(tier::pick(Some(inputs), None)));
+    let first = variable(FIRST).unwrap_or(0_u64);
+    let inputs_given = variable(INPUTS).map(NonZeroU64::get);
+    let time = if inputs_given.is_none() { tier::pick(Duration::ZERO, TIME) } else { Duration::ZERO };
+    let inputs = inputs_given.unwrap_or(inputs);
     let start = Instant::now();
     let mut done = 0;
-    while most.map_or_else(|| start.elapsed() < TIME, |most| done < most) {
+    while done < inputs || start.elapsed() < time {
         let bytes = input(first + done, samples);
         // The panic propagates, so no code sees half-done state.
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| target(&bytes))) {
@@ -49,6 +49,15 @@ pub fn run(name: &str, inputs: u64, samples: &[Vec<u8>], target: impl Fn(&[u8]))
         done += 1;
     }
     println!("{name}: {done} inputs from {first} in {:.1?}, peak memory {} KiB", start.elapsed(), peak_kib());
+}
+
+/// The number in an environment variable.
+///
+/// # Panics
+/// Where it holds no such number.
+fn variable<T: FromStr<Err: Display>>(name: &str) -> Option<T> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|error| panic!("{name}={text}: {error}")))
 }
 
 /// Input `number`: the samples come first.
@@ -227,6 +236,7 @@ mod tests {
     use std::cell::RefCell;
 
     use super::*;
+    use crate::alone;
 
     /// A printed number must mean the same input for as long as anyone may replay it.
     #[test]
@@ -254,5 +264,29 @@ mod tests {
             });
         }));
         assert!(panic.is_err() && *seen.borrow() == 2);
+    }
+
+    #[test]
+    fn the_long_tier_has_no_fewer_inputs() {
+        if !tier::is_long() {
+            let path = "fuzz::tests::the_long_tier_has_no_fewer_inputs";
+            let ended = alone::one_test(path).env(tier::TIER, "long").env_remove(INPUTS).output().unwrap();
+            assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+            return;
+        }
+        let seen = RefCell::new(0);
+        run("slow", 5, &[], |_| {
+            *seen.borrow_mut() += 1;
+            std::thread::sleep(TIME / 4);
+        });
+        assert!(*seen.borrow() >= 5, "{seen:?}");
+    }
+
+    #[test]
+    fn no_inputs_are_no_test() {
+        let path = "fuzz::tests::a_target_that_panics_is_told_with_its_input";
+        let ended = alone::one_test(path).env(INPUTS, "0").output().unwrap();
+        let error = String::from_utf8_lossy(&ended.stderr);
+        assert!(!ended.status.success() && error.contains("EPOXIDE_FUZZ_INPUTS=0: "), "{error}");
     }
 }
