@@ -5,8 +5,8 @@
 //! [`oracle`] computes every public quantity of layout, dispatch and combine from the routing
 //! alone. [`payload`] makes rows that identify their tokens, or that have exact sums. [`lockstep`]
 //! runs ranks one at a time. [`roundtrip`] is the round trip that compares every bit, on the ranks
-//! of [`harness`]. [`ranks`] runs a test on several ranks, as threads or as processes, and
-//! [`alone`] runs one in a process of its own. [`fake_nccl`] compiles a stand-in for NCCL.
+//! of [`harness`]. [`alone`] runs a test in a process of its own. [`fake_nccl`] compiles a stand-in
+//! for NCCL.
 //! [`neighbour`] is another library on the ranks' devices. [`litmus`] has the litmus tests of the
 //! PTX memory model, as text and as PTX. [`fuzz`] gives malformed bytes to readers of untrusted
 //! bytes. [`sizes`] lists the sizes that can be run, and [`tier`] decides how much a test tries.
@@ -25,7 +25,6 @@ pub mod low_latency;
 pub mod neighbour;
 pub mod oracle;
 pub mod payload;
-pub mod ranks;
 pub mod roundtrip;
 pub mod selections;
 pub mod sizes;

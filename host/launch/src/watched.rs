@@ -1,5 +1,5 @@
-//! The one watcher of processes: of the ranks of a launch, of those that
-//! [`spawn_ranks`](super::spawn_ranks) starts, and of a test's.
+//! The one watcher of processes: of the ranks of a launch, and of those that
+//! [`spawn_ranks`](super::spawn_ranks) starts.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Child;
