@@ -20,7 +20,7 @@ const JSON_FORMAT: u64 = 57;
 /// The lines above the list.
 const HEADER: &str = "# The public items of the library's crates with their features, as `cargo xtask public-api` writes them. Hidden items\n\
                       # are left out, and so are implementations that are derived, automatic or for all types.\n";
-/// The crates, and the features of which the list has the items.
+/// The crates, and the features of which the list has the items: those that docs.rs shows.
 const CRATES: [(&str, &[&str]); 5] = [
     ("epoxide-base", &[]),
     ("epoxide-group", &[]),
@@ -159,6 +159,21 @@ fn check_format(json: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_list_has_what_docs_rs_shows() {
+        let ws = crate::repository::find().unwrap();
+        let mut command = ws.cargo();
+        command.args(["metadata", "--quiet", "--locked", "--no-deps", "--format-version", "1"]);
+        let metadata: serde_json::Value =
+            serde_json::from_str(&workspace::capture(&mut command).unwrap()).unwrap();
+        for (name, features) in CRATES {
+            let packages = metadata["packages"].as_array().unwrap();
+            let package = packages.iter().find(|package| package["name"] == name).unwrap();
+            let shown = package["metadata"]["docs"]["rs"]["features"].as_array().cloned();
+            assert_eq!(shown.unwrap_or_default(), features, "{name}: package.metadata.docs.rs");
+        }
+    }
 
     #[test]
     fn lines_are_sorted_by_path_and_an_implementation_follows_its_type() {
