@@ -183,7 +183,8 @@ impl Workload {
 
 impl Runner {
     /// Runs every workload with every seed on sound kernels, which must pass; records the lines
-    /// that each executes, and the time of its last run. The first run of a program may compile it.
+    /// that each executes, and its longest time. The first run of a program may compile it and does
+    /// not count.
     pub fn sound(&self, text: &str) -> Result<Vec<Workload>> {
         let module = Module::parse(text).context("the PTX to make faults in")?;
         let file = self.directory.join("sound.ptx");
