@@ -44,7 +44,8 @@
 //! buffer, so the compiler rejects a second operation in flight there. Give each buffer half of the
 //! multiprocessors ([`Options::num_sms`]): the operations of both then fit on the device, in any
 //! order of the ranks' launches ([`StreamOrder`](crate::StreamOrder) explains why that matters). A
-//! recording of two streams has both.
+//! [`Step`] has one of the buffers. Record both with
+//! [`Stream::capture`](crate::driver::Stream::capture), whose launch is `unsafe`.
 //!
 //! # Whose memory
 //! [`Options::sizes`] and [`Shape::most_rows_by_expert`] compute all sizes without a buffer.

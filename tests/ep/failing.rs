@@ -276,6 +276,10 @@ impl Driver for FailingDevice {
         self.inner.stream_is_capturing(stream)
     }
 
+    fn stream_capture(&self, stream: u64) -> Result<u64> {
+        self.inner.stream_capture(stream)
+    }
+
     fn capture_begin(&self, stream: u64) -> Result<()> {
         self.inner.capture_begin(stream)
     }

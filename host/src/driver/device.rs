@@ -270,6 +270,9 @@ pub trait Driver: Send + Sync + Debug {
     /// True while the stream is being captured.
     fn stream_is_capturing(&self, stream: u64) -> Result<bool>;
 
+    /// The number of the capture that the stream is in: 0 for none, or one that became invalid.
+    fn stream_capture(&self, stream: u64) -> Result<u64>;
+
     /// Starts recording the stream's work instead of running it.
     fn capture_begin(&self, stream: u64) -> Result<()>;
 

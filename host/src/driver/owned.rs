@@ -425,6 +425,26 @@ impl Stream {
         self.device.driver.stream_is_capturing(self.handle)
     }
 
+    /// The number of the buffer for whose step the stream is captured, if any.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub(crate) fn captured_for(&self) -> Result<Option<u64>> {
+        let (driver, streams) = (&self.device.driver, self.device.driver.streams());
+        let _list = streams.hold();
+        let steps = streams.recorded_steps();
+        if steps.is_empty() {
+            return Ok(None);
+        }
+        let capture = driver.stream_capture(self.handle)?;
+        for (origin, buffer) in steps {
+            if driver.stream_capture(origin)? == capture {
+                return Ok(Some(buffer));
+            }
+        }
+        Ok(None)
+    }
+
     /// Launches a kernel.
     ///
     /// # Errors
@@ -578,12 +598,21 @@ impl Stream {
     /// # Errors
     /// The error of `work`, and errors of the driver, such as of work that cannot be recorded.
     pub fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        self.capture_for(None, work)
+    }
+
+    /// [`Stream::capture`] for a step of the buffer of this number, if any.
+    pub(crate) fn capture_for(
+        &self,
+        buffer: Option<u64>,
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<Graph> {
         let streams = self.device.driver.streams();
         {
             let mut list = streams.hold();
             order_behind(&self.device, &mut list, self.id)?;
             self.device.driver.capture_begin(self.handle)?;
-            streams.begin_recording(self.id);
+            streams.begin_recording(self.id, self.handle, buffer);
         }
         let outcome = catch_unwind(AssertUnwindSafe(work));
         // The capture must end in any case, or the stream stays unusable.

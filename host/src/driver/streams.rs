@@ -23,8 +23,11 @@ pub struct Streams {
 /// The modules that a capture under way has recorded kernels of.
 #[derive(Debug)]
 struct Recorded {
-    /// The id of the stream that began the capture.
+    /// Id and handle of the stream that began the capture.
     stream: u64,
+    handle: u64,
+    /// The number of the buffer whose step it is, if any.
+    buffer: Option<u64>,
     modules: Vec<Module>,
 }
 
@@ -68,9 +71,17 @@ impl Streams {
         !self.given_up.swap(true, Ordering::AcqRel)
     }
 
-    /// Records that a capture has begun on the stream `stream`.
-    pub(super) fn begin_recording(&self, stream: u64) {
-        lock(&self.recorded).push(Recorded { stream, modules: Vec::new() });
+    /// Records that a capture has begun on the stream `stream` of this handle, for a step of `buffer`
+    /// if any.
+    pub(super) fn begin_recording(&self, stream: u64, handle: u64, buffer: Option<u64>) {
+        lock(&self.recorded).push(Recorded { stream, handle, buffer, modules: Vec::new() });
+    }
+
+    /// The handles of streams that began captures of steps, and the buffers' numbers. While the
+    /// list is held, none of these streams is destroyed.
+    pub(super) fn recorded_steps(&self) -> Vec<(u64, u64)> {
+        let recorded = lock(&self.recorded);
+        recorded.iter().filter_map(|capture| Some((capture.handle, capture.buffer?))).collect()
     }
 
     /// Whether a capture of this library is under way.

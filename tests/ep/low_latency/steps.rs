@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use epoxide::driver::Stream;
-use epoxide::low_latency::{Buffer, Options, Place};
-use epoxide::{Error, Result, TypedTensor};
+use epoxide::low_latency::{Buffer, DispatchRequest, Options, Place, Received};
+use epoxide::{Error, Result, StreamOrder, TypedTensor};
 use half::bf16;
 
 use super::faults::{TOKENS, run};
 use super::ones::{CapturedPair, Ones};
-use crate::valid::expect_gone;
+use crate::valid::{expect_gone, refused};
 
 fn read(rank: &Ones, step: &CapturedPair, place: &Place) -> Result<Vec<bf16>> {
     step.output().at(place)?.x.to_host(&rank.stream)
@@ -102,5 +102,62 @@ fn a_step_whose_buffer_is_gone_does_not_run() {
         let error = step.launch(&rank.stream).unwrap_err();
         assert!(matches!(error, Error::StaleHandle(_)), "{error}");
         Ok(())
+    });
+}
+
+/// A step keeps the memory of its own buffer's operations, and is ordered with those.
+#[test]
+fn a_step_records_its_own_buffer_alone() {
+    run(|rank| {
+        let (stream, mut place) = (rank.stream.clone(), rank.buffer.place(0)?);
+        let mut other = Buffer::new(stream.device().clone(), &*rank.group, Options::new(rank.shape))?;
+        let mut of_other = other.place(0)?;
+        for order in [StreamOrder::on(&stream), StreamOrder::comm(&stream)] {
+            let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+            let captured = rank.buffer.capture(&stream, |buffer, on_stream| {
+                let received = buffer.dispatch(&mut place, request, on_stream)?.detach();
+                Ok((received, other.dispatch(&mut of_other, request, order)?.detach()))
+            });
+            let step = format!("order = on a stream that a step of buffer {} records", rank.buffer.id());
+            refused(captured, &[&step, &format!("this is buffer {}", other.id()), "`Stream::capture`"]);
+        }
+        // Both are as good as before.
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+        drop(other.dispatch(&mut of_other, request, StreamOrder::on(&stream))?);
+        let step = rank.captured(&mut place)?;
+        step.launch(&stream)?;
+        step.check(&stream)?;
+        other.check()
+    });
+}
+
+/// The step would not keep the memory of the other recording.
+#[test]
+fn no_other_recording_of_a_buffer_is_made_within_a_capture() {
+    run(|rank| {
+        let (stream, mut place) = (rank.stream.clone(), rank.buffer.place(0)?);
+        for nested_in in [1, 2] {
+            let mut run = 0;
+            let captured = rank.buffer.capture(&stream, |buffer, _| {
+                run += 1;
+                if run < nested_in { Ok(()) } else { buffer.capture(&stream, |_, _| Ok(())).map(drop) }
+            });
+            refused(captured, &["buffer = ", "recording of the buffer has begun", "outer `capture`"]);
+        }
+        rank.buffer.begin_warmup();
+        refused(rank.buffer.capture(&stream, |_, _| Ok(())), &["behind `end_warmup`"]);
+        rank.buffer.end_warmup();
+
+        let side = Stream::new(stream.device())?;
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+        let captured = rank.buffer.capture(&stream, |buffer, _| {
+            let graph = side.capture(|| {
+                buffer.dispatch(&mut place, request, StreamOrder::on(&side)).map(Received::detach).map(drop)
+            });
+            graph.map(drop)
+        });
+        refused(captured, &["order = on a stream that another capture records"]);
+        rank.captured(&mut place)?.launch(&stream)?;
+        rank.outcome()
     });
 }

@@ -288,6 +288,22 @@ impl Driver for CudaDevice {
         is_captured(raw(stream))
     }
 
+    fn stream_capture(&self, stream: u64) -> Result<u64> {
+        use std::ptr::null_mut;
+
+        let _bound = self.bind()?;
+        let (mut status, mut id) = (ffi::CU_STREAM_CAPTURE_STATUS_NONE, 0);
+        // SAFETY: the stream is live, as the trait demands; the out pointers are valid, or null where
+        // the driver leaves the result out.
+        let info = unsafe {
+            let (status, id) = (&mut status, &mut id);
+            ffi::cuStreamGetCaptureInfo_v2(raw(stream), status, id, null_mut(), null_mut(), null_mut())
+        };
+        info.check("cuStreamGetCaptureInfo")?;
+        // The driver leaves the number as it was unless a capture is active.
+        Ok(id)
+    }
+
     fn capture_begin(&self, stream: u64) -> Result<()> {
         let _bound = self.bind()?;
         // Other threads are free to make any call meanwhile; this one must only enqueue.

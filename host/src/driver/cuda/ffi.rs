@@ -357,6 +357,14 @@ unsafe extern "C" {
 
     pub fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) -> CuResult;
     pub fn cuStreamIsCapturing(stream: CuStream, status: *mut c_int) -> CuResult;
+    pub fn cuStreamGetCaptureInfo_v2(
+        stream: CuStream,
+        status: *mut c_int,
+        id: *mut u64,
+        graph: *mut CuGraph,
+        nodes: *mut *const c_void,
+        num_nodes: *mut usize,
+    ) -> CuResult;
     pub fn cuStreamBeginCapture_v2(stream: CuStream, mode: c_int) -> CuResult;
     pub fn cuStreamEndCapture(stream: CuStream, graph: *mut CuGraph) -> CuResult;
     pub fn cuGraphInstantiateWithFlags(

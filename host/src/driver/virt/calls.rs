@@ -454,6 +454,11 @@ impl Driver for VirtualGpu {
         Ok(self.shared.queue(&mut state, stream)?.1.capture.is_some())
     }
 
+    fn stream_capture(&self, stream: u64) -> Result<u64> {
+        let mut state = self.shared.enter()?;
+        Ok(self.shared.queue(&mut state, stream)?.1.capture.map_or(0, |(capture, _)| capture))
+    }
+
     fn capture_begin(&self, stream: u64) -> Result<()> {
         let mut state = self.shared.enter()?;
         let (id, queue) = self.shared.queue(&mut state, stream)?;

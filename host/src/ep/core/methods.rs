@@ -71,13 +71,15 @@ macro_rules! buffer_methods {
         /// `work` returns results detached, since every run of the step overwrites them.
         ///
         /// A step is ordered with the buffer's other operations on all streams, and its launch
-        /// returns the error of a failed one. Another recording (a framework's own) has neither
-        /// property, and its launch is `unsafe`. Such a recording keeps memory of the buffer and
-        /// its inputs until the buffer is dropped.
+        /// returns the error of a failed one. Operations of another buffer are errors in it. Another
+        /// recording (a framework's own) may have these, and has neither property: its launch is
+        /// `unsafe`. Such a recording keeps memory of the buffer and its inputs until the buffer is
+        /// dropped.
         ///
         $(#[$capture])*
         /// # Errors
-        /// Errors of `work` and of the driver.
+        /// Errors of `work` and of the driver. [`Error::Argument`] within another `capture` of the
+        /// buffer, or between [`Buffer::begin_warmup`] and [`Buffer::end_warmup`].
         pub fn capture<T>(
             &mut self,
             stream: &Stream,

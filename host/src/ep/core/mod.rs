@@ -336,6 +336,7 @@ impl<R> Core<R> {
         let event = enqueuer.run(order, capturing, operation, |stream| {
             let core = buffer.core();
             if capturing {
+                core.check_recorder(stream)?;
                 core.recordings.keep(kept);
                 core.arena.wait_before(core.patience())?;
             } else {

@@ -82,28 +82,36 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         mut work: impl FnMut(&mut B, StreamOrder<'_>) -> Result<T>,
     ) -> Result<Step<T>> {
         let order = StreamOrder::on(stream);
-        buffer.core().begin_warmup();
+        let core = buffer.core();
+        if core.recordings.step.is_some() || core.recordings.is_warmup() {
+            let rule = "a recording of the buffer has begun: capture behind the outer `capture`, or behind `end_warmup`";
+            return Err(Error::argument("buffer", core.id(), rule));
+        }
+        core.begin_warmup();
         let warmed_up = catch_unwind(AssertUnwindSafe(|| work(buffer, order)));
         let core = buffer.core();
         core.end_warmup();
         drop(warmed_up.unwrap_or_else(|panic| resume_unwind(panic))?);
         core.recordings.step = Some(Captured::default());
+        let id = core.id();
         let mut output = None;
         let graph = catch_unwind(AssertUnwindSafe(|| {
-            stream.capture(|| {
+            stream.capture_for(Some(id), || {
                 output = Some(work(buffer, order)?);
                 Ok(())
             })
         }));
         let core = buffer.core();
-        let captured = core.recordings.step.take().unwrap_or_default();
+        let captured = core.recordings.step.take();
         let sent = core.enqueuer.sequence().forget_recorded();
         let graph = graph.unwrap_or_else(|panic| resume_unwind(panic))?;
         if let Some(call) = sent {
             let reason = "its second half was not recorded: receive what it brings in the same step".into();
             return Err(Error::Broken { call, reason, source: None });
         }
-        let output = output.ok_or_else(|| Error::internal("capture", "nothing was recorded"))?;
+        let (Some(output), Some(captured)) = (output, captured) else {
+            return Err(Error::internal("capture", "nothing was recorded"));
+        };
         let (sequence, faults) = (core.enqueuer.sequence().clone(), core.faults.clone());
         Ok(Step { graph, output, captured, sequence, faults })
     }
@@ -141,6 +149,27 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         if let Some(step) = &mut self.recordings.step {
             step.overwritten.push(rows);
         }
+    }
+}
+
+impl<R> Core<R> {
+    /// An error unless the capture of `stream` is that of the step that is being captured, or
+    /// there is neither: a step keeps what its own buffer's operations use, and orders those alone.
+    pub(super) fn check_recorder(&self, stream: &Stream) -> Result<()> {
+        let (recorder, step) = (stream.captured_for()?, self.recordings.step.as_ref());
+        if recorder == step.map(|_| self.id()) {
+            return Ok(());
+        }
+        let value = match recorder {
+            Some(buffer) => format!("on a stream that a step of buffer {buffer} records"),
+            None => "on a stream that another capture records".into(),
+        };
+        let rule = format!(
+            "a step records its own buffer alone, and this is buffer {}: capture a step of each, or all \
+             of it with `Stream::capture`, whose launch is unsafe",
+            self.id()
+        );
+        Err(Error::argument("order", value, rule))
     }
 }
 
