@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use epoxide::driver::Stream;
 use epoxide::low_latency::{Buffer, DispatchRequest, Options, Place, Received};
-use epoxide::{Error, Result, StreamOrder, TypedTensor};
+use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
 use half::bf16;
 
 use super::faults::{TOKENS, run};
@@ -158,6 +158,28 @@ fn no_other_recording_of_a_buffer_is_made_within_a_capture() {
         });
         refused(captured, &["order = on a stream that another capture records"]);
         rank.captured(&mut place)?.launch(&stream)?;
+        rank.outcome()
+    });
+}
+
+#[test]
+fn rows_that_a_step_has_overwritten_are_not_gathered() {
+    run(|rank| {
+        let (stream, mut place) = (rank.stream.clone(), rank.buffer.place(0)?);
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            buffer.dispatch(&mut place, request, order).map(Received::detach)
+        })?;
+        let detached = rank.dispatch(&mut place)?.detach();
+        let received = detached.at(&place)?;
+        step.launch(&stream)?;
+        let rows = u64::from(rank.buffer.local_experts()) * rank.buffer.rows();
+        let by_expert = Tensor::alloc(stream.device(), DType::Bf16, &[rows, rank.shape.hidden])?;
+        let order = StreamOrder::on(&stream);
+        let gathered = rank.buffer.gather_by_expert(received, &by_expert, None, order);
+        assert!(matches!(gathered, Err(Error::StaleHandle(_))), "{gathered:?}");
+        let of_step = step.output().at(&place)?;
+        rank.buffer.gather_by_expert(of_step, &by_expert, None, order)?;
         rank.outcome()
     });
 }

@@ -109,7 +109,8 @@ struct LastLease<R> {
 #[derive(Debug)]
 pub struct Lease<R> {
     place: Arc<PlaceState<R>>,
-    dispatch: u64,
+    /// 0 until its operation is enqueued.
+    dispatch: AtomicU64,
     /// Nothing is borrowed any more: each use checks whether the rows are still valid.
     detached: AtomicBool,
     /// Its dispatch is part of a step, and each run overwrites the rows: the lease stays detached.
@@ -203,7 +204,9 @@ impl<R> PlaceState<R> {
             state.dispatches
         };
         self.current.store(dispatch, Ordering::Release);
-        Ok(self.lease(dispatch))
+        let lease = self.lease();
+        lease.hold(dispatch);
+        Ok(lease)
     }
 
     /// The same, with `stream` behind all readers of the present rows.
@@ -213,15 +216,10 @@ impl<R> PlaceState<R> {
         Ok(lease)
     }
 
-    /// The only right to the rows of the dispatch `dispatch`.
-    pub fn lease(self: &Arc<Self>, dispatch: u64) -> Arc<Lease<R>> {
+    /// The right to the results of an operation that is enqueued later.
+    pub fn lease(self: &Arc<Self>) -> Arc<Lease<R>> {
         let (detached, recorded) = (AtomicBool::new(false), AtomicBool::new(false));
-        let lease = Arc::new(Lease { place: self.clone(), dispatch, detached, recorded });
-        let mut state = lock(&self.lease);
-        state.live = if state.last_dispatch == dispatch { state.live + 1 } else { 1 };
-        (state.last, state.last_dispatch) = (Arc::downgrade(&lease), dispatch);
-        drop(state);
-        lease
+        Arc::new(Lease { place: self.clone(), dispatch: AtomicU64::new(0), detached, recorded })
     }
 
     /// Records a fence behind all work enqueued by now if a lease has not ended: it is detached,
@@ -277,12 +275,12 @@ impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
             self.place.order_before(stream)?;
         }
         let mut state = lock(&self.place.lease);
-        if state.last_dispatch != self.dispatch {
-            (state.last_dispatch, state.live) = (self.dispatch, 1);
+        if state.last_dispatch != self.dispatch() {
+            (state.last_dispatch, state.live) = (self.dispatch(), 1);
         }
         state.last = Arc::downgrade(&self);
         drop(state);
-        self.place.current.store(self.dispatch, Ordering::Release);
+        self.place.current.store(self.dispatch(), Ordering::Release);
         Ok(())
     }
 }
@@ -295,7 +293,15 @@ impl<R> Lease<R> {
 
     /// The number of its dispatch into the place.
     pub fn dispatch(&self) -> u64 {
-        self.dispatch
+        self.dispatch.load(Ordering::Acquire)
+    }
+
+    /// Makes it a right to the results of the dispatch `dispatch`, whose operation is enqueued now.
+    pub fn hold(self: &Arc<Self>, dispatch: u64) {
+        self.dispatch.store(dispatch, Ordering::Release);
+        let mut state = lock(&self.place.lease);
+        state.live = if state.last_dispatch == dispatch { state.live + 1 } else { 1 };
+        (state.last, state.last_dispatch) = (Arc::downgrade(self), dispatch);
     }
 
     /// Ends the borrow of the place: later uses check whether the rows are still there.
@@ -325,12 +331,12 @@ impl<R> Lease<R> {
 
     /// An error where a later dispatch has overwritten the rows.
     pub fn check_current(&self) -> Result<()> {
-        if self.place.current() == self.dispatch {
+        if self.place.current() == self.dispatch() {
             return Ok(());
         }
         Err(Error::StaleHandle(format!(
             "the rows were those of dispatch {} in place {} and have been overwritten since, by dispatch {}",
-            self.dispatch,
+            self.dispatch(),
             self.place.index,
             self.place.current()
         )))
@@ -352,7 +358,7 @@ impl<R> Drop for Lease<R> {
         let fence = self.place.arena.fence();
         let mut state = lock(&self.place.lease);
         // Another dispatch may have begun here since; it has waited for this one's readers itself.
-        if state.dispatches == self.dispatch || self.place.current() == self.dispatch {
+        if state.dispatches == self.dispatch() || self.place.current() == self.dispatch() {
             match fence {
                 Ok(fence) => state.ended = Some(fence),
                 // The lease stays one of those that have not ended, so that the next operation here
@@ -360,7 +366,7 @@ impl<R> Drop for Lease<R> {
                 Err(error) => return tracing::warn!("a fence behind readers of a dispatch: {error}"),
             }
         }
-        if state.last_dispatch == self.dispatch {
+        if state.last_dispatch == self.dispatch() {
             state.live = state.live.saturating_sub(1);
         }
     }

@@ -127,8 +127,8 @@ impl Buffer {
         request: CombineRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Combined<'p>> {
-        let (operation, combined) = self.prepare_combine(received, request, order)?;
-        let event = self.launch(order, &operation, Halves::Both)?;
+        let (mut operation, combined) = self.prepare_combine(received, request, order)?;
+        let event = self.launch(order, &mut operation, Halves::Both)?;
         Ok(Combined { event, ..combined })
     }
 
@@ -165,8 +165,8 @@ impl Buffer {
         out: &Tensor<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
-        let operation = self.prepare_combine_into(received, request, out, order)?;
-        let event = self.launch(order, &operation, Halves::Both)?;
+        let mut operation = self.prepare_combine_into(received, request, out, order)?;
+        let event = self.launch(order, &mut operation, Halves::Both)?;
         out.is_filled_by(&self.outcome(order)?);
         Ok(event)
     }
@@ -214,10 +214,11 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<(Operation, Combined<'p>)> {
         let outcome = self.outcome(order)?;
-        let (num_tokens, dispatch) = (received.num_local_tokens, received.lease.dispatch());
+        let num_tokens = received.num_local_tokens;
         let combined_x = self.place_of(&received)?.room().own.combined_x;
-        let operation = self.combine_operation(received, request, combined_x, order)?;
-        let lease = operation.place.lease(dispatch);
+        let mut operation = self.combine_operation(received, request, combined_x, order)?;
+        let lease = operation.place.lease();
+        operation.sums = Some(lease.clone());
         let shape = [num_tokens.into(), self.options.shape.hidden];
         let x = Tensor::in_memory(combined_x, self.options.combine_dtype, &shape, lease.clone() as Owner)
             .result("combined", &outcome);
@@ -298,9 +299,6 @@ impl Buffer {
         // Rows in the pool live as long as the buffer.
         let mut uses: Vec<Owner> = x.owner().filter(|_| !in_pool).cloned().into_iter().collect();
         let wait_ns = self.wait_ns(cumulative_wait_ns, &self.outcome(order)?, &mut uses)?;
-        // Readers on other streams must finish first: peers may overwrite the rows once this rank
-        // has entered the combine.
-        drop(received);
         Ok(Operation {
             name: "low-latency combine",
             kernel: if in_pool { Arguments::PooledCombine(args) } else { Arguments::Combine(args) },
@@ -310,6 +308,8 @@ impl Buffer {
             send_blocks: self.options.shape.max_tokens * self.num_ranks() * pieces_of(row_bytes as u32) + 1,
             receive_blocks: num_tokens * pieces_of(row_bytes as u32),
             fills: None,
+            rows: Some(received.lease),
+            sums: None,
             records: None,
             cumulative_counts: None,
             num_sms,
@@ -317,5 +317,59 @@ impl Buffer {
             packs_scales: false,
             uses,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use super::*;
+    use crate::driver::Stream;
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+    use crate::group::run_threads;
+    use crate::low_latency::{DispatchRequest, Options, Shape};
+
+    /// Steps run between the check of the arguments and the enqueueing, as those of another thread
+    /// may.
+    #[test]
+    fn rows_that_a_step_has_overwritten_since_are_not_combined() {
+        run_threads(1, Duration::from_secs(60), |_, group| {
+            let device = VirtualGpu::new(VirtConfig::default());
+            let stream = Stream::new(&device)?;
+            let order = StreamOrder::on(&stream);
+            let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 1 };
+            let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
+            let mut place = buffer.place(0)?;
+            let x = Tensor::from_host(&stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
+            let (out, rows) = (Tensor::alloc(stream.device(), DType::Bf16, &[1, 8])?, x.clone());
+            let ids = TypedTensor::from_host(&stream, &[1, 1], &[0i64])?;
+            let (request, rows) = (DispatchRequest::new(&x, &ids), CombineRequest::by_row(&rows));
+            let mut capture = |buffer: &mut Buffer| {
+                buffer.capture(&stream, |buffer, order| {
+                    let received = buffer.dispatch(&mut place, request, order)?.detach();
+                    Ok(RefCell::new(Some(received)))
+                })
+            };
+            let (step, other) = (capture(&mut buffer)?, capture(&mut buffer)?);
+
+            let received = buffer.dispatch(&mut place, request, order)?;
+            let mut operation = buffer.prepare_combine_into(received, rows, &out, order)?;
+            let launched = step.launch(&stream);
+            assert!(matches!(launched, Err(Error::Argument { .. })), "{launched:?}");
+            buffer.launch(order, &mut operation, Halves::Both)?;
+
+            // Rows of a step borrow nothing.
+            step.launch(&stream)?;
+            let of_step = step.output().take().ok_or_else(|| Error::internal("test", "taken"))?;
+            let received = of_step.attach(&mut place)?;
+            let mut operation = buffer.prepare_combine_into(received, rows, &out, order)?;
+            other.launch(&stream)?;
+            let combined = buffer.launch(order, &mut operation, Halves::Both);
+            assert!(matches!(combined, Err(Error::StaleHandle(_))), "{combined:?}");
+            stream.synchronize()?;
+            buffer.check()
+        })
+        .unwrap();
     }
 }

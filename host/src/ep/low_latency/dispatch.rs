@@ -214,8 +214,8 @@ impl Buffer {
         request: DispatchRequest<'_>,
         order: StreamOrder<'_>,
     ) -> Result<Received<'p>> {
-        let (operation, received) = self.prepare_dispatch(place, request, order)?;
-        let event = self.launch(order, &operation, Halves::Both)?;
+        let (mut operation, received) = self.prepare_dispatch(place, request, order)?;
+        let event = self.launch(order, &mut operation, Halves::Both)?;
         Ok(Received { event, ..received })
     }
 
@@ -377,6 +377,8 @@ impl Buffer {
             send_blocks: self.dispatch_blocks(num_tokens),
             receive_blocks: self.receive_blocks(rows_by_expert.is_some()),
             fills: Some(lease.clone()),
+            rows: None,
+            sums: None,
             records: Some(records),
             cumulative_counts: request.cumulative_counts.map(|counts| counts.ptr()),
             num_sms: request.num_sms,

@@ -63,8 +63,9 @@ impl Buffer {
     ///
     /// # Errors
     /// [`Error::DType`], [`Error::Shape`] and [`Error::Argument`] where a tensor breaks a rule, or
-    /// where scales are missing or superfluous. Also errors of [`Buffer::check`] and of the driver.
-    /// Nothing has been enqueued then.
+    /// where scales are missing or superfluous. [`Error::StaleHandle`] where a later dispatch has
+    /// overwritten the rows, such as that of a step. Also errors of [`Buffer::check`] and of the
+    /// driver. Nothing has been enqueued then.
     pub fn gather_by_expert(
         &mut self,
         received: &Received<'_>,
@@ -177,7 +178,8 @@ impl Buffer {
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX), None);
         let uses = owners([Some(x), scales.map(|it| &**it), columns.map(|it| &**it)]);
         let outcome = self.outcome(order)?;
-        let event = self.run(order, None, &place, uses, |buffer, stream| {
+        let event = self.run(order, None, uses, |buffer, stream, _| {
+            received.lease.check_current()?;
             let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
             // SAFETY: the memory of the tensors is freed only behind all work enqueued on streams,
             // and a recording keeps them; the rest is the buffer's.

@@ -49,6 +49,10 @@ pub struct Operation {
     pub receive_blocks: u32,
     /// The right to the results, where it is a dispatch.
     pub fills: Option<Arc<Lease<Room>>>,
+    /// The right to the rows of a combine, until it is enqueued.
+    pub rows: Option<Arc<Lease<Room>>>,
+    /// The right to the sums of a combine, where they are in the place.
+    pub sums: Option<Arc<Lease<Room>>>,
     /// The columns of a dispatch's rows, which may have to be packed first.
     pub records: Option<Records>,
     /// Counts of the caller's that the rows of each expert are added to.
@@ -155,8 +159,8 @@ impl Pending<'_, &Tensor<'_>> {
 }
 
 impl<T> Pending<'_, T> {
-    fn launch(self, order: StreamOrder<'_>) -> Result<(Option<Event>, T)> {
-        Ok((self.buffer.launch(order, &self.operation, Halves::Receive)?, self.output))
+    fn launch(mut self, order: StreamOrder<'_>) -> Result<(Option<Event>, T)> {
+        Ok((self.buffer.launch(order, &mut self.operation, Halves::Receive)?, self.output))
     }
 }
 
@@ -165,10 +169,10 @@ impl Buffer {
     pub(super) fn send<T>(
         &mut self,
         order: StreamOrder<'_>,
-        operation: Operation,
+        mut operation: Operation,
         output: T,
     ) -> Result<Pending<'_, T>> {
-        self.launch(order, &operation, Halves::Send)?;
+        self.launch(order, &mut operation, Halves::Send)?;
         Ok(Pending { buffer: self, operation, output })
     }
 
@@ -177,12 +181,24 @@ impl Buffer {
     pub(super) fn launch(
         &mut self,
         order: StreamOrder<'_>,
-        operation: &Operation,
+        operation: &mut Operation,
         halves: Halves,
     ) -> Result<Option<Event>> {
+        let rows = operation.rows.take();
+        let operation = &*operation;
         let (uses, mut args) = (operation.uses.iter().cloned(), operation.kernel);
         let named = Some((operation.name, halves));
-        self.run(order, named, &operation.place, uses, |buffer, stream| {
+        self.run(order, named, uses, |buffer, stream, capturing| {
+            if let Some(rows) = rows {
+                rows.check_current()?;
+                operation.sums.iter().for_each(|sums| sums.hold(rows.dispatch()));
+                // Readers on other streams must finish first: peers may overwrite the rows once this
+                // rank has entered the combine. Until here steps found the place in use.
+                drop(rows);
+            }
+            if !capturing {
+                operation.place.order_before(stream)?;
+            }
             if let Some(lease) = &operation.fills {
                 buffer.core.fills(lease, None);
             }
@@ -221,9 +237,7 @@ impl Buffer {
                 Ok(())
             });
             // Peers have this rank's rows, and wait for it to end the operation.
-            if let (Err(error), true) = (&launched, has_left)
-                && !buffer.core.is_capturing(order)?
-            {
+            if let (Err(error), true, false) = (&launched, has_left, capturing) {
                 buffer.core.give_up(operation.name, error);
             }
             launched?;

@@ -412,21 +412,18 @@ impl Buffer {
     }
 
     /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
-    /// asynchronous call. `uses`: what must live as long as a recording of it.
+    /// asynchronous call. `uses`: what must live as long as a recording of it. `work` gets whether the
+    /// operation is only recorded.
     fn run(
         &mut self,
         order: StreamOrder<'_>,
         operation: core::Operation,
-        place: &PlaceState<Room>,
         uses: impl IntoIterator<Item = Owner>,
-        work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
+        work: impl FnOnce(&mut Self, &Stream, bool) -> Result<()>,
     ) -> Result<Option<Event>> {
         let capturing = self.core.begin(order)?;
         let event = Core::run(self, order, capturing, operation, uses, |buffer, stream| {
-            if !capturing {
-                place.order_before(stream)?;
-            }
-            work(buffer, stream)
+            work(buffer, stream, capturing)
         })?;
         let outcome = self.outcome(order)?;
         Ok(event.map(|event| event.of(outcome)))

@@ -341,8 +341,9 @@ impl Detached<Received<'static>> {
     /// # Errors
     /// The same as [`Detached::at`].
     pub fn attach<'p>(self, place: &'p mut Place) -> Result<Received<'p>> {
-        self.check(place)?;
+        // In this order, a step of another thread is rejected from here on, or the check fails.
         self.lease.attach();
+        self.check(place).inspect_err(|_| self.lease.detach())?;
         Ok(self.results)
     }
 }
