@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use epoxide::driver::Stream;
+use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::low_latency::{Buffer, DispatchRequest, Options, Place, Received};
 use epoxide::{DType, Error, Result, StreamOrder, Tensor, TypedTensor};
 use half::bf16;
@@ -180,6 +181,23 @@ fn rows_that_a_step_has_overwritten_are_not_gathered() {
         assert!(matches!(gathered, Err(Error::StaleHandle(_))), "{gathered:?}");
         let of_step = step.output().at(&place)?;
         rank.buffer.gather_by_expert(of_step, &by_expert, None, order)?;
+        rank.outcome()
+    });
+}
+
+/// Nothing has been enqueued into the place.
+#[test]
+fn a_refused_dispatch_leaves_the_rows_before_it() {
+    run(|rank| {
+        let mut place = rank.buffer.place(0)?;
+        let received = rank.dispatch(&mut place)?.detach();
+        let other = VirtualGpu::new(VirtConfig { ordinal: 7, ..VirtConfig::default() });
+        let x = Tensor::alloc(&other, DType::Bf16, &[rank.x.rows(), rank.shape.hidden])?;
+        let request = DispatchRequest::new(&x, &rank.topk_idx);
+        let order = StreamOrder::on(&rank.stream);
+        refused(rank.buffer.dispatch(&mut place, request, order), &["a tensor = in memory of device 7"]);
+        let tokens = received.at(&place)?.num_tokens.values(&rank.stream)?;
+        assert_eq!(tokens[..3], [TOKENS as i32; 3]);
         rank.outcome()
     });
 }

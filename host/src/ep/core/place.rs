@@ -197,6 +197,13 @@ impl<R> PlaceState<R> {
     /// Begins a dispatch here, which overwrites the contents. The dispatch runs behind all readers
     /// of those rows; see [`PlaceState::order_before`].
     pub fn begin(self: &Arc<Self>) -> Result<Arc<Lease<R>>> {
+        let lease = self.lease();
+        self.begin_with(&lease)?;
+        Ok(lease)
+    }
+
+    /// The same, with a lease of this place as the right to the results.
+    pub fn begin_with(&self, lease: &Arc<Lease<R>>) -> Result<()> {
         self.fence_readers()?;
         let dispatch = {
             let mut state = lock(&self.lease);
@@ -204,9 +211,8 @@ impl<R> PlaceState<R> {
             state.dispatches
         };
         self.current.store(dispatch, Ordering::Release);
-        let lease = self.lease();
         lease.hold(dispatch);
-        Ok(lease)
+        Ok(())
     }
 
     /// The same, with `stream` behind all readers of the present rows.

@@ -348,7 +348,7 @@ impl Buffer {
             uses.extend(owners([Some(&**cumulative)]));
             cumulative.is_filled_by(&outcome);
         }
-        let lease = place.begin()?;
+        let lease = place.lease();
         let owner = || lease.clone() as Owner;
         let mut by_expert = None;
         if let Some((to, block)) = &rows_by_expert {

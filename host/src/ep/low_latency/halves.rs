@@ -196,11 +196,13 @@ impl Buffer {
                 // rank has entered the combine. Until here steps found the place in use.
                 drop(rows);
             }
+            // Not before: a dispatch that is rejected until here leaves the rows that are there.
+            if let Some(lease) = operation.fills.as_ref().filter(|_| halves != Halves::Receive) {
+                operation.place.begin_with(lease)?;
+                buffer.core.fills(lease, None);
+            }
             if !capturing {
                 operation.place.order_before(stream)?;
-            }
-            if let Some(lease) = &operation.fills {
-                buffer.core.fills(lease, None);
             }
             if let Some(records) = operation.records.as_ref().filter(|_| halves != Halves::Receive) {
                 let most = buffer.blocks_for(u32::MAX, operation.num_sms);
