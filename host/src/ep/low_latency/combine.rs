@@ -120,7 +120,11 @@ impl Buffer {
     /// The received rows become invalid: peers may overwrite them from here on.
     ///
     /// # Errors
-    /// The same as [`Buffer::dispatch`].
+    /// The same as [`Buffer::dispatch`]. A call whose arguments break a rule has taken `received` as
+    /// well, so it cannot be repeated. Peers then wait for this rank until their deadlines: check
+    /// the rows' type and shape before the call, where they can be wrong. [`Error::StaleHandle`]
+    /// where a later dispatch has overwritten the rows, such as that of a step, or where the ranks
+    /// regrouped since.
     pub fn combine<'p>(
         &mut self,
         received: Received<'p>,
@@ -136,7 +140,7 @@ impl Buffer {
     /// for those of the peers and sums; no multiprocessor is held in between.
     ///
     /// # Errors
-    /// The same as [`Buffer::dispatch`].
+    /// The same as [`Buffer::combine`].
     pub fn combine_send<'b, 'p>(
         &'b mut self,
         received: Received<'p>,
@@ -156,7 +160,7 @@ impl Buffer {
     /// [`Tensor::write`] fills it.
     ///
     /// # Errors
-    /// The same as [`Buffer::dispatch`]. [`Error::DType`], [`Error::Shape`] and [`Error::Argument`]
+    /// The same as [`Buffer::combine`]. [`Error::DType`], [`Error::Shape`] and [`Error::Argument`]
     /// where `out` breaks a rule or shares memory with the rows.
     pub fn combine_into(
         &mut self,
