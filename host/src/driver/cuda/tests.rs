@@ -368,3 +368,31 @@ fn captures_by_other_code_keep_memory_that_is_dropped() {
     unsafe { ffi::cuGraphDestroy(graph) }.check("cuGraphDestroy").unwrap();
     assert!(taken.iter().all(|memory| memory.ptr() != address));
 }
+
+/// Other captures have other numbers. As above.
+#[test]
+fn streams_that_join_the_capture_of_a_step_are_of_its_buffer() {
+    if devices().is_err() {
+        return;
+    }
+    let device = CudaDevice::open(0).unwrap();
+    let [stream, joined, other] = [(); 3].map(|()| Stream::new(&device).unwrap());
+    let (fork, join) = (Event::new(&device).unwrap(), Event::new(&device).unwrap());
+    let graph = stream.capture_for(Some(7), || {
+        fork.record(&stream)?;
+        joined.wait(&fork)?;
+        assert_eq!([stream.captured_for()?, joined.captured_for()?], [Some(7); 2]);
+        let of_others = std::thread::scope(|scope| {
+            let capture = || {
+                assert_eq!(other.captured_for()?, None);
+                other.capture(|| other.captured_for().map(|buffer| assert_eq!(buffer, None)))
+            };
+            scope.spawn(capture).join().expect("no panic").map(drop)
+        });
+        join.record(&joined)?;
+        stream.wait(&join)?;
+        of_others
+    });
+    graph.unwrap();
+    assert_eq!(stream.captured_for().unwrap(), None);
+}
