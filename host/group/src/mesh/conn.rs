@@ -3,11 +3,14 @@
 //! Where the job has a secret, each header and each payload is followed by its signature. A header
 //! is used only after its signature has been checked, and a frame is returned only after both.
 
+use std::ffi::c_int;
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
+use rustix::ioctl::{Getter, Opcode, ioctl};
+use rustix::net::sockopt::socket_domain;
+use rustix::net::{AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags};
 
 use super::frame::{HEADER, Header};
 use crate::error::{Error, Result};
@@ -15,6 +18,9 @@ use crate::secret::{Forged, Initiator, Keys, REPLY, Signer, TAG};
 
 /// Most memory reserved for a payload before its bytes arrive.
 const RESERVE: u64 = 64 << 20;
+
+/// The request of `ioctl` for the bytes that wait in a socket's queue.
+const TIOCOUTQ: Opcode = 0x5411;
 
 #[derive(Debug)]
 pub(crate) struct Conn {
@@ -98,6 +104,18 @@ impl Conn {
     /// True when everything sent has been taken by the kernel.
     pub(crate) fn flushed(&self) -> bool {
         self.out.is_empty() && self.challenge.is_none()
+    }
+
+    /// Bytes that the kernel has taken and the peer's host has not acknowledged. Bytes of a Unix
+    /// socket are the peer's at once.
+    pub(crate) fn unacknowledged(&self) -> usize {
+        if socket_domain(&self.socket) == Ok(AddressFamily::UNIX) {
+            return 0;
+        }
+        // SAFETY: `TIOCOUTQ` of a socket stores one `c_int`, as tcp(7) says, which `Getter` has room
+        // for.
+        let bytes = unsafe { ioctl(&self.socket, Getter::<TIOCOUTQ, c_int>::new()) };
+        bytes.ok().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(0)
     }
 
     /// True when bytes wait for the kernel to take them.

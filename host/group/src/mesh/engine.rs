@@ -34,6 +34,11 @@ const MOST_SLICES: usize = 64;
 /// Operations whose signatures are kept, for later queries of other ranks.
 const HISTORY: usize = 16;
 
+/// How long a rank that ends waits for a kernel that takes no more of its last frames.
+const FLUSH: Duration = Duration::from_millis(200);
+/// How long a rank that leaves waits for a peer's host that acknowledges nothing.
+const DELIVERY: Duration = Duration::from_secs(5);
+
 /// The source of the peers' addresses.
 #[derive(Debug)]
 pub(crate) enum Directory {
@@ -514,9 +519,11 @@ impl Engine {
         }
     }
 
-    /// Sends a last frame to everyone connected, gives the kernel a moment to take it, and closes
-    /// all sockets.
-    pub(crate) fn close_all(&mut self, kind: Kind, text: &str) {
+    /// Sends a last frame to everyone connected, and closes all sockets once the peers' hosts have
+    /// acknowledged all bytes. A host that acknowledges none for `patience` is not waited for. A
+    /// socket that is closed earlier answers a peer's next frame with a reset, and the kernel then
+    /// discards what earlier calls reported as sent.
+    pub(crate) fn close_all(&mut self, kind: Kind, text: &str, patience: Duration) {
         // Accept peers that connected meanwhile, so that the frame reaches them as well.
         let _ = self.progress(Duration::ZERO);
         // An end during send and receive, or between operations, applies at once.
@@ -527,11 +534,18 @@ impl Engine {
         for index in 0..self.conns.len() {
             self.send_on(index, &header, text.as_bytes());
         }
-        let start = Instant::now();
-        while self.conns.iter().flatten().any(|conn| !conn.flushed())
-            && start.elapsed() < Duration::from_millis(200)
-        {
-            if self.progress(Duration::from_millis(10)).is_err() {
+        let (mut least, mut since) = (usize::MAX, Instant::now());
+        loop {
+            let unacknowledged: usize = self.conns.iter().flatten().map(Conn::unacknowledged).sum();
+            if unacknowledged < least {
+                (least, since) = (unacknowledged, Instant::now());
+            }
+            let flushed = self.conns.iter().flatten().all(Conn::flushed);
+            let patience = if unacknowledged > 0 { patience } else { FLUSH };
+            if (flushed && unacknowledged == 0)
+                || since.elapsed() >= patience
+                || self.progress(Duration::from_millis(5)).is_err()
+            {
                 break;
             }
         }
@@ -548,7 +562,7 @@ impl Engine {
     pub(crate) fn abort(&mut self, reason: &str) {
         // A rank that connects later reads this key. Without a store it finds a dead rank.
         let _ = self.board.set(&self.gone_key(self.rank), reason.as_bytes());
-        self.close_all(Kind::Abort, reason);
+        self.close_all(Kind::Abort, reason, FLUSH);
     }
 
     /// Leaves in order.
@@ -559,6 +573,6 @@ impl Engine {
             // The store may have ended already; then nothing is left to clean.
             let _ = self.board.delete(&address_key(&self.name, self.rank));
         }
-        self.close_all(Kind::Goodbye, "");
+        self.close_all(Kind::Goodbye, "", DELIVERY);
     }
 }

@@ -12,6 +12,8 @@ mod frame;
 mod fuzz;
 mod hello;
 mod peers;
+#[cfg(test)]
+mod tests;
 mod wait;
 mod wake;
 
