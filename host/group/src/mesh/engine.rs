@@ -99,7 +99,7 @@ pub(crate) struct Engine {
     pub(super) looked: Option<Instant>,
     history: VecDeque<(u64, Signature)>,
     pub next_sequence: u64,
-    /// The abort that a peer announced: rank, operation, reason.
+    /// The abort of the earliest operation that a peer announced: rank, operation, reason.
     pub aborted: Option<(u32, u64, String)>,
     pub mismatch: Option<Error>,
 }
@@ -512,7 +512,10 @@ impl Engine {
             Kind::Abort => {
                 let reason = escaped(&payload);
                 peer.health = Health::GaveUp(reason.clone());
-                self.aborted.get_or_insert((from, header.sequence, reason));
+                // The earliest operation, because one of another rank may end a later operation.
+                if self.aborted.as_ref().is_none_or(|(_, first, _)| header.sequence < *first) {
+                    self.aborted = Some((from, header.sequence, reason));
+                }
             }
             // A goodbye concerns one connection: `read` handles it.
             Kind::Goodbye => {}

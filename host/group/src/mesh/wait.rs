@@ -308,13 +308,33 @@ mod tests {
     use crate::mesh::{Listener, Sockets};
     use crate::{ConnectionLimits, HashStore};
 
-    #[test]
-    fn an_answer_is_as_old_as_it_was_when_this_rank_last_looked() {
+    /// Rank 0 of three, in its first barrier.
+    fn engine() -> Engine {
         let listener = Listener::open(3, Sockets::Auto, None, None, true).unwrap();
         let (store, wake) = (Arc::new(HashStore::new()), Arc::new(Wake::new().unwrap()));
         let limits = ConnectionLimits::default();
         let mut engine = Engine::new("test", 0, listener, Directory::Store, store, wake, &limits).unwrap();
         engine.begin(Signature::new(Operation::Barrier), Duration::from_secs(60));
+        engine
+    }
+
+    #[test]
+    fn an_abort_of_a_later_operation_does_not_hide_one_of_this_operation() {
+        let mut engine = engine();
+        let abort = |sequence| Header { sequence, ..Header::control(Kind::Abort, 0, 0) };
+        engine.receive(2, abort(1), b"later".to_vec());
+        engine.check_given_up().unwrap();
+        engine.receive(1, abort(0), b"now".to_vec());
+        let error = engine.check_given_up().unwrap_err().to_string();
+        assert!(error.contains("rank 1 gave the group up: now"), "{error}");
+        // One more of a later operation changes nothing.
+        engine.receive(2, abort(1), b"later".to_vec());
+        assert_eq!(engine.check_given_up().unwrap_err().to_string(), error);
+    }
+
+    #[test]
+    fn an_answer_is_as_old_as_it_was_when_this_rank_last_looked() {
+        let mut engine = engine();
         engine.waiting = vec![1];
         assert_eq!(engine.culprits(), [1], "it has not answered");
         // Rank 1 waits for rank 2.
