@@ -253,6 +253,8 @@ impl ProcessGroup for MeshGroup {
             return Err(Error::argument("fds", fds.len(), rule));
         }
         let timeout = self.options.timeout;
+        // Outlives the operation: where it fails, the others get the reason before this is closed.
+        let mut mailbox = None;
         meet();
         let mut all = self.core.run(|engine, recorder| {
             let signature = Signature::new(Operation::ExchangeFds);
@@ -263,24 +265,23 @@ impl ProcessGroup for MeshGroup {
                 if size == 1 {
                     return Ok(vec![Vec::new()]);
                 }
-                let secret = self.options.secret.as_ref();
-                let mailbox = fds::Mailbox::open(size, &self.options.limits, secret.cloned())?;
+                let (secret, limits) = (self.options.secret.as_ref(), &self.options.limits);
+                let mailbox = mailbox.insert(fds::Mailbox::open(rank, size, limits, secret.cloned())?);
                 let addresses = run.all_gather(mailbox.address().to_owned())?;
-                let alive = |engine: &mut Engine| {
-                    engine.progress(Duration::ZERO)?;
-                    engine.check_given_up()
-                };
-                let send = |(peer, address): (u32, &Vec<u8>)| {
-                    fds::send(address, secret, rank, peer, fds, left(), || alive(run.engine))
-                        .map_err(|error| (peer, format!("descriptors to rank {peer}: {error}")))
-                };
-                let mut others = (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank);
-                let sent = others.try_for_each(send);
-                // The kernel keeps the packets, so after this all have arrived. If a rank died, the
-                // error names it.
-                run.barrier()?;
-                sent.map_err(|(peer, reason)| run.engine.error(vec![peer], reason))?;
-                match mailbox.receive(rank, size, left(), || alive(run.engine))? {
+                let mut asked = start;
+                for (peer, address) in (0u32..).zip(&addresses).filter(|(peer, _)| *peer != rank) {
+                    let pause = || {
+                        mailbox.take(Duration::from_millis(1))?;
+                        run.engine.check_awaited(&[], &mut asked)
+                    };
+                    if let Err(error) = fds::send(address, secret, rank, peer, fds, left(), pause) {
+                        // The reason of a rank that has ended says more.
+                        run.engine.check_awaited(&[peer], &mut asked)?;
+                        let reason = format!("descriptors to rank {peer}: {error}");
+                        return Err(run.engine.error(vec![peer], reason));
+                    }
+                }
+                match mailbox.receive(left(), |missing| run.engine.check_awaited(missing, &mut asked))? {
                     fds::Received::All(all) => Ok(all),
                     fds::Received::Missing(ranks) => {
                         let reason =

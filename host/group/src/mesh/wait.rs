@@ -151,6 +151,20 @@ impl Engine {
         }
     }
 
+    /// Handles the sockets while this rank waits for something else of `awaited`. Fails where the
+    /// group was aborted or one of them has ended. `asked` is when they were last queried.
+    pub(crate) fn check_awaited(&mut self, awaited: &[u32], asked: &mut Instant) -> Result<()> {
+        self.waiting = awaited.to_vec();
+        self.looked = Some(Instant::now());
+        self.progress(Duration::ZERO)?;
+        self.check_given_up()?;
+        if asked.elapsed() >= self.beat() {
+            *asked = Instant::now();
+            self.query_awaited()?;
+        }
+        awaited.iter().try_for_each(|peer| self.check_health(*peer))
+    }
+
     /// How often awaited ranks are queried for their state.
     fn beat(&self) -> Duration {
         let timeout = self.current.as_ref().map_or(Duration::ZERO, |current| current.timeout);
