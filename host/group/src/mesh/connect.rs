@@ -148,15 +148,17 @@ impl Engine {
     }
 
     fn left_in_store(&self, peer: u32) -> Result<Option<Health>> {
-        let key = self.gone_key(peer);
-        if self.board.check(&key)? {
-            let reason = self.board.get(&key, Duration::from_secs(1))?;
-            return Ok(Some(Health::GaveUp(escaped(&reason))));
-        }
-        // A rank that leaves deletes its address; one that is killed does not.
-        let left = matches!(self.directory, Directory::Store)
-            && !self.board.check(&address_key(&self.name, peer))?;
-        Ok(left.then_some(Health::Left))
+        let (gone, address) = (self.gone_key(peer), address_key(&self.name, peer));
+        let has_address = matches!(self.directory, Directory::Store);
+        self.ask_board(move |board| {
+            if board.check(&gone)? {
+                let reason = board.get(&gone, Duration::from_secs(1))?;
+                return Ok(Some(Health::GaveUp(escaped(&reason))));
+            }
+            // A rank that leaves deletes its address; one that is killed does not.
+            let left = has_address && !board.check(&address)?;
+            Ok(left.then_some(Health::Left))
+        })
     }
 
     /// Listens for connections from other hosts and announces it, once a rank on one joins.

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use rustix::event::Timespec;
@@ -20,6 +20,7 @@ use crate::call::Message;
 use crate::error::{Error, Result};
 use crate::foreign::escaped;
 use crate::pending::{ACCEPT_SLICE, Accepted, ConnectionLimits, PendingConnections};
+use crate::virtual_time::spawn;
 use crate::{JobSecret, Store};
 
 /// Epoll keys: the wake-up, the listeners, then connections by index; far from them the strangers
@@ -38,6 +39,9 @@ const HISTORY: usize = 16;
 const FLUSH: Duration = Duration::from_millis(200);
 /// How long a rank that leaves waits for a peer's host that acknowledges nothing.
 const DELIVERY: Duration = Duration::from_secs(5);
+
+/// How long a rank that ends, or finds another rank gone, waits for the store to answer.
+const BOARD: Duration = Duration::from_secs(2);
 
 /// The source of the peers' addresses.
 #[derive(Debug)]
@@ -102,6 +106,8 @@ pub(crate) struct Engine {
     /// The abort of the earliest operation that a peer announced: rank, operation, reason.
     pub aborted: Option<(u32, u64, String)>,
     pub mismatch: Option<Error>,
+    /// The last frames have been sent.
+    ending: bool,
 }
 
 impl Engine {
@@ -154,6 +160,7 @@ impl Engine {
             next_sequence: 0,
             aborted: None,
             mismatch: None,
+            ending: false,
         })
     }
 
@@ -481,7 +488,9 @@ impl Engine {
         if state.health == Health::Alive && state.conns.is_empty() {
             // The peer may have left with this connection still in its accept queue.
             let dead = || Health::Dead(reason.to_owned());
-            let health = if conn.received_any() { dead() } else { self.final_health(peer, reason) };
+            // A rank that ends itself needs no reason from the store.
+            let known = conn.received_any() || self.ending;
+            let health = if known { dead() } else { self.final_health(peer, reason) };
             self.peers[peer as usize].health = health;
         }
     }
@@ -522,11 +531,9 @@ impl Engine {
         }
     }
 
-    /// Sends a last frame to everyone connected, and closes all sockets once the peers' hosts have
-    /// acknowledged all bytes. A host that acknowledges none for `patience` is not waited for. A
-    /// socket that is closed earlier answers a peer's next frame with a reset, and the kernel then
-    /// discards what earlier calls reported as sent.
-    pub(crate) fn close_all(&mut self, kind: Kind, text: &str, patience: Duration) {
+    /// Sends a last frame to everyone connected.
+    fn send_last(&mut self, kind: Kind, text: &str) {
+        self.ending = true;
         // Accept peers that connected meanwhile, so that the frame reaches them as well.
         let _ = self.progress(Duration::ZERO);
         // An end during send and receive, or between operations, applies at once.
@@ -537,6 +544,13 @@ impl Engine {
         for index in 0..self.conns.len() {
             self.send_on(index, &header, text.as_bytes());
         }
+    }
+
+    /// Closes all sockets once the peers' hosts have acknowledged all bytes. A host that
+    /// acknowledges none for `patience` is not waited for. A socket that is closed earlier answers a
+    /// peer's next frame with a reset, and the kernel then discards what earlier calls reported as
+    /// sent.
+    fn close_all(&mut self, patience: Duration) {
         let (mut least, mut since) = (usize::MAX, Instant::now());
         loop {
             let unacknowledged: usize = self.conns.iter().flatten().map(Conn::unacknowledged).sum();
@@ -563,9 +577,11 @@ impl Engine {
 
     /// Aborts the group and sends the reason on all connections.
     pub(crate) fn abort(&mut self, reason: &str) {
+        self.send_last(Kind::Abort, reason);
         // A rank that connects later reads this key. Without a store it finds a dead rank.
-        let _ = self.board.set(&self.gone_key(self.rank), reason.as_bytes());
-        self.close_all(Kind::Abort, reason, FLUSH);
+        let (key, reason) = (self.gone_key(self.rank), reason.to_owned());
+        let _ = self.ask_board(move |board| board.set(&key, reason.as_bytes()));
+        self.close_all(FLUSH);
     }
 
     /// Leaves in order.
@@ -573,9 +589,32 @@ impl Engine {
         // First, so that a rank that finds no socket finds no address either, and concludes that
         // this rank left.
         if let Directory::Store = &self.directory {
+            let key = address_key(&self.name, self.rank);
             // The store may have ended already; then nothing is left to clean.
-            let _ = self.board.delete(&address_key(&self.name, self.rank));
+            let _ = self.ask_board(move |board| board.delete(&key));
         }
-        self.close_all(Kind::Goodbye, "", DELIVERY);
+        self.send_last(Kind::Goodbye, "");
+        self.close_all(DELIVERY);
+    }
+
+    /// The result of a call on the board, for which this rank waits at most [`BOARD`]. A call that
+    /// takes longer continues on its own thread.
+    pub(super) fn ask_board<T: Send + 'static>(
+        &self,
+        call: impl FnOnce(&dyn Store) -> Result<T> + Send + 'static,
+    ) -> Result<T> {
+        let (board, (give, result)) = (self.board.clone(), mpsc::channel());
+        let call = move || {
+            // Fails if the rank has stopped waiting.
+            let _ = give.send(call(&*board));
+        };
+        let thread = spawn(format!("epoxide-board-{}", self.rank), call)
+            .map_err(|error| Error::system("spawn", error))?;
+        let Ok(outcome) = result.recv_timeout(BOARD) else {
+            return Err(Error::os("store", format!("the group's store did not answer within {BOARD:?}")));
+        };
+        // It has nothing left to do.
+        let _ = thread.join();
+        outcome
     }
 }

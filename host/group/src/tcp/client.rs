@@ -284,7 +284,7 @@ impl TcpStore {
         let idle = lock(&self.pool).pop();
         let mut connection = match idle {
             Some(connection) => connection,
-            None => Connection::open(&self.address, deadline, timeout)?,
+            None => Connection::open_again(&self.address, deadline, timeout)?,
         };
         match exchange(&mut connection, deadline) {
             Ok(value) => {

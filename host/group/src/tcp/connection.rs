@@ -51,6 +51,15 @@ impl std::fmt::Display for Address {
     }
 }
 
+/// The server that a client searches for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Server {
+    /// It may start later.
+    MayStart,
+    /// The client has been connected to it.
+    HasServed,
+}
+
 /// One connection, at rest between two requests.
 #[derive(Debug)]
 pub(super) struct Connection {
@@ -92,12 +101,28 @@ impl Connection {
         Connection::open_unless(address, deadline, timeout, |_| false)
     }
 
+    /// The same of a client that has been connected. A refusal is final, because the server has
+    /// ended.
+    pub fn open_again(address: &Address, deadline: Instant, timeout: Duration) -> Result<Connection> {
+        Connection::search(address, deadline, timeout, Server::HasServed, |_| false)
+    }
+
     /// The same, unless `stop` returns true, which is called after every failed attempt. Once
     /// [`WARN`] is over, it gets the reason, once.
     pub fn open_unless(
         address: &Address,
         deadline: Instant,
         timeout: Duration,
+        stop: impl FnMut(Option<&str>) -> bool,
+    ) -> Result<Connection> {
+        Connection::search(address, deadline, timeout, Server::MayStart, stop)
+    }
+
+    fn search(
+        address: &Address,
+        deadline: Instant,
+        timeout: Duration,
+        server: Server,
         mut stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<Connection> {
         let start = Instant::now();
@@ -114,10 +139,18 @@ impl Connection {
             }
             let kind = cause.as_ref().map(io::Error::kind);
             closed += u32::from(kind == Some(ErrorKind::ConnectionAborted));
-            if let (Some(ErrorKind::PermissionDenied), Some(cause)) = (kind, &cause) {
-                return Err(
-                    Error::os("connect", format!("the store server at {address}: {cause}")).with_errno(cause)
-                );
+            if let Some(cause) = &cause {
+                let reason = match cause.kind() {
+                    ErrorKind::PermissionDenied => Some(format!("the store server at {address}: {cause}")),
+                    ErrorKind::ConnectionRefused if server == Server::HasServed => Some(format!(
+                        "no store server at {address} any more: {cause}; it has ended, with the rank or the process \
+                         that served it"
+                    )),
+                    _ => None,
+                };
+                if let Some(reason) = reason {
+                    return Err(Error::os("connect", reason).with_errno(cause));
+                }
             }
             // A server of another protocol will not be replaced by a store.
             let hopeless = kind == Some(ErrorKind::InvalidData) || closed >= CLOSED;

@@ -2,7 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::admission::{MARK, claims};
 use super::protocol::{MAGIC, Message, Query};
@@ -104,6 +104,19 @@ fn large_requests_and_answers_travel_in_records() {
         assert_eq!(late.join().unwrap(), value);
     });
     assert_eq!(client.multi_get(&["a", "b", "c"], PATIENCE).unwrap(), vec![value; 3]);
+}
+
+/// A server that has ended does not start again.
+#[test]
+fn a_client_does_not_search_for_a_server_that_has_ended() {
+    let store = store();
+    let client = TcpStore::connect_with("127.0.0.1", store.port(), &options()).unwrap();
+    drop(store);
+    let start = Instant::now();
+    for error in [client.set("k", b"v"), client.set("k", b"v")].map(Result::unwrap_err) {
+        assert!(error.to_string().contains("has ended"), "{error}");
+    }
+    assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
 }
 
 /// Forged answers are rejected.
