@@ -88,8 +88,9 @@ impl TcpStoreOptions {
         Ok(TcpStoreOptions { secret: JobSecret::from_env()?, ..TcpStoreOptions::new(timeout) })
     }
 
-    fn address(&self, host: &str, port: u16) -> Address {
-        Address { host: host.to_owned(), port, terms: self.terms() }
+    fn address(&self, host: &str, port: u16) -> Result<Address> {
+        let client = u32::from_le_bytes(secret::random()?);
+        Ok(Address { host: host.to_owned(), port, terms: self.terms(), client })
     }
 
     fn terms(&self) -> Terms {
@@ -112,7 +113,7 @@ impl TcpStore {
     /// Where no server answers in time; at once where only one side has a secret, or the secrets
     /// differ.
     pub fn connect_with(host: &str, port: u16, options: &TcpStoreOptions) -> Result<TcpStore> {
-        TcpStore::new(options.address(host, port), options.timeout, None)
+        TcpStore::new(options.address(host, port)?, options.timeout, None)
     }
 
     /// Starts a server at `port` of this host (0 takes a free one; see [`TcpStore::port`]) and
@@ -154,7 +155,7 @@ impl TcpStore {
             _ => Ipv4Addr::LOCALHOST.into(),
         };
         let server = Host { server: Some(server), linger: options.linger };
-        TcpStore::new(options.address(&host.to_string(), address.port()), options.timeout, Some(server))
+        TcpStore::new(options.address(&host.to_string(), address.port())?, options.timeout, Some(server))
     }
 
     fn new(address: Address, timeout: Duration, server: Option<Host>) -> Result<TcpStore> {
@@ -171,7 +172,7 @@ impl TcpStore {
         tries: Duration,
         stop: impl FnMut(Option<&str>) -> bool,
     ) -> Result<TcpStore> {
-        let address = options.address(host, port);
+        let address = options.address(host, port)?;
         let connection = Connection::open_unless(&address, epoxide_base::deadline(tries), tries, stop)?;
         Ok(TcpStore { pool: Mutex::new(vec![connection]), address, timeout: options.timeout, server: None })
     }

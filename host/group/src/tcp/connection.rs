@@ -40,6 +40,8 @@ pub(super) struct Address {
     pub host: String,
     pub port: u16,
     pub terms: Terms,
+    /// Drawn for the client: the pings of its connections count from here.
+    pub client: u32,
 }
 
 impl std::fmt::Display for Address {
@@ -183,7 +185,7 @@ impl Connection {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
         let addresses = resolve(&address.host, address.port, deadline.min(epoxide_base::deadline(CONNECT)))?;
         for served in addresses {
-            match Connection::attempt_at(served, &address.terms, deadline) {
+            match Connection::attempt_at(served, address, deadline) {
                 Ok(connection) => return Ok(connection),
                 Err(error) => last = error,
             }
@@ -191,14 +193,15 @@ impl Connection {
         Err(last)
     }
 
-    fn attempt_at(address: SocketAddr, terms: &Terms, deadline: Instant) -> io::Result<Connection> {
-        let stream = TcpStream::connect_timeout(&address, remaining(deadline)?.min(CONNECT))?;
+    fn attempt_at(served: SocketAddr, address: &Address, deadline: Instant) -> io::Result<Connection> {
+        let Address { terms, client, .. } = address;
+        let stream = TcpStream::connect_timeout(&served, remaining(deadline)?.min(CONNECT))?;
         // A port of the range for clients may be connected to itself while no socket listens there.
         if stream.local_addr()? == stream.peer_addr()? {
             return Err(ErrorKind::ConnectionRefused.into());
         }
         stream.set_nodelay(true)?;
-        let mut connection = Connection { stream, nonce: std::process::id(), signed: None };
+        let mut connection = Connection { stream, nonce: *client, signed: None };
         let nonce = connection.nonce();
         let hello = Message::query(Query::Validate).word(MAGIC).then(Query::Ping).word(nonce);
         let deadline = deadline.min(epoxide_base::deadline(CONNECT));

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::admission::{MARK, claims};
 use super::protocol::{MAGIC, Message, Query};
 use super::record::seal;
-use super::{TcpStore, TcpStoreOptions};
+use super::{TcpStore, TcpStoreOptions, TcpStoreServer};
 use crate::secret::{Initiator, Keys, Purpose, REPLY, Signer};
 use crate::{JobSecret, Store};
 
@@ -104,6 +104,65 @@ fn large_requests_and_answers_travel_in_records() {
         assert_eq!(late.join().unwrap(), value);
     });
     assert_eq!(client.multi_get(&["a", "b", "c"], PATIENCE).unwrap(), vec![value; 3]);
+}
+
+/// A connection of the client `number` that begins with `request`, if the server admits it.
+fn admitted(port: u16, number: u32, request: Message) -> Option<TcpStream> {
+    let mut socket = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let hello = Message::query(Query::Validate).word(MAGIC);
+    socket.write_all(&[hello.0, request.then(Query::Ping).word(number).0].concat()).unwrap();
+    // Of a ping as the request, its answer.
+    let mut answer = [0; 4];
+    socket.read_exact(&mut answer).is_ok().then_some(socket)
+}
+
+#[test]
+fn a_server_that_ends_admits_its_clients_alone() {
+    let ping = |number| Message::query(Query::Ping).word(number);
+    let server = TcpStoreServer::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = server.port();
+    let client = admitted(port, 1, ping(1)).unwrap();
+    let ends = std::thread::spawn(|| server.finish(PATIENCE));
+    let start = Instant::now();
+    let mut number = 2;
+    while admitted(port, number, ping(number)).is_some() {
+        assert!(start.elapsed() < PATIENCE, "a new client is admitted");
+        number += 1;
+    }
+    let again = admitted(port, 1, ping(1));
+    assert!(again.is_some(), "a further connection of a client");
+    // Without a ping first, as any process may begin.
+    assert!(admitted(port, 1, Message::query(Query::NumKeys)).is_none());
+    assert!(admitted(port, 1, Message::query(Query::Ping).word(7)).is_none());
+    drop((client, again));
+    ends.join().unwrap();
+}
+
+/// The first ping of a connection, which a test serves.
+fn first_ping(listener: &TcpListener) -> [u8; 4] {
+    let (mut socket, _) = listener.accept().unwrap();
+    let mut hello = [0; 10];
+    socket.read_exact(&mut hello).unwrap();
+    let number: [u8; 4] = hello[6..].try_into().unwrap();
+    socket.write_all(&number).unwrap();
+    number
+}
+
+#[test]
+fn connections_of_a_client_have_its_number() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let numbers = std::thread::spawn(move || [0; 4].map(|_| first_ping(&listener)));
+    let options = TcpStoreOptions::new(PATIENCE);
+    for _ in 0..2 {
+        let client = TcpStore::connect_with("127.0.0.1", port, &options).unwrap();
+        // The first call finds its connection closed, and the next one opens another.
+        client.num_keys().unwrap_err();
+        client.num_keys().unwrap_err();
+    }
+    let [one, again, other, other_again] = numbers.join().unwrap();
+    assert!(one == again && other == other_again && one != other);
 }
 
 /// A server that has ended does not start again.

@@ -44,6 +44,7 @@ impl Clients {
 
     /// Carries out a request. Requests that wait are answered later.
     pub(super) fn answer(&mut self, id: u64, request: Request<'_>) -> Result<(), Violation> {
+        self.introduce(id, &request)?;
         let message = Message::default();
         let answer = match request {
             Request::Validate(MAGIC) => return Ok(()),
@@ -159,6 +160,25 @@ impl Clients {
             }
         };
         self.send(id, &answer.0);
+        Ok(())
+    }
+
+    /// Reads a connection's first ping. A server that ends admits further connections of its clients,
+    /// which they may need to leave in order. It rejects new clients, which look for the next server
+    /// at this port and find it when they try again.
+    fn introduce(&mut self, id: u64, request: &Request<'_>) -> Result<(), Violation> {
+        let Some(&End { late, client: None, .. }) = self.connections.get(&id) else { return Ok(()) };
+        let client = match request {
+            Request::Validate(_) => return Ok(()),
+            Request::Ping(number) => Some(*number),
+            _ => None,
+        };
+        if late && (client.is_none() || !self.connections.values().any(|end| end.client == client)) {
+            return Err(Violation("the server is ending, and it is no client of it yet".to_owned()));
+        }
+        if let Some(end) = self.connections.get_mut(&id) {
+            end.client = client;
+        }
         Ok(())
     }
 

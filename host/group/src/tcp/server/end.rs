@@ -24,6 +24,10 @@ pub(super) struct End {
     pub(super) ended: bool,
     /// Complete requests are left.
     pub(super) busy: bool,
+    /// The server was ending when it came.
+    pub(super) late: bool,
+    /// The number of its first ping, which all connections of a client share.
+    pub(super) client: Option<u32>,
     /// The queue that it was woken for and has not read yet.
     pub(super) woken_for: Option<Vec<u8>>,
     /// Bytes that it was last found to hold.
@@ -68,13 +72,15 @@ enum Piece {
 impl End {
     /// The end of a client's connection, whose messages are signed with `keys` where the job has a
     /// secret.
-    pub(super) fn new(socket: TcpStream, keys: Option<Keys>) -> End {
+    pub(super) fn new(socket: TcpStream, keys: Option<Keys>, late: bool) -> End {
         let (signer, opener) = keys.map(|keys| (keys.send, Opener::new(keys.receive))).unzip();
         End {
             socket,
             closed: false,
             ended: false,
             busy: false,
+            late,
+            client: None,
             woken_for: None,
             counted: 0,
             opener,

@@ -115,6 +115,7 @@ impl TcpStoreServer {
             until: until.clone(),
             clients: Clients::new(limits.max_store_bytes),
             next: 0,
+            ending: false,
             pending: PendingConnections::new("store server", limits, 0),
             most_clients: limits.max_clients.min(descriptors(6)),
             client_bytes: limits.max_client_bytes,
@@ -143,7 +144,8 @@ impl TcpStoreServer {
         &self.held
     }
 
-    /// Ends the server once all clients have left, or when `linger` is over.
+    /// Ends the server once all clients have left, or when `linger` is over. No new client is
+    /// admitted meanwhile.
     pub fn finish(mut self, linger: Duration) {
         self.end(linger);
     }
@@ -173,6 +175,8 @@ struct Server {
     clients: Clients,
     /// The next connection's number.
     next: u64,
+    /// The server stays only for the clients that it has.
+    ending: bool,
     pending: PendingConnections,
     most_clients: usize,
     client_bytes: usize,
@@ -192,16 +196,15 @@ struct Ready {
 
 impl Server {
     fn run(mut self) {
-        let mut ending = false;
         loop {
-            if ending {
+            if self.ending {
                 let until = *lock(&self.until);
                 let alone = self.clients.connections.is_empty() && self.pending.is_empty();
                 if alone || until.is_none_or(|until| Instant::now() >= until) {
                     return;
                 }
             }
-            let ready = match self.poll(ending) {
+            let ready = match self.poll() {
                 Ok(ready) => ready,
                 Err(rustix::io::Errno::INTR | rustix::io::Errno::NOMEM) => continue,
                 Err(error) => {
@@ -212,7 +215,7 @@ impl Server {
                     return;
                 }
             };
-            ending |= ready.woken;
+            self.ending |= ready.woken;
             for id in ready.readable {
                 if let Some(connection) = self.clients.connections.get_mut(&id) {
                     // Not polled for reading, so this is HUP or ERR: the client has closed it.
@@ -242,7 +245,8 @@ impl Server {
         }
     }
 
-    fn poll(&self, ending: bool) -> rustix::io::Result<Ready> {
+    fn poll(&self) -> rustix::io::Result<Ready> {
+        let ending = self.ending;
         let connections = &self.clients.connections;
         let mut fds = Vec::with_capacity(3 + self.pending.iter().len() + connections.len());
         // Once closed it would be readable for ever.
@@ -350,7 +354,7 @@ impl Server {
         let _ = sockopt::set_socket_keepalive(&socket, true);
         let id = self.next;
         self.next += 1;
-        let mut connection = End::new(socket, keys);
+        let mut connection = End::new(socket, keys, self.ending);
         // The first request has usually arrived.
         let received = connection.receive();
         self.clients.connections.insert(id, connection);
