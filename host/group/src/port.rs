@@ -73,21 +73,23 @@ impl HeldPort {
 
 /// A socket that is bound to a port of all addresses, of IPv4 alone on a host without IPv6.
 fn bound(port: u16) -> rustix::io::Result<OwnedFd> {
-    let bound = |family, address: SocketAddr| {
-        let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-        set_socket_reuseaddr(&socket, true)?;
-        if address.is_ipv6() {
-            set_ipv6_v6only(&socket, false)?;
-        }
-        bind(&socket, &address)?;
-        Ok(socket)
-    };
-    match bound(AddressFamily::INET6, (Ipv6Addr::UNSPECIFIED, port).into()) {
-        Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => {
-            bound(AddressFamily::INET, (Ipv4Addr::UNSPECIFIED, port).into())
-        }
+    match bound_at((Ipv6Addr::UNSPECIFIED, port).into()) {
+        Err(Errno::AFNOSUPPORT | Errno::ADDRNOTAVAIL) => bound_at((Ipv4Addr::UNSPECIFIED, port).into()),
         socket => socket,
     }
+}
+
+/// A socket for a server at `address`. That of all IPv6 addresses takes IPv4 clients as well,
+/// whatever the host's default is (`net.ipv6.bindv6only`).
+pub(crate) fn bound_at(address: SocketAddr) -> rustix::io::Result<OwnedFd> {
+    let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };
+    let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    set_socket_reuseaddr(&socket, true)?;
+    if address.is_ipv6() {
+        set_ipv6_v6only(&socket, false)?;
+    }
+    bind(&socket, &address)?;
+    Ok(socket)
 }
 
 /// Ports tried before giving up.

@@ -78,6 +78,18 @@ fn hosts_that_disable_ipv6() {
 }
 
 #[test]
+fn hosts_whose_ipv6_sockets_take_no_ipv4_by_default() {
+    let six_only = "ip link set lo up; echo 1 > /proc/sys/net/ipv6/bindv6only";
+    if !inside("groups::networks::hosts_whose_ipv6_sockets_take_no_ipv4_by_default", six_only) {
+        return;
+    }
+    let host = TcpStore::host(0, PATIENCE, Duration::ZERO).unwrap();
+    let store = TcpStore::connect("127.0.0.1", host.port(), PATIENCE).unwrap();
+    store.set("k", b"v").unwrap();
+    assert_eq!(host.get("k", PATIENCE).unwrap(), b"v");
+}
+
+#[test]
 fn hosts_without_a_way_out() {
     // An address, and no route beyond its network.
     let alone = "ip link set lo up; ip link add far0 type veth peer name far1; ip link set far1 up

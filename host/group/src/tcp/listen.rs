@@ -1,15 +1,27 @@
 //! Where a server listens.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
+use crate::pending::BACKLOG;
+use crate::port::bound_at;
 
 /// Listens at `address`.
 pub(super) fn listen(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<TcpListener> {
-    TcpListener::bind(&address).map_err(|error| {
+    let listen = || {
+        let mut outcome = Err(io::Error::new(ErrorKind::InvalidInput, "the name has no address"));
+        for address in address.to_socket_addrs()? {
+            outcome = listen_at(address);
+            if outcome.is_ok() {
+                break;
+            }
+        }
+        outcome
+    };
+    listen().map_err(|error| {
         let remedy = match error.kind() {
             ErrorKind::AddrInUse => {
                 "; another store or an earlier run has the port: end it, or take another port"
@@ -20,6 +32,12 @@ pub(super) fn listen(address: impl ToSocketAddrs + std::fmt::Debug) -> Result<Tc
         };
         Error::os("bind", format!("store server at {address:?}: {error}{remedy}")).with_errno(&error)
     })
+}
+
+fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = bound_at(address)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(TcpListener::from(socket))
 }
 
 /// Ports tried where one is needed that is free at two addresses.
