@@ -369,9 +369,8 @@ impl PendingConnections {
         let flags = if self.paused() { PollFlags::empty() } else { PollFlags::IN };
         let mut polled = vec![PollFd::from_borrowed_fd(listener.as_fd(), flags)];
         polled.extend(self.iter().map(|(_, fd)| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
-        let timeout =
-            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
-        match poll(&mut polled, Some(&timeout)) {
+        // A timeout that the kernel cannot express is as good as none.
+        match poll(&mut polled, Timespec::try_from(timeout).ok().as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error),
         }
@@ -520,6 +519,15 @@ mod tests {
             pending.close(oldest);
         }
         assert!(pending.expired().is_none() && pending.is_empty() && pending.next_deadline().is_none());
+    }
+
+    #[test]
+    fn no_time_to_authenticate_is_too_long() {
+        let mut pending = PendingConnections::new("test", &limits(9, Duration::MAX), 1);
+        let (_, mut theirs) = come(&mut pending);
+        theirs.write_all(b"hello").unwrap();
+        let ready = pending.wait_readable(&theirs, pending.next_deadline().unwrap()).unwrap();
+        assert_eq!((ready.pending.as_slice(), pending.expired()), ([0].as_slice(), None));
     }
 
     #[test]

@@ -9,7 +9,7 @@ use super::protocol::{MAGIC, Message, Query};
 use super::record::seal;
 use super::{TcpStore, TcpStoreOptions, TcpStoreServer};
 use crate::secret::{Initiator, Keys, Purpose, REPLY, Signer};
-use crate::{JobSecret, Store};
+use crate::{ConnectionLimits, JobSecret, Store};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -137,6 +137,17 @@ fn a_server_that_ends_admits_its_clients_alone() {
     assert!(admitted(port, 1, Message::query(Query::Ping).word(7)).is_none());
     drop((client, again));
     ends.join().unwrap();
+}
+
+#[test]
+fn a_server_whose_clients_may_take_any_time_to_begin_serves() {
+    let limits = ConnectionLimits { authentication_timeout: Duration::MAX, ..ConnectionLimits::default() };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let server = TcpStoreServer::with_limits(listener, &limits).unwrap();
+    let _silent = TcpStream::connect(server.address()).unwrap();
+    let client = TcpStore::connect_with("127.0.0.1", server.port(), &TcpStoreOptions::new(PATIENCE)).unwrap();
+    client.set("k", b"v").unwrap();
+    assert_eq!(client.get("k", PATIENCE).unwrap(), b"v");
 }
 
 /// The first ping of a connection, which a test serves.

@@ -266,10 +266,8 @@ impl Server {
         let now = busy.then_some(Duration::ZERO);
         let end = ending.then_some(ENDING);
         let timeout = [now, end, self.pending.next_deadline()].into_iter().flatten().min();
-        let timeout = timeout.map(|timeout| Timespec {
-            tv_sec: timeout.as_secs() as i64,
-            tv_nsec: timeout.subsec_nanos().into(),
-        });
+        // A timeout that the kernel cannot express is as good as none.
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if ending {
             // The closed end is always ready: leave it out.
             poll(&mut fds[1..], timeout.as_ref())?;
