@@ -129,6 +129,21 @@ impl MeshGroup {
         rank: u32,
         size: u32,
         name: &str,
+        mut options: MeshOptions,
+    ) -> Result<MeshGroup> {
+        if options.secret.is_none() {
+            options.secret = JobSecret::from_env()?;
+        }
+        MeshGroup::with_secret(store, rank, size, name, options)
+    }
+
+    /// Like [`MeshGroup::new`], with the secret of `options`, or none, regardless of the
+    /// environment.
+    pub(super) fn with_secret(
+        store: Arc<dyn Store>,
+        rank: u32,
+        size: u32,
+        name: &str,
         options: MeshOptions,
     ) -> Result<MeshGroup> {
         if size > MAX_RANKS {
@@ -142,11 +157,8 @@ impl MeshGroup {
         rank: u32,
         name: &str,
         members: Vec<u32>,
-        mut options: MeshOptions,
+        options: MeshOptions,
     ) -> Result<MeshGroup> {
-        if options.secret.is_none() {
-            options.secret = JobSecret::from_env()?;
-        }
         let size = members.len() as u32;
         if rank >= size {
             return Err(Error::argument("rank", rank, format!("ranks of a group of {size} are 0..{size}")));

@@ -178,7 +178,7 @@ impl Rendezvous {
         // At once, since the store's host may leave first.
         let (connect, limits, secret) = (Connect::Eager, self.limits.clone(), self.secret.clone());
         let options = MeshOptions { timeout, connect, limits, secret, ..MeshOptions::default() };
-        MeshGroup::new(self.store.clone(), self.member.rank, self.member.size, name, options)
+        MeshGroup::with_secret(self.store.clone(), self.member.rank, self.member.size, name, options)
     }
 }
 
@@ -255,6 +255,33 @@ mod tests {
         assert!(error.to_string().contains("rank 0 is taken"), "joins twice: {error}");
         let error = meet(&format!("{store}?rank=1&world_size=2"), &[]).unwrap_err();
         assert!(error.to_string().starts_with("world_size = 2: the rank that came first says 1"), "{error}");
+    }
+
+    /// In a process of its own, since tests share the environment.
+    #[test]
+    fn no_secret_means_none_whatever_the_environment_has() {
+        const DIRECTORY: &str = "EPOXIDE_TEST_DIRECTORY";
+        let Ok(directory) = std::env::var(DIRECTORY) else {
+            let directory = tempfile::tempdir().unwrap();
+            let name = "rendezvous::tests::no_secret_means_none_whatever_the_environment_has";
+            let output = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name, "--nocapture"])
+                .env(DIRECTORY, directory.path())
+                .env("EPOXIDE_JOB_SECRET", "s".repeat(32))
+                .output()
+                .unwrap();
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            return;
+        };
+        let secret = JobSecret::from_env().unwrap();
+        assert!(secret.is_some());
+        for (name, secret) in [("without", None), ("with", secret)] {
+            let place = format!("file://{directory}/{name}?rank=0&world_size=1");
+            let limits = ConnectionLimits::default();
+            let meeting = Rendezvous::at_with(&place, TIMEOUT, secret.clone(), limits).unwrap();
+            let group = meeting.group("world", TIMEOUT).unwrap();
+            assert_eq!(group.job_secret().unwrap().is_some(), secret.is_some());
+        }
     }
 
     #[test]
