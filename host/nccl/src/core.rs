@@ -603,9 +603,9 @@ impl Turn<'_> {
             return Ok(());
         }
         // After an abort, errors of a call come from the abort.
-        match self.core.unusable(self.what, &self.core.phase()) {
-            Some(error) => Err(error),
-            None => Err(self.core.library.error(call, code)),
+        match self.core.phase() {
+            phase @ Phase::Aborted(_) => Err(self.core.aborted(self.what, &phase)),
+            _ => Err(self.core.library.error(call, code)),
         }
     }
 }

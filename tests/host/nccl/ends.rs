@@ -306,6 +306,19 @@ fn finalize_that_never_ends_becomes_an_abort() {
 }
 
 #[test]
+fn an_error_of_finalize_is_that_of_nccl() {
+    let fake = Fake::new();
+    let communicator = fake.single(patient());
+    fake.set("ncclCommFinalize", REMOTE);
+    let error = communicator.finalize().unwrap_err().to_string();
+    assert!(error.contains("ncclCommFinalize") && error.contains("network error"), "{error}");
+    // Later uses have the same reason.
+    assert_ended(&communicator, "network error");
+    drop(communicator);
+    fake.assert_clean();
+}
+
+#[test]
 fn operations_of_several_threads_come_one_after_the_other() {
     const THREADS: usize = 4;
     let fake = Fake::new();
