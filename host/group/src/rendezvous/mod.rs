@@ -3,6 +3,7 @@
 //! First a rank gets its identity ([`Member`]), then the meeting place ([`Site`]), and then the
 //! ranks [`Rendezvous`].
 
+mod again;
 mod member;
 mod site;
 mod slurm;
@@ -208,7 +209,7 @@ fn open(
         // PyTorch's, which supports no secret. The groups over it still require one.
         Site::Agent { host, port } => TcpStore::connect_with(host, *port, &TcpStoreOptions::new(timeout))?,
         Site::Rank0 { host, port } if member.rank == 0 => TcpStore::host_at(host, *port, &of_run())?,
-        Site::Rank0 { host, port } => TcpStore::connect_with(host, *port, &of_run())?,
+        Site::Rank0 { host, port } => return again::connect(host, *port, member, start, &of_run()),
         Site::Server { host, port } => TcpStore::connect_with(host, *port, &options)?,
     };
     // A server of PyTorch may wait for as many to join.
@@ -255,6 +256,28 @@ mod tests {
         assert!(error.to_string().contains("rank 0 is taken"), "joins twice: {error}");
         let error = meet(&format!("{store}?rank=1&world_size=2"), &[]).unwrap_err();
         assert!(error.to_string().starts_with("world_size = 2: the rank that came first says 1"), "{error}");
+    }
+
+    /// Rank 0's server stays for the late rank, and rank 1 meets again meanwhile.
+    #[test]
+    fn ranks_meet_twice_at_one_port() {
+        let held = HeldPort::any().unwrap();
+        std::thread::scope(|scope| {
+            for rank in 0..3u8 {
+                let address = format!("tcp://127.0.0.1:{}?rank={rank}&world_size=3", held.number());
+                scope.spawn(move || {
+                    for _ in 0..2 {
+                        let meeting = meet(&address, &[]).unwrap();
+                        let group = meeting.group("world", TIMEOUT).unwrap();
+                        assert_eq!(group.all_gather(&[rank]).unwrap(), [[0], [1], [2]]);
+                        group.destroy().unwrap();
+                        if rank == 2 {
+                            std::thread::sleep(Duration::from_millis(300));
+                        }
+                    }
+                });
+            }
+        });
     }
 
     /// In a process of its own, since tests share the environment.
