@@ -92,8 +92,8 @@ impl Mailbox {
     }
 
     /// Takes one packet of every other rank; this rank's entry stays empty. `alive` is called
-    /// regularly with the ranks whose packets are missing; its error ends the wait once no packet is
-    /// pending.
+    /// regularly with the ranks whose packets are missing; its error ends the wait once no packet
+    /// is pending.
     pub(super) fn receive(
         &mut self,
         timeout: Duration,
@@ -227,7 +227,7 @@ fn claims(from: u32, to: u32, count: u32, address: &[u8]) -> Vec<u8> {
 }
 
 /// Sends duplicates of `fds` to the mailbox at `address`, which belongs to rank `peer`. `pause` is
-/// called while the mailbox is full, or too many of the user's descriptors are under way. It takes a
+/// called while the mailbox is full, or too many of the user's descriptors are under way: for a
 /// moment, and its error ends the wait.
 pub(super) fn send(
     address: &[u8],
@@ -408,8 +408,8 @@ mod tests {
         20_000 + std::process::id() % 20_000 * 2 + test
     }
 
-    /// Runs parts of the test `name` in processes that may have 1024 descriptors. They act as
-    /// another user in a thread, since that user may not read the program.
+    /// Runs parts of the test `name` in processes that may have 1024 descriptors. Each
+    /// acts as another user in a thread, since that user may not read the program.
     fn as_ordinary_users(name: &str, parts: &[String]) {
         let start = |part: &String| {
             let mut command = std::process::Command::new("sh");

@@ -79,7 +79,7 @@ fn bound(port: u16) -> rustix::io::Result<OwnedFd> {
     }
 }
 
-/// A socket for a server at `address`. That of all IPv6 addresses takes IPv4 clients as well,
+/// A socket for a server at `address`. One of all IPv6 addresses takes IPv4 clients as well,
 /// whatever the host's default is (`net.ipv6.bindv6only`).
 pub(crate) fn bound_at(address: SocketAddr) -> rustix::io::Result<OwnedFd> {
     let family = if address.is_ipv6() { AddressFamily::INET6 } else { AddressFamily::INET };

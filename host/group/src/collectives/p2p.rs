@@ -101,7 +101,7 @@ pub(crate) fn run(
                 index += 1;
             }
         }
-        // The wait lasts until the next deadline. An error behind that names the ranks of its batch.
+        // The wait lasts until the next deadline. An error then names the ranks of that batch.
         if let (Some(next), Some(current)) =
             (batches.iter_mut().min_by_key(|batch| batch.left()), &mut engine.current)
         {

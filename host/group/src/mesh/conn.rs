@@ -112,8 +112,8 @@ impl Conn {
         if socket_domain(&self.socket) == Ok(AddressFamily::UNIX) {
             return 0;
         }
-        // SAFETY: `TIOCOUTQ` of a socket stores one `c_int`, as tcp(7) says, which `Getter` has room
-        // for.
+        // SAFETY: `TIOCOUTQ` of a socket stores one `c_int`, as tcp(7) says, for which `Getter` has
+        // room.
         let bytes = unsafe { ioctl(&self.socket, Getter::<TIOCOUTQ, c_int>::new()) };
         bytes.ok().and_then(|bytes| usize::try_from(bytes).ok()).unwrap_or(0)
     }

@@ -547,9 +547,9 @@ impl Engine {
     }
 
     /// Closes all sockets once the peers' hosts have acknowledged all bytes. A host that
-    /// acknowledges none for `patience` is not waited for. A socket that is closed earlier answers a
-    /// peer's next frame with a reset, and the kernel then discards what earlier calls reported as
-    /// sent.
+    /// acknowledges none for `patience` is not waited for. A socket that is closed earlier answers
+    /// a peer's next frame with a reset, and the kernel then discards what earlier calls reported
+    /// as sent.
     fn close_all(&mut self, patience: Duration) {
         let (mut least, mut since) = (usize::MAX, Instant::now());
         loop {
@@ -613,7 +613,7 @@ impl Engine {
         let Ok(outcome) = result.recv_timeout(BOARD) else {
             return Err(Error::os("store", format!("the group's store did not answer within {BOARD:?}")));
         };
-        // It has nothing left to do.
+        // The thread has nothing left to do.
         let _ = thread.join();
         outcome
     }

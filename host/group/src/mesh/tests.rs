@@ -1,5 +1,5 @@
-//! Groups whose ranks are far apart, since relays between them forward a little at a time, and groups
-//! whose store ends or stops.
+//! Groups whose ranks are far apart, since relays between them forward a little at a time, and
+//! groups whose store ends or stops.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -102,8 +102,8 @@ fn a_rank_that_leaves_delivers_what_its_last_call_sent() {
     });
 }
 
-/// The port of a relay before a store's server, and a switch that makes it silent: connections stay,
-/// and nothing is answered.
+/// The port of a relay before a store's server, and a switch that makes it silent: connections
+/// stay, and nothing is answered.
 fn stoppable(server: u16) -> (u16, Arc<AtomicBool>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let (port, stopped) = (listener.local_addr().unwrap().port(), Arc::new(AtomicBool::new(false)));

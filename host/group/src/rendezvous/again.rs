@@ -1,8 +1,8 @@
 //! Ranks that meet at a port where they have met before.
 //!
 //! Rank 0 ends its server once the others have left. A rank that has left, and meets again at the
-//! same port, may be faster than rank 0. It would find its own number taken, so it waits for the
-//! next server.
+//! same port, may be faster than rank 0. Such a rank would find its own number taken, so it waits
+//! for the next server.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, Weak};

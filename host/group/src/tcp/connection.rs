@@ -56,9 +56,9 @@ impl std::fmt::Display for Address {
 /// The server that a client searches for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Server {
-    /// It may start later.
+    /// One that may start later.
     MayStart,
-    /// The client has been connected to it.
+    /// One to which the client has been connected.
     HasServed,
 }
 

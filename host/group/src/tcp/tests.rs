@@ -112,7 +112,7 @@ fn admitted(port: u16, number: u32, request: Message) -> Option<TcpStream> {
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     let hello = Message::query(Query::Validate).word(MAGIC);
     socket.write_all(&[hello.0, request.then(Query::Ping).word(number).0].concat()).unwrap();
-    // Of a ping as the request, its answer.
+    // The answer to a ping as the request.
     let mut answer = [0; 4];
     socket.read_exact(&mut answer).is_ok().then_some(socket)
 }

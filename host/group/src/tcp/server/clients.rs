@@ -163,9 +163,9 @@ impl Clients {
         Ok(())
     }
 
-    /// Reads a connection's first ping. A server that ends admits further connections of its clients,
-    /// which they may need to leave in order. It rejects new clients, which look for the next server
-    /// at this port and find it when they try again.
+    /// Reads a connection's first ping. A server that ends admits further connections of its
+    /// clients, which they may need to leave in order. The server rejects new clients, which look
+    /// for the next one at this port and find it when they try again.
     fn introduce(&mut self, id: u64, request: &Request<'_>) -> Result<(), Violation> {
         let Some(&End { late, client: None, .. }) = self.connections.get(&id) else { return Ok(()) };
         let client = match request {
