@@ -296,9 +296,8 @@ impl ProcessGroup for MeshGroup {
                 match mailbox.receive(left(), |missing| run.engine.check_awaited(missing, &mut asked))? {
                     fds::Received::All(all) => Ok(all),
                     fds::Received::Missing(ranks) => {
-                        let reason =
-                            format!("the descriptors of ranks {ranks:?} did not come within {timeout:?}");
-                        Err(run.engine.error(ranks, reason))
+                        run.engine.waiting = ranks;
+                        Err(run.engine.timed_out(timeout))
                     }
                 }
             })

@@ -205,7 +205,8 @@ impl Engine {
         ranks
     }
 
-    fn timed_out(&self, timeout: Duration) -> Error {
+    /// The error of a wait for [`Engine::waiting`] that has lasted for `timeout`.
+    pub(crate) fn timed_out(&self, timeout: Duration) -> Error {
         let mut ranks = self.culprits();
         if ranks.is_empty() {
             ranks = self.waiting.clone();
