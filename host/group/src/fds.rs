@@ -534,10 +534,11 @@ mod tests {
             let error = std::thread::scope(|scope| {
                 let waits = scope.spawn(|| groups[1].exchange_fds(&[]).unwrap_err().to_string());
                 // Rank 0 sends no packet, and this thread or rank 0 ends the group instead.
+                // Open until rank 1 has the reason, as in an exchange.
+                let mailbox = open(None);
                 let _ = groups[0].core.run(|engine, recorder| {
                     let signature = Signature::new(Operation::ExchangeFds);
                     within(engine, recorder, signature, 0, None, PATIENCE, |run| {
-                        let mailbox = open(None);
                         run.all_gather(mailbox.address().to_owned())?;
                         if by_rank_0 {
                             return Err(run.engine.error(vec![0], "the end"));
