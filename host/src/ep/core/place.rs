@@ -204,9 +204,9 @@ impl<R> PlaceState<R> {
 
     /// The same, with a lease of this place as the right to the results.
     pub fn begin_with(&self, lease: &Arc<Lease<R>>) -> Result<()> {
-        self.fence_readers()?;
         let dispatch = {
             let mut state = lock(&self.lease);
+            self.fence_readers(&mut state)?;
             state.dispatches += 1;
             state.dispatches
         };
@@ -230,13 +230,16 @@ impl<R> PlaceState<R> {
 
     /// Records a fence behind all work enqueued by now if a lease has not ended: it is detached,
     /// and its tensors may be in use.
-    fn fence_readers(&self) -> Result<()> {
-        let mut state = lock(&self.lease);
-        if state.live != 0 {
-            let fence = self.arena.fence()?;
-            if let Some(before) = state.ended.replace(fence) {
-                self.arena.give_back(before);
-            }
+    fn fence_readers(&self, state: &mut LastLease<R>) -> Result<()> {
+        if state.live != 0 { self.fence(state) } else { Ok(()) }
+    }
+
+    /// Records a fence behind all work enqueued by now. The caller holds the lock, so that the fence
+    /// takes the place of older ones alone.
+    fn fence(&self, state: &mut LastLease<R>) -> Result<()> {
+        let fence = self.arena.fence()?;
+        if let Some(before) = state.ended.replace(fence) {
+            self.arena.give_back(before);
         }
         Ok(())
     }
@@ -277,7 +280,7 @@ impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
         // Rows of the run before are the step's own: `Step::launch` leaves their readers to its
         // caller.
         if self.check_current().is_err() {
-            self.place.fence_readers()?;
+            self.place.fence_readers(&mut lock(&self.place.lease))?;
             self.place.order_before(stream)?;
         }
         let mut state = lock(&self.place.lease);
@@ -361,16 +364,13 @@ impl<R: Debug + Send + Sync> Owns for Lease<R> {
 
 impl<R> Drop for Lease<R> {
     fn drop(&mut self) {
-        let fence = self.place.arena.fence();
         let mut state = lock(&self.place.lease);
         // Another dispatch may have begun here since; it has waited for this one's readers itself.
-        if state.dispatches == self.dispatch() || self.place.current() == self.dispatch() {
-            match fence {
-                Ok(fence) => state.ended = Some(fence),
-                // The lease stays one of those that have not ended, so that the next operation here
-                // makes the fence, or fails.
-                Err(error) => return tracing::warn!("a fence behind readers of a dispatch: {error}"),
-            }
+        let is_last = state.dispatches == self.dispatch() || self.place.current() == self.dispatch();
+        if is_last && let Err(error) = self.place.fence(&mut state) {
+            // The lease stays one of those that have not ended, so that the next operation here
+            // makes the fence, or fails.
+            return tracing::warn!("a fence behind readers of a dispatch: {error}");
         }
         if state.last_dispatch == self.dispatch() {
             state.live = state.live.saturating_sub(1);
@@ -384,14 +384,47 @@ mod tests {
     use crate::driver::MemoryKind;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
 
+    fn place(device: &Device) -> Arc<PlaceState<()>> {
+        let arena = Arena::new(device);
+        let memory = Memory::alloc(device, 4096, MemoryKind::Device, "pool").unwrap();
+        let pool = Pool::new(Arc::new(memory), &arena, Duration::from_secs(1));
+        PlaceState::new(0, 1, (), pool, arena)
+    }
+
+    /// The fence of a lease that ends is made where no other one can be stored in between, which
+    /// would be behind more work.
+    #[test]
+    fn an_older_fence_takes_the_place_of_no_newer_one() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let place = place(&device);
+        let first = Stream::new(&device).unwrap();
+        let lease = place.begin().unwrap();
+        let streams_of_fence = || {
+            let mut events = Vec::new();
+            lock(&place.lease).ended.take().expect("a fence").into_spare(&mut events);
+            events.len()
+        };
+        place.fence_readers(&mut lock(&place.lease)).unwrap();
+        let before = streams_of_fence();
+        let state = lock(&place.lease);
+        let ends = std::thread::spawn(move || drop(lease));
+        // A fence that is made before the lock is taken is made now.
+        while state.last.strong_count() != 0 {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        let second = Stream::new(&device).unwrap();
+        drop(state);
+        ends.join().unwrap();
+        assert_eq!(streams_of_fence(), before + 1);
+        drop((first, second));
+    }
+
     /// Streams may read the rows of a lease until its fence is stored.
     #[test]
     fn a_lease_that_is_being_dropped_has_readers() {
         let device = VirtualGpu::new(VirtConfig::default());
-        let arena = Arena::new(&device);
-        let memory = Memory::alloc(&device, 4096, MemoryKind::Device, "pool").unwrap();
-        let pool = Pool::new(Arc::new(memory), &arena, Duration::from_secs(1));
-        let place = PlaceState::new(0, 1, (), pool, arena);
+        let place = place(&device);
         let lease = place.begin().unwrap();
         lease.detach();
         let has_fence = || lock(&place.lease).ended.is_some();
