@@ -150,7 +150,10 @@ impl Arena {
     pub fn order_before(&self, stream: &Stream) -> Result<()> {
         let state = &mut *lock(&self.state);
         while let Some(fence) = state.before_next.pop() {
-            fence.order_before(stream)?;
+            if let Err(error) = fence.order_before(stream) {
+                state.before_next.push(fence);
+                return Err(error);
+            }
             fence.into_spare(&mut state.spare_events);
         }
         Ok(())
@@ -160,14 +163,20 @@ impl Arena {
     /// recorded: a stream under capture cannot wait for them.
     pub fn wait_before(&self, timeout: Duration) -> Result<()> {
         // Results that are dropped meanwhile must not wait for this.
-        let fences = std::mem::take(&mut lock(&self.state).before_next);
-        fences.into_iter().try_for_each(|fence| match fence.wait_timeout(timeout)? {
-            true => {
-                self.give_back(fence);
-                Ok(())
+        let mut fences = std::mem::take(&mut lock(&self.state).before_next);
+        while let Some(fence) = fences.pop() {
+            let ended = fence.wait_timeout(timeout);
+            if !matches!(ended, Ok(true)) {
+                // The blocks may be in use still: the next operation waits for these fences.
+                fences.push(fence);
+                lock(&self.state).before_next.append(&mut fences);
+                ended?;
+                let reason = format!("work before it has not ended in {timeout:?}");
+                return Err(Error::timeout("capture", reason));
             }
-            false => Err(Error::timeout("capture", format!("work before it has not ended in {timeout:?}"))),
-        })
+            self.give_back(fence);
+        }
+        Ok(())
     }
 
     /// A fence behind all work enqueued on the device's streams so far.
@@ -212,8 +221,75 @@ impl Drop for Block {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
+    use crate::driver::{LaunchConfig, Module};
+
+    /// A kernel that ends once a word is not 0.
+    const WAIT: &str = "
+.version 7.8
+.target sm_90
+.address_size 64
+
+.visible .entry wait(.param .u64 word)
+{
+    .reg .pred %p<2>;
+    .reg .b32 %r<2>;
+    .reg .b64 %rd<2>;
+    ld.param.u64 %rd1, [word];
+LOOP:
+    ld.acquire.sys.global.u32 %r1, [%rd1];
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra LOOP;
+    ret;
+}
+";
+
+    /// Ends the kernel, also where the test fails.
+    struct Ends(Memory);
+
+    impl Drop for Ends {
+        fn drop(&mut self) {
+            // SAFETY: aligned mapped memory of 4 bytes, which only atomics of host and device touch.
+            unsafe { AtomicU32::from_ptr(self.0.host_ptr().cast()) }.store(1, Ordering::Release);
+        }
+    }
+
+    /// An operation that could not be ordered behind the last users of its blocks leaves their
+    /// fences to the next one.
+    #[test]
+    fn an_order_that_fails_is_made_by_the_next_operation() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let [reader, recorded, next] = [(); 3].map(|()| Stream::new(&device).unwrap());
+        let arena = Arena::new(&device);
+        let take = || arena.take(|pieces| pieces.array("rows", 1, 128)).unwrap().0;
+        let kernel = Module::load(&device, WAIT).unwrap().kernel("wait", 0).unwrap();
+        let ends = Ends(Memory::alloc(&device, 4, MemoryKind::MappedHost, "word").unwrap());
+        let config =
+            LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
+        let blocks = [take(), take()];
+        // SAFETY: the kernel takes one address, of a word that is freed behind it.
+        unsafe { reader.launch(&kernel, &config, &[&ends.0.ptr().0.to_le_bytes()]) }.unwrap();
+        drop(blocks);
+        let blocks = [take(), take()];
+
+        let has_ended = || {
+            arena.order_before(&next).unwrap();
+            next.is_done().unwrap()
+        };
+        let error = arena.wait_before(Duration::ZERO).unwrap_err();
+        assert!(error.to_string().contains("has not ended"), "{error}");
+        // A stream under capture cannot wait for work outside of it.
+        recorded.capture(|| arena.order_before(&recorded)).unwrap_err();
+        assert_eq!(lock(&arena.state).before_next.len(), 2);
+        assert!(!has_ended());
+        drop(ends);
+        next.synchronize().unwrap();
+        assert!(has_ended());
+        drop(blocks);
+    }
 
     #[test]
     fn batches_that_grow_leave_no_block_of_each_size() {
