@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use epoxide::driver::Device;
 use epoxide::driver::virt::{CheckConfig, Checker, VirtConfig, VirtualGpu};
-use epoxide::internal::regroup_ahead;
-use epoxide::low_latency::{Options, Shape};
+use epoxide::group::ProcessGroup;
+use epoxide::internal::{driver, regroup_ahead};
+use epoxide::low_latency::{DispatchRequest, Options, Shape};
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{DType, StreamOrder, Tensor};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, run_ranks, sleep};
 use epoxide_testing::low_latency::{LowLatencyCase, LowLatencyRank};
@@ -21,8 +22,10 @@ use proptest::prelude::*;
 use super::faults::captured_combine;
 use super::ones::Ones;
 use super::property::case as random_case;
+use crate::failing::{FailingDevice, REFUSAL};
 use crate::property::config;
 use crate::shapes::routing;
+use crate::valid::refused;
 
 const DEADLINE: Duration = Duration::from_millis(150);
 
@@ -207,6 +210,40 @@ proptest! {
 
 const TOKENS: u64 = 4;
 const HIDDEN: u64 = 16;
+
+/// A rank of three on a device that refuses the second half of an operation on request.
+fn of_three(number: u32, group: &Arc<dyn ProcessGroup>) -> Result<(Ones, Arc<FailingDevice>)> {
+    let device = VirtualGpu::new(VirtConfig { ordinal: number, ..VirtConfig::default() });
+    let failing = FailingDevice::new(device, &["low_latency_wait"]);
+    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 1, num_experts: 3 };
+    let options = |options: Options| options.timeout(DEADLINE);
+    let rank = Ones::new(driver::device(failing.clone()), group.clone(), shape, options, &[0, 1])?;
+    Ok((rank, failing))
+}
+
+#[test]
+fn a_rank_that_cannot_go_on_gives_the_others_its_reason() {
+    run_ranks(3, |number, group| {
+        let (mut rank, failing) = of_three(number, &group)?;
+        if number == 1 {
+            let mut place = rank.buffer.place(0)?;
+            let waits = TypedTensor::from_host(&rank.stream, &[3], &[0i64; 3])?;
+            failing.refuse_next();
+            let request = DispatchRequest::new(&rank.x, &rank.topk_idx).cumulative_wait_ns(&waits);
+            let sent = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&rank.stream));
+            refused(sent.map(drop), &[REFUSAL]);
+        }
+        let error = rank.buffer.regroup(&*group).unwrap_err();
+        let is_known = match &error {
+            Error::Broken { call: "low-latency dispatch", .. } => number == 1,
+            Error::PeerFailed { peer: 1, reason, .. } => number != 1 && reason.contains(REFUSAL),
+            _ => false,
+        };
+        assert!(is_known, "rank {number}: {error:?}");
+        rank.stream.synchronize()?;
+        group.barrier(PATIENCE)
+    });
+}
 
 /// After so many operations the low half of their number wraps, which is what most words and
 /// packets hold.

@@ -98,7 +98,8 @@ impl Buffer {
     /// [`Error::Argument`] where two ranks claim the same rank of the buffer, and
     /// [`Error::Mismatch`] where their buffers have different options. [`Error::Timeout`] where the
     /// device's work does not end within twice the buffer's deadline. Across nodes also the error of
-    /// a queue between two of the ranks that has ended: they need new buffers. Also errors of the
+    /// a queue between two of the ranks that has ended: they need new buffers.
+    /// [`Error::PeerFailed`] with the reason of another rank that cannot go on. Also errors of the
     /// group. Then the buffer is as it was, or cannot be used until a call succeeds.
     pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {
         self.regroup_ahead(group, AHEAD)
@@ -110,15 +111,9 @@ impl Buffer {
     /// # Errors
     /// The same as [`Buffer::regroup`].
     pub(crate) fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
-        self.core.check_unbroken()?;
         agree(group, &self.options)?;
-        if !self.core.wait_all()? {
-            return Err(Error::timeout("regroup", self.core.unended("what the device's streams were given")));
-        }
-        let mut own = LocalState::zeroed();
-        let stream = self.core.stream();
-        self.tables.read(stream, 0, bytemuck::bytes_of_mut(&mut own))?;
-        let ours = Proposal { rank: self.rank().into(), epoch: own.ticket / QUANTUM };
+        // The others wait for a rank that fails here, so all of them get its reason.
+        let ours = agree_on_part(group, self.propose())?;
         let (members, epoch) =
             agree_on_members(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
 
@@ -128,7 +123,33 @@ impl Buffer {
         agree_on_part(group, failures.pop().map_or(Ok(()), |(_, error)| Err(error)))?;
 
         let left_out = !members & (u64::MAX >> (64 - self.num_ranks()));
-        let ticket = (epoch + ahead) * QUANTUM;
+        // Every rank must have cleared its state before any rank starts an operation.
+        agree_on_part(group, self.clear(left_out, epoch + ahead))?;
+        self.left_out = left_out;
+        if let Some(network) = self.core.network() {
+            network.leave_out((0..self.num_ranks()).filter(|rank| left_out >> rank & 1 != 0).collect());
+        }
+        self.generation = Generation::new(self.core.faults());
+        self.core.forget_sent();
+        Ok(())
+    }
+
+    /// The state of this rank, behind all work of the device.
+    fn propose(&self) -> Result<Proposal> {
+        self.core.check_unbroken()?;
+        if !self.core.wait_all()? {
+            return Err(Error::timeout("regroup", self.core.unended("what the device's streams were given")));
+        }
+        let mut own = LocalState::zeroed();
+        self.tables.read(self.core.stream(), 0, bytemuck::bytes_of_mut(&mut own))?;
+        Ok(Proposal { rank: self.rank().into(), epoch: own.ticket / QUANTUM })
+    }
+
+    /// Clears what earlier operations have left on the device. The next operation is behind `epoch`,
+    /// without the ranks `left_out`.
+    fn clear(&self, left_out: u64, epoch: u64) -> Result<()> {
+        let stream = self.core.stream();
+        let ticket = epoch * QUANTUM;
         let (low, high) = (left_out as u32, (left_out >> 32) as u32);
         let state = LocalState { ticket, left_out: low, left_out_high: high, ..LocalState::zeroed() };
         self.tables.write(stream, 0, bytemuck::bytes_of(&state))?;
@@ -150,16 +171,8 @@ impl Buffer {
         if let Some(messages) = &self.messages {
             messages.forget_unfinished(stream)?;
         }
-        self.publish_left_out(left_out, epoch + ahead)?;
-        self.generation.end(stream)?;
-        self.left_out = left_out;
-        if let Some(network) = self.core.network() {
-            network.leave_out((0..self.num_ranks()).filter(|rank| left_out >> rank & 1 != 0).collect());
-        }
-        self.generation = Generation::new(self.core.faults());
-        self.core.forget_sent();
-        // Every rank must have cleared its state before any rank starts an operation.
-        group.barrier(group.timeout())
+        self.publish_left_out(left_out, epoch)?;
+        self.generation.end(stream)
     }
 
     /// Publishes to left-out ranks that this rank's rows are now of a later operation, as a
