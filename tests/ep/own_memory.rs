@@ -114,8 +114,12 @@ fn a_failed_combine_is_an_error_of_the_tensor_that_it_fills() {
             let out = tensor(rank, DType::Bf16, &[TOKENS, 8]);
             let request = CombineRequest::new(&received.recv_x, &received.handle);
             rank.combine_into(request, &out, None)?;
-            crate::valid::expect_gone(out.to_host::<u16>(&rank.stream).map(drop));
-            out.write(&rank.stream, &vec![1u16; 8 * TOKENS as usize])?;
+            let is_failed = || crate::valid::expect_gone(out.to_host::<u16>(&rank.stream).map(drop));
+            is_failed();
+            let write = || out.write(&rank.stream, &vec![1u16; 8 * TOKENS as usize]);
+            assert!(rank.stream.capture(write).is_err());
+            is_failed();
+            write()?;
             assert_eq!(out.to_host::<u16>(&rank.stream)?, vec![1; 8 * TOKENS as usize]);
         }
         Ok(())

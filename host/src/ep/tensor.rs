@@ -467,19 +467,18 @@ impl<'a> Tensor<'a> {
                 expected: format!("{} elements, as the host data has", data.len()),
             });
         }
-        self.set_filled(None);
         let bytes: &[u8] = bytemuck::cast_slice(data);
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        if self.is_contiguous() {
+        if self.is_contiguous() && !bytes.is_empty() {
             // SAFETY: a tensor's memory is live, holds its elements, and only its holder writes it.
-            return unsafe { stream.write(self.ptr, bytes) };
+            unsafe { stream.write(self.ptr, bytes)? };
+        } else if !bytes.is_empty() {
+            for (row, from) in bytes.chunks_exact(self.row_bytes() as usize).enumerate() {
+                // SAFETY: as above, for one of its rows.
+                unsafe { stream.write(self.ptr.add(row as u64 * self.row_stride), from)? };
+            }
         }
-        for (row, from) in bytes.chunks_exact(self.row_bytes() as usize).enumerate() {
-            // SAFETY: as above, for one of its rows.
-            unsafe { stream.write(self.ptr.add(row as u64 * self.row_stride), from)? };
-        }
+        // Not before: a write that fails leaves elements of a failed operation.
+        self.set_filled(None);
         Ok(())
     }
 
