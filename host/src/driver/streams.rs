@@ -62,7 +62,7 @@ impl Streams {
 
     /// Whether a wait was given up although its work may still run. The work's memory is unknown
     /// here, so all memory is leaked.
-    pub(super) fn are_given_up(&self) -> bool {
+    pub(crate) fn are_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
     }
 

@@ -131,7 +131,7 @@ macro_rules! buffer_methods {
         /// device's streams.
         ///
         /// # Errors
-        /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout.
+        /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout, at least 30 s.
         pub fn missing_tokens(&self) -> Result<Vec<u32>> {
             self.core.missing_tokens()
         }

@@ -47,7 +47,7 @@ pub use instruments::{Instruments, TracedLaunch};
 pub(crate) use methods::{buffer_methods, option_methods, setters};
 pub use network::Network;
 pub use peers::Pools;
-pub use place::{Held, Lease, PlaceState, check_count};
+pub use place::{Held, LEAST_PATIENCE, Lease, PlaceState, check_count};
 pub use sequence::{Halves, Operation, Sequence};
 pub use sizes::Sizes;
 pub use step::{Overwrites, Step};
@@ -286,9 +286,9 @@ impl<R> Core<R> {
         )
     }
 
-    /// How long the host waits for the buffer's operations. Their own waits end before.
+    /// How long the host waits for the buffer's operations, behind the caller's work.
     fn patience(&self) -> Duration {
-        self.pool.longest().saturating_mul(2)
+        self.pool.patience()
     }
 
     /// The deadline of a call's waits, in ns: `timeout`, or that of the buffer.

@@ -16,6 +16,10 @@ use crate::ep::tensor::{Owner, Owns};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
+/// The host waits at least so long for work of the device: the deadlines of calls are for peers, and
+/// the caller's own work may take longer.
+pub const LEAST_PATIENCE: Duration = Duration::from_secs(30);
+
 /// Most places of a buffer.
 const MAX_PLACES: u32 = 64;
 
@@ -47,9 +51,10 @@ impl Pool {
         self.longest_ns.fetch_max(timeout_ns, Ordering::Relaxed);
     }
 
-    /// The longest deadline of the buffer's calls so far.
-    pub fn longest(&self) -> Duration {
-        Duration::from_nanos(self.longest_ns.load(Ordering::Relaxed))
+    /// How long the host waits for work that may use it. The waits of calls end before.
+    pub fn patience(&self) -> Duration {
+        let longest = Duration::from_nanos(self.longest_ns.load(Ordering::Relaxed));
+        longest.saturating_mul(2).max(LEAST_PATIENCE)
     }
 
     pub fn memory(&self) -> &Memory {
@@ -69,9 +74,13 @@ impl Owns for Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        // Nothing of a device that was given up is freed.
+        if self.memory.device().driver.streams().are_given_up() {
+            return;
+        }
         // Running work may write to it.
-        let ended = self.arena.wait_all(self.longest());
-        give_up_unless(ended, self.memory.device(), "work that may use a pool", self.longest());
+        let ended = self.arena.wait_all(self.patience());
+        give_up_unless(ended, self.memory.device(), "work that may use a pool", self.patience());
     }
 }
 

@@ -97,8 +97,8 @@ impl Buffer {
     /// # Errors
     /// [`Error::Argument`] where two ranks claim the same rank of the buffer, and
     /// [`Error::Mismatch`] where their buffers have different options. [`Error::Timeout`] where the
-    /// device's work does not end within twice the buffer's deadline. Across nodes also the error of
-    /// a queue between two of the ranks that has ended: they need new buffers.
+    /// device's work does not end within twice the buffer's deadline, at least 30 s. Across nodes
+    /// also the error of a queue between two of the ranks that has ended: they need new buffers.
     /// [`Error::PeerFailed`] with the reason of another rank that cannot go on. Also errors of the
     /// group. Then the buffer is as it was, or cannot be used until a call succeeds.
     pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {

@@ -16,7 +16,7 @@ use super::wire::wire_bytes;
 use super::{Buffer, Shape};
 use crate::driver::{Stream, poll};
 use crate::ep::DType;
-use crate::ep::core::{self, Faults};
+use crate::ep::core::{self, Faults, LEAST_PATIENCE};
 use crate::error::{Error, Result, Scope};
 
 /// How often a waiting host queries the stream for an error.
@@ -210,8 +210,8 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     (what, value(ours), value(theirs))
 }
 
-/// The host stops waiting after this many timeouts, because queued work and expiring operations may
-/// run first. The kernels' own deadlines end the wait long before.
+/// The host stops waiting after this many timeouts, and not before [`LEAST_PATIENCE`], because queued
+/// work and expiring operations may run first. The kernels' own deadlines end the wait long before.
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
@@ -243,7 +243,8 @@ impl Buffer {
         // The tag is released after all the rest.
         let seen = || self.host_counts.load(offset_of!(PlanHeader, tag) as u64);
         let mut last_check = Instant::now();
-        let limit = timeout.unwrap_or_default().max(self.options.timeout).saturating_mul(HOST_PATIENCE);
+        let longest = timeout.unwrap_or_default().max(self.options.timeout);
+        let limit = longest.saturating_mul(HOST_PATIENCE).max(LEAST_PATIENCE);
         let answered = poll(self.core.device(), limit, || {
             if seen()? == tag {
                 return Ok(true);
