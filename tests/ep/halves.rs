@@ -491,6 +491,44 @@ fn halves_are_both_recorded_or_both_run() {
     });
 }
 
+/// A recording that another library gives up between the halves is made anew behind a warm-up.
+#[test]
+fn a_recording_that_ends_between_the_halves_is_made_anew() {
+    run_ranks(1, |_, group| {
+        let options = Setup::new(1, 1, TOKENS, 2 * HIDDEN).max_topk(4).options;
+        let mut rank = Rank::new(VirtualGpu::new(VirtConfig::default()), group, options)?;
+        let mut place = rank.place()?;
+        let topk_idx = rank.upload_typed(1, &vec![vec![0i64]; TOKENS as usize])?;
+        let layout = rank.layout(&topk_idx, 1)?;
+        let x = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
+        let out = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
+        let handle = rank.dispatch(&mut place, DispatchRequest::new(&x, &layout))?.handle;
+        let (request, stream) = (CombineRequest::new(&x, &handle), rank.stream.clone());
+        let order = StreamOrder::on(&stream);
+        rank.buffer.combine_into(request, &out, None, order)?;
+        stream.synchronize()?;
+
+        let given_up: Result<_> = stream.capture(|| {
+            drop(rank.buffer.combine_send_into(request, &out, None, order)?);
+            Err(Error::os("capture", REFUSAL))
+        });
+        refused(given_up, &[REFUSAL]);
+        let next = stream.capture(|| rank.buffer.combine_into(request, &out, None, order).map(drop));
+        refused(next, &["first half of a combine was recorded", "begin_warmup"]);
+        rank.buffer.combine_into(request, &out, None, order)?;
+
+        rank.buffer.begin_warmup();
+        rank.buffer.combine_into(request, &out, None, order)?;
+        stream.synchronize()?;
+        rank.buffer.end_warmup();
+        let graph = stream.capture(|| rank.buffer.combine_into(request, &out, None, order).map(drop))?;
+        // SAFETY: the buffer and the tensors outlive the replay.
+        unsafe { graph.launch(&stream)? };
+        stream.synchronize()?;
+        rank.buffer.check()
+    });
+}
+
 /// Every check of a case, where some calls are launched as halves and some are measured.
 fn check_apart(setup: &Setup, case: &Case, by_expert: Option<u32>, seed: u64) {
     setup.run(|rank| {

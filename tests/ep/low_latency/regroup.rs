@@ -245,6 +245,29 @@ fn a_rank_that_cannot_go_on_gives_the_others_its_reason() {
     });
 }
 
+/// A recording that was given up between the halves is forgotten, as a half that ran is.
+#[test]
+fn a_half_that_was_recorded_alone_is_discarded() {
+    run_ranks(3, |number, group| {
+        let (mut rank, _) = of_three(number, &group)?;
+        let mut place = rank.buffer.place(0)?;
+        drop(rank.dispatch(&mut place)?);
+        rank.stream.synchronize()?;
+        let (stream, order) = (rank.stream.clone(), StreamOrder::on(&rank.stream));
+        let given_up: Result<_> = stream.capture(|| {
+            let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+            drop(rank.buffer.dispatch_send(&mut place, request, order)?);
+            Err(Error::os("capture", REFUSAL))
+        });
+        refused(given_up, &[REFUSAL]);
+        let next = stream.capture(|| rank.dispatch(&mut place).map(drop));
+        refused(next, &["first half of a low-latency dispatch was recorded", "begin_warmup"]);
+        rank.buffer.regroup(&*group)?;
+        drop(stream.capture(|| rank.dispatch(&mut place).map(drop))?);
+        group.barrier(PATIENCE)
+    });
+}
+
 /// After so many operations the low half of their number wraps, which is what most words and
 /// packets hold.
 #[test]

@@ -91,7 +91,8 @@ macro_rules! buffer_methods {
         /// Begins the run of calls that another library records next, such as a framework that
         /// captures a whole step. Until [`Buffer::end_warmup`] operations keep their memory, as
         /// recorded ones do. The recording then reuses this memory, because nothing can be
-        /// allocated within one. [`Buffer::capture`] runs its calls itself.
+        /// allocated within one. A recording that was given up between the halves of a call is
+        /// forgotten. [`Buffer::capture`] runs its calls itself.
         pub fn begin_warmup(&mut self) {
             self.core.begin_warmup();
         }

@@ -108,9 +108,10 @@ impl Sequence {
         lock(&self.recorded).take()
     }
 
-    /// No second half is outstanding.
+    /// No second half is outstanding, whether the first one has run or was recorded.
     pub fn forget_sent(&self) {
         *lock(&self.sent) = None;
+        self.forget_recorded();
     }
 
     /// An error where the second half of an operation is outstanding, and `operation` is another one.
@@ -123,6 +124,13 @@ impl Sequence {
             (Some((_, Halves::Receive)), _) if is_same => return Ok(()),
             (Some((call, Halves::Receive)), _) => {
                 (call, "one of its halves is recorded and the other one is not: record both, or none")
+            }
+            (_, Some(call)) if sent.is_none() => {
+                let rule = format!(
+                    "the first half of a {call} was recorded, and its second half was not: record it, or give that recording up and \
+                     call begin_warmup"
+                );
+                return Err(Error::argument("order", "a stream under capture", rule));
             }
             (_, Some(call)) => (call, "its first half has run, but what it brings was not received"),
             (_, None) => return Ok(()),

@@ -118,6 +118,8 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
 
     /// Operations from here on keep their memory, as recorded ones do.
     pub fn begin_warmup(&mut self) {
+        // A recording that was given up between the halves has no second one.
+        self.sequence().forget_recorded();
         self.recordings.warmup.get_or_insert_default();
     }
 
