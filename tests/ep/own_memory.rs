@@ -359,6 +359,9 @@ fn the_worst_rows_by_expert() {
     assert_eq!(shape.most_rows_by_expert(RANKS, 1), rows);
     assert_eq!(shape.most_rows_by_expert(RANKS, 8), rows + 2 * 7);
     assert_eq!(shape.most_rows_by_expert(RANKS, 0), shape.most_rows_by_expert(RANKS, 1));
+    let most =
+        low_latency::Shape { max_tokens: u32::MAX, num_topk: u32::MAX, num_experts: u32::MAX, ..shape };
+    assert_eq!(most.most_rows_by_expert(u32::MAX, u32::MAX), u64::MAX);
 }
 
 /// Tokens of the batches below, at most; every token has an expert on each rank but for one entry.

@@ -91,9 +91,9 @@ pub fn most_rows_by_expert(
     alignment: u32,
 ) -> u64 {
     // An entry is a row, whether or not entries of a token are of different experts.
-    let rows = u64::from(max_tokens) * u64::from(num_ranks) * u64::from(num_topk);
+    let rows = (u64::from(max_tokens) * u64::from(num_ranks)).saturating_mul(num_topk.into());
     let padded = u64::from(local_experts).min(rows);
-    rows + padded * u64::from(alignment.saturating_sub(1))
+    rows.saturating_add(padded * u64::from(alignment.saturating_sub(1)))
 }
 
 /// An error unless segments can have this alignment.
