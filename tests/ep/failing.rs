@@ -21,7 +21,7 @@ pub struct FailingDevice {
     /// Handles of these kernels.
     handles: Mutex<Vec<u64>>,
     refuses: AtomicBool,
-    /// Allocations with this label fail.
+    /// Allocations with this label fail; for [`LINKS`], queries of links.
     refused_label: Option<&'static str>,
     /// Frees cannot be ordered behind streams.
     refuses_order: AtomicBool,
@@ -45,6 +45,9 @@ impl fmt::Debug for Within {
     }
 }
 
+/// The label that stands for queries of links.
+pub const LINKS: &str = "links";
+
 /// Error of the rejected call.
 pub const REFUSAL: &str = "the test refuses it";
 
@@ -53,7 +56,8 @@ impl FailingDevice {
         FailingDevice::over(inner, kernels, None)
     }
 
-    /// A device whose allocations with this label fail.
+    /// A device whose allocations with this label fail, or its queries of links where it is
+    /// [`LINKS`].
     pub fn without(inner: Device, label: &'static str) -> Arc<FailingDevice> {
         FailingDevice::over(inner, &[], Some(label))
     }
@@ -115,6 +119,9 @@ impl Driver for FailingDevice {
     }
 
     fn has_native_atomics_with(&self, pci_bus_id: &str) -> Result<bool> {
+        if self.refused_label == Some(LINKS) {
+            return Err(Error::os("links", REFUSAL));
+        }
         self.inner.has_native_atomics_with(pci_bus_id)
     }
 

@@ -1,15 +1,17 @@
-//! A rank that lacks memory for a part of its buffer: every rank gets the reason, and no rank waits.
+//! A rank that lacks memory or an answer for a part of its buffer: every rank gets the reason, and no
+//! rank waits.
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::internal::driver;
 use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{Error, low_latency, throughput};
-use epoxide_testing::harness::{NodeLinks, Setup, run_ranks};
+use epoxide_testing::harness::{NodeLinks, PATIENCE, Setup, now, run_ranks};
 
-use crate::failing::{FailingDevice, REFUSAL};
+use crate::failing::{FailingDevice, LINKS, REFUSAL};
 use crate::turns::ROW;
 
-/// Makes a buffer on each of two ranks by `make`. Rank 1 has no memory with the label `label`.
+/// Makes a buffer on each of two ranks by `make`. Rank 1 has no memory with the label `label`, or no
+/// answer about its links.
 fn fails_on_both<B>(
     label: &'static str,
     make: impl Fn(epoxide::driver::Device, &dyn epoxide::group::ProcessGroup) -> epoxide::Result<B> + Sync,
@@ -17,7 +19,10 @@ fn fails_on_both<B>(
     run_ranks(2, |number, group| {
         let device = VirtualGpu::new(VirtConfig { ordinal: number, ..VirtConfig::default() });
         let lacks = if number == 1 { label } else { "nothing" };
+        let (clock, start) = (device.clone(), now(&device));
         let outcome = make(driver::device(FailingDevice::without(device, lacks)), &*group);
+        let took = now(&clock) - start;
+        assert!(took < group.timeout() / 2, "{label}: {took:?}");
         let error = outcome.err().expect("rank 1 has no part");
         let is_of_peer =
             matches!(error, Error::PeerFailed { peer: 1, .. } | Error::Transport { peer: 1, .. });
@@ -25,7 +30,8 @@ fn fails_on_both<B>(
         let text = error.to_string();
         assert!(text.contains(REFUSAL), "{label}: {text}");
         assert_eq!(text.contains("rank 1 failed: "), number == 0, "{label}: {text}");
-        Ok(())
+        // All ranks are behind the same call of the group.
+        group.barrier(PATIENCE)
     });
 }
 
@@ -51,5 +57,14 @@ fn high_throughput() {
     for (label, nodes) in across.into_iter().chain([("pool", None), ("host counts", None)]) {
         let setup = Setup::new(2, 1, 2, ROW).nodes(nodes);
         fails_on_both(label, |device, group| throughput::Buffer::new(device, group, setup.options.clone()));
+    }
+}
+
+#[test]
+fn links_of_ranks_that_map_each_other() {
+    let nodes = NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 };
+    for nodes in [None, Some(nodes)] {
+        let setup = Setup::new(2, 1, 2, ROW).nodes(nodes).join_nodes();
+        fails_on_both(LINKS, |device, group| throughput::Buffer::new(device, group, setup.options.clone()));
     }
 }

@@ -107,11 +107,8 @@ impl Pools {
             pools.add(peer as usize, mapping.clone());
             device.driver.has_native_atomics_with(&String::from_utf8_lossy(&devices[peer as usize]))
         };
-        // An error of this rank fails all ranks, because they wait for its answer.
-        let are_mapped: Result<bool> = others.iter().try_fold(true, |all, peer| Ok(all & map(*peer)?));
-        let answer = u8::from(*are_mapped.as_ref().unwrap_or(&false));
-        let answers = group.all_gather(&[answer])?;
-        are_mapped?;
+        let are_mapped = others.iter().try_fold(true, |all, peer| Ok(all & map(*peer)?));
+        let answers = group.all_gather(&[agree_on_part(group, are_mapped)?.into()])?;
         Ok(answers.iter().all(|answer| answer[..] == [1]).then_some(pools))
     }
 
