@@ -321,7 +321,8 @@ fn line(point: &Point, a: &Timed, b: &Timed, paired: bool) -> Line {
 /// Kind of a line's runs: whether they are pairs, and how many A and B have.
 type Design = (bool, usize, usize);
 
-/// The least p that runs can have: one arrangement of all is as far apart, or two that are mirrored.
+/// The least p that runs can have: one arrangement of all is as far apart, or two that are
+/// mirrored.
 fn least_p((paired, a, b): Design) -> f64 {
     let arrangements = match (paired, a + b) {
         (true, _) if a <= EXACT => 2f64.powi(a as i32 - 1),
@@ -472,7 +473,7 @@ impl Comparison {
     /// Lines with a verdict of slower, by at least this share.
     ///
     /// # Errors
-    /// There is none, and a line has no verdict, or may be slower by as much, or something has no
+    /// No line is slower by it, and one has no verdict, or may be slower by as much, or something has no
     /// line: with the reason and the remedy.
     pub fn slower_by(&self, share: f64) -> Result<Vec<&Line>> {
         let slower = self.differences().filter(|line| line.verdict == Verdict::Slower);

@@ -79,8 +79,8 @@ pub struct Groups {
 }
 
 impl Groups {
-    /// The groups of ranks that are processes. A rank waits up to `timeout` for the others' work, and
-    /// up to `outcomes_timeout` for their outcomes: until their own waits have timed out.
+    /// The groups of ranks that are processes. A rank waits up to `timeout` for the others' work,
+    /// and up to `outcomes_timeout` for their outcomes: until their own waits have timed out.
     pub fn of_processes(
         meeting: &Rendezvous,
         name: &str,

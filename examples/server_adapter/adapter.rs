@@ -291,8 +291,8 @@ impl Decode {
 }
 
 impl Prefill {
-    /// Sends rows. The host waits for the counts of all ranks, so that the outputs have as many rows
-    /// as were received.
+    /// Sends rows. The host waits for the counts of all ranks, so that the outputs have as many
+    /// rows as were received.
     ///
     /// # Safety
     /// The conditions of [`tensor`] hold for all addresses.

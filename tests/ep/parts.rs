@@ -1,5 +1,5 @@
-//! A rank that lacks memory or an answer for a part of its buffer: every rank gets the reason, and no
-//! rank waits.
+//! A rank that lacks memory or an answer for a part of its buffer: every rank gets the reason, and
+//! no rank waits.
 
 use epoxide::driver::virt::{VirtConfig, VirtualGpu};
 use epoxide::internal::driver;
@@ -10,8 +10,8 @@ use epoxide_testing::harness::{NodeLinks, PATIENCE, Setup, now, run_ranks};
 use crate::failing::{FailingDevice, LINKS, REFUSAL};
 use crate::turns::ROW;
 
-/// Makes a buffer on each of two ranks by `make`. Rank 1 has no memory with the label `label`, or no
-/// answer about its links.
+/// Makes a buffer on each of two ranks by `make`. Rank 1 has no memory with the label `label`, or
+/// no answer about its links.
 fn fails_on_both<B>(
     label: &'static str,
     make: impl Fn(epoxide::driver::Device, &dyn epoxide::group::ProcessGroup) -> epoxide::Result<B> + Sync,

@@ -157,8 +157,8 @@ pub struct DeviceConfig {
 /// minutes of one that accesses memory.
 pub const CHECKED_LIVELOCK_LIMIT: u64 = 1 << 28;
 
-/// Default of [`DeviceConfig::livelock_limit`] in an exploration, which keeps each choice: a run up to
-/// here takes about 200 MB.
+/// Default of [`DeviceConfig::livelock_limit`] in an exploration, which keeps each choice: a run up
+/// to here takes about 200 MB.
 pub const EXPLORED_LIVELOCK_LIMIT: u64 = 1 << 20;
 
 impl Default for DeviceConfig {

@@ -92,8 +92,8 @@ pub enum Progress {
     /// More work remains.
     Running,
     /// Every live warp only waits for memory that someone else must change, and nothing has changed
-    /// since the call began. The caller should let other devices run, or yield its thread, before it
-    /// calls again.
+    /// since the call began. The caller should let other devices run, or yield its thread, before
+    /// it calls again.
     Spinning,
 }
 
@@ -269,8 +269,8 @@ pub struct Grid {
     /// Counts changes that a warp may wait for, here or elsewhere: slices that changed something,
     /// copies that moved, and blocks that began or ended.
     changes: u64,
-    /// Grows with every change, and once more where all warps wait. A warp whose `idle_epoch` is the
-    /// present epoch has been idle since.
+    /// Grows with every change, and once more where all warps wait. A warp whose `idle_epoch` is
+    /// the present epoch has been idle since.
     epoch: u64,
     idle: usize,
     fault: Option<Fault>,

@@ -23,8 +23,8 @@ use crate::seeds::{Rng, mix};
 const LONGEST_TURN: u64 = 1024;
 /// Sets the numbers of [`Machine::random`] apart from those of the schedule.
 const PROGRAM: u64 = 0x7072_6f67_7261_6d00;
-/// How many times the limit of a kernel that never waits ([`DeviceConfig::livelock_limit`]) kernels of
-/// several devices may execute while they wait for each other and no block ends.
+/// How many times the limit of a kernel that never waits ([`DeviceConfig::livelock_limit`]) kernels
+/// of several devices may execute while they wait for each other and no block ends.
 const EXCHANGING: u64 = 16;
 /// How far the clock advances when all grids only wait, in nanoseconds; twice as far each time.
 const FIRST_JUMP_NS: u64 = 1_000;
@@ -139,8 +139,8 @@ pub struct Mismatch {
     pub label: String,
     /// Numbers of the array.
     pub len: usize,
-    /// Numbers that were expected. An iterator that does not know its length counts as one more than
-    /// the array where it has more.
+    /// Numbers that were expected. An iterator that does not know its length counts as one more
+    /// than the array where it has more.
     pub expected_len: usize,
     /// How many numbers are wrong, among those that both have.
     pub wrong: usize,
@@ -432,8 +432,8 @@ impl<T: Number> Array<T> {
     /// returns which are written.
     ///
     /// # Errors
-    /// In check mode, a race with a kernel that has not ended, or that a fault has stopped. Also, the
-    /// host lacks memory for the copy.
+    /// In check mode, a race with a kernel that has not ended, or that a fault has stopped. Also,
+    /// the host lacks memory for the copy.
     pub fn download(&self) -> Result<Vec<T>, MachineError> {
         self.download_range(0..self.len)
     }
@@ -1342,8 +1342,8 @@ mod tests {
         });
     }
 
-    /// `at` takes turns: waits for its parity in the word `ball`, and adds 1, `rounds` times. A wait of
-    /// longer than 1 s sets the word behind it.
+    /// `at` takes turns: waits for its parity in the word `ball`, and adds 1, `rounds` times. A
+    /// wait of longer than 1 s sets the word behind it.
     fn exchange() -> Module {
         let body = "\
 .visible .entry exchange(.param .u64 ball, .param .u32 parity, .param .u32 rounds)

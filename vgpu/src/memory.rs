@@ -970,8 +970,8 @@ impl Region {
     /// A file descriptor that [`Memory::import`] accepts, here or in another process.
     ///
     /// # Errors
-    /// The memory has no file ([`Memory::lend`]), the region is multicast addresses, or the process has
-    /// too many files open.
+    /// The memory has no file ([`Memory::lend`]), the region is multicast addresses, or the process
+    /// has too many files open.
     pub fn export(&self) -> Result<OwnedFd, MemoryError> {
         if self.multicast.is_some() {
             let message = "multicast addresses have no memory of their own to map: map the arrays".to_owned();

@@ -95,9 +95,8 @@ impl Machine {
     /// ```
     ///
     /// # Errors
-    /// `stride` is no power of two, less than 4096 or less than an array, an array has no whole pages,
-    /// or those of
-    /// [`symmetric_alloc`](Self::symmetric_alloc).
+    /// `stride` is no power of two, less than 4096 or less than an array, an array has no whole
+    /// pages, or those of [`symmetric_alloc`](Self::symmetric_alloc).
     pub fn symmetric_strided<T: Number>(
         &self,
         label: &str,

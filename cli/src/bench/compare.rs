@@ -27,8 +27,8 @@ pub struct VerdictFlags {
     /// Percent of difference that counts as noise, whatever the test's result.
     #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = parse_percent)]
     tolerance: f64,
-    /// Exit with 1 if anything of B is slower by so many percent or more, else with 2 if that cannot
-    /// be decided.
+    /// Exit with 1 if anything of B is slower by so many percent or more, else with 2 if that
+    /// cannot be decided.
     #[arg(long, value_name = "PERCENT", value_parser = parse_percent)]
     fail_if_slower: Option<f64>,
 }

@@ -282,7 +282,8 @@ pub enum Error {
         /// The cause.
         reason: String,
     },
-    /// Another rank failed in a call that all ranks make together. The call had no effect on any rank.
+    /// Another rank failed in a call that all ranks make together. The call had no effect on any
+    /// rank.
     #[error(
         "{what}, rank {rank}: rank {peer} failed: {}; mend that, and call again on all ranks",
         printable(reason)

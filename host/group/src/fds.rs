@@ -134,7 +134,7 @@ impl Mailbox {
         }
         for _ in 0..if ready.listener { ACCEPT_SLICE } else { 0 } {
             match self.pending.accept(&self.socket) {
-                // Its packet is read once `poll` reports it.
+                // The packet is read once `poll` reports it.
                 Accepted::New(_) => {}
                 Accepted::Evict(id) => self.read_packet(id)?,
                 Accepted::None => break,

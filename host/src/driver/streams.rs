@@ -71,8 +71,8 @@ impl Streams {
         !self.given_up.swap(true, Ordering::AcqRel)
     }
 
-    /// Records that a capture has begun on the stream `stream` of this handle, for a step of `buffer`
-    /// if any.
+    /// Records that a capture has begun on the stream `stream` of this handle, for a step of
+    /// `buffer` if any.
     pub(super) fn begin_recording(&self, stream: u64, handle: u64, buffer: Option<u64>) {
         lock(&self.recorded).push(Recorded { stream, handle, buffer, modules: Vec::new() });
     }

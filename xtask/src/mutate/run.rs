@@ -19,8 +19,9 @@ use super::faults::Fault;
 use super::text::Place;
 use crate::workspace;
 
-/// The checks of the virtual GPU, in the order in which they are tried. A load without a wait passes
-/// for a wait that was short: the race checker accepts both, and weak memory shows an older value.
+/// The checks of the virtual GPU, in the order in which they are tried. A load without a wait
+/// passes for a wait that was short: the race checker accepts both, and weak memory shows an older
+/// value.
 const CHECKS: &[&str] = &["--check", "--check=weak"];
 /// The file with the kernels to load instead of those in the binary.
 const PTX_VARIABLE: &str = "EPOXIDE_PTX";
@@ -265,7 +266,8 @@ impl Runner {
         let passes =
             self.checks().iter().flat_map(|check| self.seeds().iter().map(move |seed| (check, *seed)));
         for (check, seed) in passes {
-            // A report without a place is better than none: only what survives is checked once more.
+            // A report without a place is better than none: only what survives is checked once
+            // more.
             if nearest.is_some() && *check != self.checks()[0] {
                 break;
             }

@@ -293,8 +293,8 @@ impl Driver for CudaDevice {
 
         let _bound = self.bind()?;
         let (mut status, mut id) = (ffi::CU_STREAM_CAPTURE_STATUS_NONE, 0);
-        // SAFETY: the stream is live, as the trait demands; the out pointers are valid, or null where
-        // the driver leaves the result out.
+        // SAFETY: the stream is live, as the trait demands; the out pointers are valid, or null
+        // where the driver leaves the result out.
         let info = unsafe {
             let (status, id) = (&mut status, &mut id);
             ffi::cuStreamGetCaptureInfo_v2(raw(stream), status, id, null_mut(), null_mut(), null_mut())

@@ -252,7 +252,8 @@ LOOP:
 
     impl Drop for Ends {
         fn drop(&mut self) {
-            // SAFETY: aligned mapped memory of 4 bytes, which only atomics of host and device touch.
+            // SAFETY: aligned mapped memory of 4 bytes, which only atomics of host and device
+            // touch.
             unsafe { AtomicU32::from_ptr(self.0.host_ptr().cast()) }.store(1, Ordering::Release);
         }
     }

@@ -71,10 +71,10 @@ macro_rules! buffer_methods {
         /// `work` returns results detached, since every run of the step overwrites them.
         ///
         /// A step is ordered with the buffer's other operations on all streams, and its launch
-        /// returns the error of a failed one. Operations of another buffer are errors in it. Another
-        /// recording (a framework's own) may have these, and has neither property: its launch is
-        /// `unsafe`. Such a recording keeps memory of the buffer and its inputs until the buffer is
-        /// dropped.
+        /// returns the error of a failed one. Operations of another buffer are errors in it.
+        /// Another recording (a framework's own) may have these, and has neither property: its
+        /// launch is `unsafe`. Such a recording keeps memory of the buffer and its inputs until the
+        /// buffer is dropped.
         ///
         $(#[$capture])*
         /// # Errors
@@ -132,7 +132,8 @@ macro_rules! buffer_methods {
         /// device's streams.
         ///
         /// # Errors
-        /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout, at least 30 s.
+        /// [`Error::Timeout`] where that has not ended after twice the buffer's timeout, at least
+        /// 30 s.
         pub fn missing_tokens(&self) -> Result<Vec<u32>> {
             self.core.missing_tokens()
         }

@@ -391,8 +391,8 @@ pub fn nanoseconds(timeout: Duration) -> u64 {
 /// Returns this rank's part of a new buffer once every rank has its part.
 ///
 /// # Errors
-/// The error of the part, or [`Error::PeerFailed`] with the reason of a rank whose part is an error:
-/// [`Error::Unavailable`] where that rank lacks a requirement.
+/// The error of the part, or [`Error::PeerFailed`] with the reason of a rank whose part is an
+/// error: [`Error::Unavailable`] where that rank lacks a requirement.
 pub fn agree_on_part<T>(group: &dyn ProcessGroup, part: Result<T>) -> Result<T> {
     transport::agree_or(group, part, |peer, lacks, reason| match lacks {
         true => Error::Unavailable { what: "the buffer".into(), reason: format!("rank {peer}: {reason}") },

@@ -16,8 +16,8 @@ use crate::ep::tensor::{Owner, Owns};
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
-/// The host waits at least so long for work of the device: the deadlines of calls are for peers, and
-/// the caller's own work may take longer.
+/// The host waits at least so long for work of the device: the deadlines of calls are for peers,
+/// and the caller's own work may take longer.
 pub const LEAST_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Most places of a buffer.
@@ -243,8 +243,8 @@ impl<R> PlaceState<R> {
         if state.live != 0 { self.fence(state) } else { Ok(()) }
     }
 
-    /// Records a fence behind all work enqueued by now. The caller holds the lock, so that the fence
-    /// takes the place of older ones alone.
+    /// Records a fence behind all work enqueued by now. The caller holds the lock, so that the
+    /// fence takes the place of older ones alone.
     fn fence(&self, state: &mut LastLease<R>) -> Result<()> {
         let fence = self.arena.fence()?;
         if let Some(before) = state.ended.replace(fence) {

@@ -120,11 +120,11 @@ impl Buffer {
     /// The received rows become invalid: peers may overwrite them from here on.
     ///
     /// # Errors
-    /// The same as [`Buffer::dispatch`]. A call whose arguments break a rule has taken `received` as
-    /// well, so it cannot be repeated. Peers then wait for this rank until their deadlines: check
-    /// the rows' type and shape before the call, where they can be wrong. [`Error::StaleHandle`]
-    /// where a later dispatch has overwritten the rows, such as that of a step, or where the ranks
-    /// regrouped since.
+    /// The same as [`Buffer::dispatch`]. A call whose arguments break a rule has taken `received`
+    /// as well, so it cannot be repeated. Peers then wait for this rank until their deadlines:
+    /// check the rows' type and shape before the call, where they can be wrong.
+    /// [`Error::StaleHandle`] where a later dispatch has overwritten the rows, such as that of a
+    /// step, or where the ranks regrouped since.
     pub fn combine<'p>(
         &mut self,
         received: Received<'p>,

@@ -192,8 +192,8 @@ impl Buffer {
             if let Some(rows) = rows {
                 rows.check_current()?;
                 operation.sums.iter().for_each(|sums| sums.hold(rows.dispatch()));
-                // Readers on other streams must finish first: peers may overwrite the rows once this
-                // rank has entered the combine. Until here steps found the place in use.
+                // Readers on other streams must finish first: peers may overwrite the rows once
+                // this rank has entered the combine. Until here steps found the place in use.
                 drop(rows);
             }
             // Not before: a dispatch that is rejected until here leaves the rows that are there.

@@ -412,8 +412,8 @@ impl Buffer {
     }
 
     /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
-    /// asynchronous call. `uses`: what must live as long as a recording of it. `work` gets whether the
-    /// operation is only recorded.
+    /// asynchronous call. `uses`: what must live as long as a recording of it. `work` gets whether
+    /// the operation is only recorded.
     fn run(
         &mut self,
         order: StreamOrder<'_>,

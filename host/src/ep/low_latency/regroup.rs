@@ -145,8 +145,8 @@ impl Buffer {
         Ok(Proposal { rank: self.rank().into(), epoch: own.ticket / QUANTUM })
     }
 
-    /// Clears what earlier operations have left on the device. The next operation is behind `epoch`,
-    /// without the ranks `left_out`.
+    /// Clears what earlier operations have left on the device. The next operation is behind
+    /// `epoch`, without the ranks `left_out`.
     fn clear(&self, left_out: u64, epoch: u64) -> Result<()> {
         let stream = self.core.stream();
         let ticket = epoch * QUANTUM;

@@ -210,8 +210,9 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     (what, value(ours), value(theirs))
 }
 
-/// The host stops waiting after this many timeouts, and not before [`LEAST_PATIENCE`], because queued
-/// work and expiring operations may run first. The kernels' own deadlines end the wait long before.
+/// The host stops waiting after this many timeouts, and not before [`LEAST_PATIENCE`], because
+/// queued work and expiring operations may run first. The kernels' own deadlines end the wait long
+/// before.
 const HOST_PATIENCE: u32 = 20;
 
 impl Buffer {
