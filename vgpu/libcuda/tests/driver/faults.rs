@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::ffi::c_void;
 use std::process::Command;
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
 use crate::cuda::*;
@@ -96,6 +96,12 @@ unsafe extern "C" fn send_code(_stream: Handle, code: Code, data: *mut c_void) {
     sender.send((number, code)).expect("the test waits");
 }
 
+unsafe extern "C" fn hold(_stream: Handle, _code: Code, data: *mut c_void) {
+    // SAFETY: the test passes a box to this one callback, which is called once.
+    let release = *unsafe { Box::from_raw(data.cast::<Receiver<()>>()) };
+    release.recv_timeout(Duration::from_secs(60)).expect("the test releases the stream");
+}
+
 /// CUDA's documentation: a callback is called exactly once, with the code of an earlier fault. An
 /// H200 does not take one that is added behind the fault.
 #[test]
@@ -113,8 +119,15 @@ fn callbacks_of_a_context_that_failed_are_called_with_its_code() {
     let next = || codes.recv_timeout(Duration::from_secs(60)).expect("the callback is called");
     add_callback(0);
     assert_eq!(next(), (0, 0));
+    // The kernel runs once all callbacks are behind it.
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    ok!(cuStreamAddCallback(
+        own => Handle, hold => unsafe extern "C" fn(Handle, Code, *mut c_void),
+        Box::into_raw(Box::new(held)).cast() => *mut c_void, 0 => u32,
+    ));
     bad.add(own, [1, 1], 64, 1);
     (1..4).for_each(add_callback);
+    release.send(()).expect("the stream waits");
     (1..4).for_each(|number| assert_eq!(next(), (number, 700), "CUDA_ERROR_ILLEGAL_ADDRESS"));
     // The context has failed, and no call has returned the fault yet. The callback is not called:
     // its data would be null.
