@@ -447,9 +447,8 @@ fn no_step_runs_within_a_half() {
     });
 }
 
-/// A first half that is recorded has no second one that runs, and the other way round.
-#[test]
-fn halves_are_both_recorded_or_both_run() {
+/// Calls `run` on one rank that has dispatched and combined, with the combine and its output.
+fn with_a_combine(run: impl Fn(&mut Rank, CombineRequest<'_>, &Tensor<'_>) -> Result<()> + Sync) {
     run_ranks(1, |_, group| {
         let options = Setup::new(1, 1, TOKENS, 2 * HIDDEN).max_topk(4).options;
         let mut rank = Rank::new(VirtualGpu::new(VirtConfig::default()), group, options)?;
@@ -460,32 +459,41 @@ fn halves_are_both_recorded_or_both_run() {
         let out = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
         let handle = rank.dispatch(&mut place, DispatchRequest::new(&x, &layout))?.handle;
         let (request, stream) = (CombineRequest::new(&x, &handle), rank.stream.clone());
+        rank.buffer.combine_into(request, &out, None, StreamOrder::on(&stream))?;
+        run(&mut rank, request, &out)
+    });
+}
+
+/// A first half that is recorded has no second one that runs, and the other way round.
+#[test]
+fn halves_are_both_recorded_or_both_run() {
+    with_a_combine(|rank, request, out| {
+        let stream = rank.stream.clone();
         let order = StreamOrder::on(&stream);
-        rank.buffer.combine_into(request, &out, None, order)?;
 
         // A step without the second half is none.
         let mut runs = 0;
         let step = rank.buffer.capture(&stream, |buffer, order| {
             runs += 1;
-            let pending = buffer.combine_send_into(request, &out, None, order)?;
+            let pending = buffer.combine_send_into(request, out, None, order)?;
             if runs == 1 { pending.receive(order).map(drop) } else { Ok(()) }
         });
         refused(step, &["combine", "its second half was not recorded"]);
-        rank.buffer.combine_into(request, &out, None, order)?;
+        rank.buffer.combine_into(request, out, None, order)?;
 
         let mixed = ["combine", "one of its halves is recorded and the other one is not"];
         let mut pending = None;
         drop(stream.capture(|| {
-            pending = Some(rank.buffer.combine_send_into(request, &out, None, order)?);
+            pending = Some(rank.buffer.combine_send_into(request, out, None, order)?);
             Ok(())
         })?);
         refused(pending.take().expect("a first half").receive(order), &mixed);
         // Nothing was enqueued.
-        rank.buffer.combine_into(request, &out, None, order)?;
+        rank.buffer.combine_into(request, out, None, order)?;
 
-        let pending = rank.buffer.combine_send_into(request, &out, None, order)?;
+        let pending = rank.buffer.combine_send_into(request, out, None, order)?;
         refused(stream.capture(|| pending.receive(order).map(drop)), &mixed);
-        let later = rank.buffer.combine_into(request, &out, None, order);
+        let later = rank.buffer.combine_into(request, out, None, order);
         refused(later, &["combine", "what it brings was not received"]);
         rank.stream.synchronize()
     });
@@ -494,34 +502,25 @@ fn halves_are_both_recorded_or_both_run() {
 /// A recording that another library gives up between the halves is made anew behind a warm-up.
 #[test]
 fn a_recording_that_ends_between_the_halves_is_made_anew() {
-    run_ranks(1, |_, group| {
-        let options = Setup::new(1, 1, TOKENS, 2 * HIDDEN).max_topk(4).options;
-        let mut rank = Rank::new(VirtualGpu::new(VirtConfig::default()), group, options)?;
-        let mut place = rank.place()?;
-        let topk_idx = rank.upload_typed(1, &vec![vec![0i64]; TOKENS as usize])?;
-        let layout = rank.layout(&topk_idx, 1)?;
-        let x = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
-        let out = Tensor::alloc(rank.device(), DType::Bf16, &[TOKENS.into(), HIDDEN])?;
-        let handle = rank.dispatch(&mut place, DispatchRequest::new(&x, &layout))?.handle;
-        let (request, stream) = (CombineRequest::new(&x, &handle), rank.stream.clone());
+    with_a_combine(|rank, request, out| {
+        let stream = rank.stream.clone();
         let order = StreamOrder::on(&stream);
-        rank.buffer.combine_into(request, &out, None, order)?;
         stream.synchronize()?;
 
         let given_up: Result<_> = stream.capture(|| {
-            drop(rank.buffer.combine_send_into(request, &out, None, order)?);
+            drop(rank.buffer.combine_send_into(request, out, None, order)?);
             Err(Error::os("capture", REFUSAL))
         });
         refused(given_up, &[REFUSAL]);
-        let next = stream.capture(|| rank.buffer.combine_into(request, &out, None, order).map(drop));
+        let next = stream.capture(|| rank.buffer.combine_into(request, out, None, order).map(drop));
         refused(next, &["first half of a combine was recorded", "begin_warmup"]);
-        rank.buffer.combine_into(request, &out, None, order)?;
+        rank.buffer.combine_into(request, out, None, order)?;
 
         rank.buffer.begin_warmup();
-        rank.buffer.combine_into(request, &out, None, order)?;
+        rank.buffer.combine_into(request, out, None, order)?;
         stream.synchronize()?;
         rank.buffer.end_warmup();
-        let graph = stream.capture(|| rank.buffer.combine_into(request, &out, None, order).map(drop))?;
+        let graph = stream.capture(|| rank.buffer.combine_into(request, out, None, order).map(drop))?;
         // SAFETY: the buffer and the tensors outlive the replay.
         unsafe { graph.launch(&stream)? };
         stream.synchronize()?;
