@@ -457,6 +457,44 @@ fn the_event_of_a_failed_operation_gives_its_error() {
     });
 }
 
+/// A plan that fails ends what is along its handle, and nothing else.
+#[test]
+fn the_events_along_a_plan_that_failed_give_its_error() {
+    in_both_spreads(|rank, turn, inputs, place| {
+        let stream = rank.stream.clone();
+        let order = StreamOrder::on(&stream).asynchronous();
+        let layout = inputs.layout(rank)?;
+        let most = turn.plans.iter().map(|plan| plan.num_recv_tokens).max().unwrap_or(0);
+        let request = |most: u32| {
+            DispatchRequest::new(&inputs.x, &layout).counts(Counts::OnDevice { capacity: most.into() })
+        };
+        let mut few = rank.buffer.dispatch(place, request(most - 1), order)?;
+        let summed = rank.buffer.combine(CombineRequest::new(&few.recv_x, &few.handle), order)?;
+        let (event, handle) = (few.event.take(), few.handle.clone());
+        drop(few);
+        let request_along = CachedDispatchRequest::new(&inputs.x, &handle);
+        // Across nodes this requires more blocks than there are here.
+        let cached = match rank.buffer.num_nodes() {
+            1 => rank.buffer.dispatch_cached(place, request_along, order)?.event,
+            _ => None,
+        };
+        let half = rank.buffer.dispatch_send(place, request(most - 1), order)?.receive(order)?.event;
+        let good = rank.buffer.dispatch(place, request(most), order)?;
+        let failed: Vec<Event> = [event, summed.event, cached, half].into_iter().flatten().collect();
+        assert_eq!(failed.len(), if rank.buffer.num_nodes() == 1 { 4 } else { 3 });
+        for event in failed {
+            let waits =
+                [event.synchronize(), event.is_done().map(drop), event.wait_timeout(PATIENCE).map(drop)];
+            for wait in waits {
+                assert!(matches!(wait, Err(Error::Capacity { .. })), "{wait:?}");
+            }
+        }
+        good.event.expect("the call is asynchronous").synchronize()?;
+        assert!(rank.buffer.check().is_err());
+        rank.outcome()
+    });
+}
+
 /// Steps whose plans fail, more often than the record of failed plans has room for.
 #[test]
 fn the_plans_of_steps_that_failed_are_told_of() {

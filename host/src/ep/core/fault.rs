@@ -167,6 +167,11 @@ impl Faults {
         self.id
     }
 
+    /// The buffer's device.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// The buffer's rank.
     pub fn rank(&self) -> u32 {
         self.rank

@@ -527,7 +527,7 @@ impl Buffer {
         capturing: bool,
     ) -> Result<Option<Event>> {
         let uses = launch.uses.iter().cloned();
-        self.run(order, capturing, Some(("combine", halves)), uses, |buffer, stream| {
+        let event = self.run(order, capturing, Some(("combine", halves)), uses, |buffer, stream| {
             let row_bytes = launch.args.row_bytes.into();
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             if !launch.stage.x.is_null() {
@@ -558,7 +558,8 @@ impl Buffer {
                 }
                 ended
             }
-        })
+        })?;
+        Ok(event.map(|event| event.of(launch.handle.clone())))
     }
 
     /// Enqueues the copy of a tensor's rows into the pool and the check of their number, unless the

@@ -15,7 +15,7 @@ use epoxide_gpu::layout::{
     InternodeExpertPlanArgs, InternodeNotifyArgs, NotifyArgs, NumberArgs, PlanHeader, SlotShape, ring_bytes,
 };
 
-use super::halves::{AddedCounts, Copies, DispatchEnd, Pending, Second, Waits};
+use super::halves::{AddedCounts, Copies, DispatchEnd, Pending, Waits};
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
 use super::kernels::{RingShape, Spread, call_within, not_loaded};
 use super::place::{Place, Room};
@@ -335,7 +335,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, Received<'p>>> {
         let (received, end) = self.start_dispatch(place, request, order, Halves::Send)?;
-        Ok(self.pending(Second::Dispatch(Box::new(end)), received))
+        Ok(self.pending_dispatch(end, received))
     }
 
     /// Launches a dispatch, or its first half; gives what the second one launches.
@@ -444,6 +444,7 @@ impl Buffer {
             local_experts,
         });
 
+        let failed_before = self.plans.failed()?;
         let mut header = PlanHeader::default();
         let mut lease = None;
         let (scales, weights) = (scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
@@ -519,8 +520,10 @@ impl Buffer {
             num_recv_tokens: num_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
             num_rdma_recv_tokens: num_rdma_recv_tokens.map_or_else(OnceLock::new, OnceLock::from),
             plans: self.plans.clone(),
+            failed_before,
         }));
         let plan = &handle.0;
+        let event = event.map(|event| event.of(plan.clone()));
         if let Some(cumulative) = request.cumulative_counts {
             self.core.fills_tensor(cumulative, plan);
         }
@@ -573,7 +576,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Pending<'b, Received<'p>>> {
         let (received, end) = self.start_cached_dispatch(place, request, order, Halves::Send)?;
-        Ok(self.pending(Second::Dispatch(Box::new(end)), received))
+        Ok(self.pending_dispatch(end, received))
     }
 
     /// The same as [`Buffer::start_dispatch`], along a handle.
@@ -630,6 +633,7 @@ impl Buffer {
                 Ok(())
             }
         })?;
+        let event = event.map(|event| event.of(handle.0.clone()));
         let lease = self.captured_lease(lease, None)?;
         Ok((output_of_rows(&payload, &lease, handle, event), end))
     }
@@ -689,11 +693,13 @@ impl Buffer {
         uses: impl IntoIterator<Item = Owner>,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
-        let uses = uses.into_iter().chain([received.handle.0.block.clone() as Owner]);
-        self.run(order, capturing, None, uses, |buffer, stream| {
+        let handle = &received.handle.0;
+        let uses = uses.into_iter().chain([handle.block.clone() as Owner]);
+        let event = self.run(order, capturing, None, uses, |buffer, stream| {
             received.lease.check_current()?;
             work(buffer, stream)
-        })
+        })?;
+        Ok(event.map(|event| event.of(handle.clone())))
     }
 
     pub(super) fn check_handle(&self, handle: &DispatchHandle) -> Result<()> {

@@ -63,6 +63,9 @@ impl core::Calls for Calls {
     }
 }
 
+/// Offset of the failed plans in the memory of a buffer's faults.
+const RECORD: u64 = size_of::<Status>() as u64;
+
 /// The plans of a buffer's dispatches. Shared with handles, which outlive it.
 #[derive(Debug)]
 pub struct Plans {
@@ -95,13 +98,17 @@ impl Plans {
         &self.faults
     }
 
+    /// How many plans have failed so far.
+    pub fn failed(&self) -> Result<u64> {
+        // The device stores the count with release after the plan, and this load acquires it.
+        self.faults.memory().load(RECORD)
+    }
+
     /// The error of the last failed plan whose error no call has returned yet. For dispatches whose
     /// counts stay on the device, since others return their plan's error themselves.
     pub fn check(&self) -> Result<()> {
-        const RECORD: u64 = size_of::<Status>() as u64;
         let memory = self.faults.memory();
-        // The device stores the count with release after the plan, and this load acquires it.
-        let mut count = memory.load(RECORD)?;
+        let mut count = self.failed()?;
         if self.reported.swap(count, Ordering::Relaxed) == count {
             return Ok(());
         }
@@ -110,7 +117,7 @@ impl Plans {
             let at = offset_of!(FailedPlans, plans) as u64 + index * size_of::<FailedPlan>() as u64;
             let plan: FailedPlan = memory.read(RECORD + at)?;
             // Unless others have taken its place meanwhile.
-            let now = memory.load(RECORD)?;
+            let now = self.failed()?;
             if now - count < KEPT_PLANS as u64 - 1 {
                 return self.check_plan(&plan.header, plan.capacity);
             }

@@ -9,6 +9,7 @@ use epoxide_gpu::kernels::{AnnounceTokens, COPY_STAGES, CopyReceivedRows, EndOpe
 use epoxide_gpu::layout::{Comm, DevicePtr, EndArgs, EnterArgs, ExpertDispatchArgs, ring_bytes};
 
 use super::combine::{CombineLaunch, Combined};
+use super::handle::HandleState;
 use super::kernels::{OneNode, not_loaded};
 use super::received::Received;
 use super::{Buffer, StreamOrder, Tensor, TypedTensor};
@@ -40,7 +41,7 @@ pub struct Pending<'b, T> {
 /// The second half of an operation.
 #[derive(Debug)]
 pub(super) enum Second {
-    Dispatch(Box<DispatchEnd>),
+    Dispatch(Box<DispatchEnd>, Arc<HandleState>),
     Combine(Box<CombineLaunch>),
 }
 
@@ -137,17 +138,29 @@ impl Buffer {
         Pending { buffer: self, second, output }
     }
 
+    /// The first half of a dispatch has been launched.
+    pub(super) fn pending_dispatch<'b, 'p>(
+        &'b mut self,
+        end: DispatchEnd,
+        received: Received<'p>,
+    ) -> Pending<'b, Received<'p>> {
+        let handle = received.handle.0.clone();
+        self.pending(Second::Dispatch(Box::new(end), handle), received)
+    }
+
     /// Launches the second half of an operation.
     fn receive(&mut self, second: &Second, order: StreamOrder<'_>) -> Result<Option<Event>> {
         let capturing = self.core.begin(order)?;
         match second {
-            Second::Dispatch(end) => {
+            Second::Dispatch(end, handle) => {
                 let uses = end.uses.iter().cloned();
                 // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind
                 // all work enqueued on streams, and a recording keeps them.
-                self.run(order, capturing, Some((end.name, Halves::Receive)), uses, |buffer, stream| unsafe {
+                let named = Some((end.name, Halves::Receive));
+                let event = self.run(order, capturing, named, uses, |buffer, stream| unsafe {
                     buffer.end_dispatch(stream, end)
-                })
+                })?;
+                Ok(event.map(|event| event.of(handle.clone())))
             }
             Second::Combine(launch) => self.launch_combine(launch, Halves::Receive, order, capturing),
         }

@@ -45,20 +45,28 @@ pub struct HandleState {
     pub num_rdma_recv_tokens: OnceLock<u32>,
     /// The failed plans of its buffer, and its other faults.
     pub plans: Arc<Plans>,
+    /// Plans that had failed before this one was made.
+    pub failed_before: u64,
 }
 
 impl Outcome for HandleState {
+    /// The buffer's fault. Where the host did not wait for the counts, the plan's as well.
     fn report(&self) -> Result<()> {
-        self.plans.faults().check()
+        self.plans.faults().check()?;
+        if self.num_recv_tokens.get().is_some() || self.plans.failed()? == self.failed_before {
+            return Ok(());
+        }
+        // The plan was made before the event. A stream of its own waits for no other work.
+        let stream = Stream::new(self.plans.faults().device())?;
+        self.plans.check_plan(&self.header(&stream)?, self.capacity)
     }
 
     fn order_before(&self, stream: &Stream) -> Result<()> {
         self.plans.faults().order_before(stream)
     }
 
-    /// The buffer's fault. Where the host did not wait for the counts, the plan's as well.
     fn check_behind(&self, stream: &Stream) -> Result<()> {
-        self.report()?;
+        self.plans.faults().check()?;
         if self.num_recv_tokens.get().is_some() {
             return Ok(());
         }

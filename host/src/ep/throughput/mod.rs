@@ -407,7 +407,8 @@ impl Buffer {
         )
     }
 
-    /// [`Core::run`]; an asynchronous call's event reports the buffer's faults.
+    /// [`Core::run`]; an asynchronous call's event reports the buffer's faults. Along a handle, the
+    /// caller makes it report the handle's outcome.
     fn run(
         &mut self,
         order: StreamOrder<'_>,
