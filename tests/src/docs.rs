@@ -246,3 +246,11 @@ fn no_change_has_five_words_twice() {
         }
     }
 }
+
+/// A build product or a package that was added by accident, which every clone would get.
+#[test]
+fn no_file_but_the_ptx_is_larger_than_half_a_megabyte() {
+    let large = files(&root(), &[""]).into_iter().filter(|file| file.metadata().unwrap().len() > 500_000);
+    let large: Vec<_> = large.map(|file| file.strip_prefix(root()).unwrap().to_owned()).collect();
+    assert_eq!(large, [Path::new("gpu/ptx/epoxide.sm_90.ptx")]);
+}
