@@ -137,7 +137,7 @@ impl Plans {
                 "rank {} has {needed} tokens for one node: create the buffer with max_tokens >= {needed}, and with \
                  num_rdma_bytes >= {} or none",
                 header.peer,
-                wire_bytes(&limits.shape, self.faults.topology(), needed)
+                wire_bytes(&limits.shape, self.faults.topology(), limits.by_expert, needed)
             );
             let what = ("wire memory", "slots for each node");
             return Err(Error::capacity(what, needed, limits.slots, remedy, Scope::EveryRank));

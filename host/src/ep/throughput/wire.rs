@@ -152,9 +152,9 @@ pub fn wire_layout(
 }
 
 /// The bytes that wire memory must have for `slots` tokens of a rank for one node.
-pub fn wire_bytes(shape: &Shape, topology: Topology, slots: u64) -> u64 {
+pub fn wire_bytes(shape: &Shape, topology: Topology, by_expert: bool, slots: u64) -> u64 {
     let shape = Shape { max_tokens: slots.min(u32::MAX as u64) as u32, ..*shape };
-    wire_layout(&shape, topology, false, None)
+    wire_layout(&shape, topology, by_expert, None)
         .map_or(0, |layout| layout.bytes + 2 * topology.nodes as u64 * ALIGN)
 }
 
@@ -185,7 +185,11 @@ mod tests {
         for limit in [310_000u64, 1_000_000, 84_000_000] {
             let layout = wire_layout(&SHAPE, TOPOLOGY, false, Some(limit)).unwrap();
             assert!(layout.bytes <= limit, "{} of {limit}", layout.bytes);
-            assert!(wire_bytes(&SHAPE, TOPOLOGY, layout.slots + 1) > limit - 4 * ALIGN);
+            assert!(wire_bytes(&SHAPE, TOPOLOGY, false, layout.slots + 1) > limit - 4 * ALIGN);
+        }
+        for by_expert in [false, true] {
+            let enough = wire_bytes(&SHAPE, TOPOLOGY, by_expert, 100);
+            assert!(wire_layout(&SHAPE, TOPOLOGY, by_expert, Some(enough)).unwrap().slots >= 100);
         }
         assert!(wire_layout(&SHAPE, TOPOLOGY, false, Some(1000)).is_err());
     }
