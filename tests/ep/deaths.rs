@@ -13,7 +13,7 @@ use epoxide::throughput::{
     CachedDispatchRequest, CombineRequest, Counts, DispatchHandle, DispatchLayout, DispatchRequest, Place,
 };
 use epoxide::transport::{TransportKind, TransportOptions};
-use epoxide::{DType, StreamOrder, Tensor};
+use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result};
 use epoxide_testing::harness::{NodeLinks, PATIENCE, Rank, Setup, keep, run_ranks};
 use epoxide_testing::tier;
@@ -282,6 +282,89 @@ fn high_throughput_rounds(nodes: Option<NodeLinks>, rows: Rows, stop: &Arc<Stop>
         })
     });
     rank_0_failed(&outcomes, fault)
+}
+
+/// Stops rank 1 after so many warp instructions of a combine of rows in the pool, until rank 0 has
+/// given up and has written other rows. No rank may then take these for those that it waited for.
+/// Returns whether a rank was told, and the instructions of a rank 1 that did not stop. `is_measured`:
+/// whether the combine adds up its waits, so that a kernel behind it ends it.
+fn late_gatherer(nodes: Option<NodeLinks>, is_measured: bool, after: u64) -> (bool, u64) {
+    let ranks = nodes.map_or(2, |nodes| 2 * nodes.ranks_per_node);
+    let turn = Turn::random(0, &vec![5; ranks as usize], 1);
+    let stop = Stop::of(1);
+    let mut setup = Setup::new(ranks, 1, 8, ROW).max_topk(TOPK).nodes(nodes);
+    setup.fields().timeout = 20 * DEADLINE;
+    setup.device.hooks.stop = Some(stop.clone());
+    let told = setup.run(|rank| {
+        let (number, stream, group) = (rank.rank, rank.stream.clone(), rank.group.clone());
+        let (inputs, mut place) = turn.begin(rank)?;
+        let output = inputs.dispatch_exact(rank, &mut place)?;
+        let rows = output.combine_rows(DType::Bf16, HIDDEN as u64)?;
+        let (to, from) = (rows.tensor(), &output.recv_x);
+        let bytes = to.rows() * to.row_stride();
+        // SAFETY: both are in the pool, which lives as long as the buffer.
+        unsafe { stream.copy(to.ptr(), from.ptr(), bytes)? };
+        stream.synchronize()?;
+        group.barrier(PATIENCE)?;
+        if number == 1 {
+            stop.after(after);
+        }
+        let waits = TypedTensor::from_host(&stream, &[ranks.into()], &vec![0i64; ranks as usize])?;
+        let mut request = CombineRequest::new(&rows, &output.handle);
+        if is_measured {
+            request = request.cumulative_wait_ns(&waits);
+        }
+        if number == 0 {
+            request = request.timeout(DEADLINE);
+        }
+        let back = rank.buffer.combine(request, StreamOrder::on(&stream))?;
+        if number == 0 {
+            drop(stream.synchronize());
+            // SAFETY: as above.
+            unsafe { stream.write(to.ptr(), &vec![0x3f; bytes as usize])? };
+            stream.synchronize()?;
+        }
+        group.barrier(PATIENCE)?;
+        let executed = after.saturating_sub(stop.left());
+        group.barrier(PATIENCE)?;
+        stop.go_on();
+        let want = &turn.sums[number as usize];
+        let kept = rank.row_bytes(&keep(&stream, &back.combined_x, want.len() as u64)?)?;
+        let outcome = back.combined_x.to_host::<u16>(&stream);
+        group.barrier(PATIENCE)?;
+        if number == 0 {
+            return Ok((false, executed));
+        }
+        for (got, want) in kept.iter().zip(want) {
+            assert!(is_nan(got) || got == want, "rank {number} after {after}: {got:?}, {want:?}");
+        }
+        match outcome {
+            Ok(sums) => {
+                let sums = sums.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<u8>>();
+                assert!(sums == want.concat(), "rank {number} after {after}: {sums:?}");
+                Ok((false, executed))
+            }
+            Err(Error::Broken { reason, .. }) => {
+                assert!(reason.contains("rank 0 gave up"), "{reason}");
+                Ok((true, executed))
+            }
+            Err(Error::PeerTimeout { .. }) => Ok((false, executed)),
+            Err(error) => panic!("{error}"),
+        }
+    });
+    (told.iter().any(|(told, _)| *told), told[1].1)
+}
+
+#[test]
+fn a_rank_that_gives_up_tells_those_that_still_gather_its_rows() {
+    let transport = TransportKind::Shm;
+    let several = Some(NodeLinks { ranks_per_node: 2, transport, queues: 1 });
+    for (nodes, is_measured) in [(None, false), (None, true), (several, false)] {
+        let (_, executed) = late_gatherer(nodes, is_measured, u64::MAX / 2);
+        let points = tier::pick(8, 30);
+        let told = (0..points).filter(|point| late_gatherer(nodes, is_measured, executed * point / points).0);
+        assert!(told.count() > 0, "never told of {nodes:?}, {is_measured}");
+    }
 }
 
 #[test]

@@ -23,7 +23,7 @@ use crate::turns::{Inputs, ROW, TOPK, Turn, combine_in_pool, echo};
 /// Short, so that kernels read the clock every few polls.
 const DEADLINE: Duration = Duration::from_millis(1);
 /// Most points of the operations at which a rank stops, until errors have named all words.
-const POINTS: u64 = 128;
+const POINTS: u64 = 1024;
 
 /// Codes of the page that no test provokes, each with the reason.
 const NOT_PROVOKED: [(Wait, &str); 1] = [(

@@ -32,6 +32,16 @@ device_fns! {
         unsafe { asm!("red.relaxed.gpu.global.add.u64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
     }
 
+    /// Sets bits, with no order, for every device and the host.
+    /// `red.relaxed.sys.global.or.b64 [p], v;`
+    ///
+    /// # Safety
+    /// `p` is a live, writable global address, 8-byte aligned.
+    pub unsafe fn red_relaxed_sys_or_u64(p: u64, v: u64) {
+        // SAFETY: the caller vouches for `p`.
+        unsafe { asm!("red.relaxed.sys.global.or.b64 [{p}], {v};", p = in(reg64) p, v = in(reg64) v, options(nostack)) };
+    }
+
     /// Lowers to the minimum, with no order, on this device.
     /// `red.relaxed.gpu.global.min.u64 [p], v;`
     ///

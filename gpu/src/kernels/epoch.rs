@@ -6,9 +6,9 @@ use core::mem::offset_of;
 
 use super::peer_wait::PeerWait;
 use crate::layout::{
-    BlockTrace, Comm, FEW_RANKS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, MISSING_TOKENS, NO_READY,
-    PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait, done_offset,
-    message_offset, ready_offset,
+    BlockTrace, Comm, DONE_GAVE_UP, FEW_RANKS, LOCAL_ABORT, LOCAL_EPOCH, LOCAL_TICKET, MISSING_TOKENS,
+    NO_READY, PlanHeader, PlanStatus, QUANTUM, READY_EPOCHS, READY_OTHERS, READY_PLANS, READY_SHIFT, Wait,
+    done_offset, message_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -320,18 +320,28 @@ pub unsafe fn is_in_other_call(other: &PeerWait, word: u64) -> bool {
 /// Ends a block's part of the operation; all threads call it. Publishes the block's end to every
 /// peer. The last block of the grid waits for all peers and advances the epoch.
 ///
-/// `joined` is the result of [`wait_ranks_ready`]. A block whose wait expired moved nothing, so
-/// that it publishes nothing: a late peer must not take missing rows for complete ones.
+/// `joined`: whether the block has sent, or read, all that it had to. Otherwise it publishes nothing: a
+/// late peer must not take missing rows for complete ones.
+///
+/// The last block of a combine that has given up tells its peers. `may_change`: whether peers may write
+/// other rows to their pools once they have given up. Where one gave up, the first warp of the last
+/// block gets true: this rank may have summed such rows.
 ///
 /// # Safety
 /// Pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the
 /// whole block's work happen before the releases, which are cumulative: no thread needs a fence of
 /// its own.
 #[device]
-pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, what: Wait) {
+pub unsafe fn leave<const MANY: bool>(
+    comm: &Comm,
+    epoch: u64,
+    joined: bool,
+    what: Wait,
+    may_change: bool,
+) -> bool {
     barrier_sync();
     if tid() >= 64 {
-        return;
+        return false;
     }
     trace(comm, Phase::Moved);
     let (warp, lane) = (tid() / 32, laneid());
@@ -351,18 +361,85 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
     }
     if ballot(last) == 0 {
         trace(comm, Phase::Done);
-        return;
+        return false;
     }
+    let is_combine = matches!(what, Wait::CombineDone);
+    // All other blocks have ended. Loaded ahead of the waits, whose outcome is known here.
+    let (mut gives_up, mut is_unsure) = (is_combine && aborted(comm), false);
     of_lane!(MANY, comm, lane, rank => {
         let word = pool_at::<MANY>(comm, comm.rank) + done_offset(rank);
-        PeerWait::new(comm, rank, epoch, what).at_least(word, epoch * QUANTUM);
+        let end = wait_done(PeerWait::new(comm, rank, epoch, what), word);
+        gives_up |= !end.has_come;
+        is_unsure |= may_change && note_gave_up(comm, rank, epoch, end.seen);
     });
     if lane == 0 {
         // The end of the kernel publishes it; every other block has read the old one before its
         // ticket.
         st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
     }
+    let is_unsure = ballot(is_unsure) != 0;
+    if is_combine && ballot(gives_up | is_unsure) != 0 {
+        of_lane!(MANY, comm, lane, rank => { tell_gave_up(comm, pool_at::<MANY>(comm, rank)) });
+        fence_acq_rel_sys();
+        // All blocks' sums are before this.
+        syncwarp();
+    }
     trace(comm, Phase::Done);
+    is_unsure
+}
+
+/// The end of a wait for a `done` word.
+#[derive(Clone, Copy)]
+pub struct DoneWait {
+    /// Whether the peer has done its part.
+    pub has_come: bool,
+    /// The word when it was last read.
+    pub seen: u64,
+}
+
+/// Waits until the peer of `wait` has done its part of the operation, by its word at `word`. Where the
+/// wait expires, that is recorded.
+///
+/// # Safety
+/// `word` is a live `done` word.
+#[device]
+pub unsafe fn wait_done(mut wait: PeerWait, word: u64) -> DoneWait {
+    let needed = wait.epoch * QUANTUM;
+    loop {
+        let seen = ld_acquire_sys_u64(word);
+        let done = seen & !DONE_GAVE_UP;
+        if done >= needed {
+            return DoneWait { has_come: true, seen };
+        }
+        if wait.has_expired() {
+            wait.record(needed, done);
+            return DoneWait { has_come: false, seen };
+        }
+    }
+}
+
+/// Whether rank `peer` has given up its combine, by its `done` word as `seen` behind the last read
+/// of its rows. A failure is recorded.
+///
+/// # Safety
+/// `local` is live.
+#[device]
+pub unsafe fn note_gave_up(comm: &Comm, peer: u32, epoch: u64, seen: u64) -> bool {
+    let gave_up = seen & DONE_GAVE_UP != 0;
+    if gave_up {
+        PeerWait::new(comm, peer, epoch, Wait::CombineGaveUp).record(epoch, 0);
+    }
+    gave_up
+}
+
+/// Publishes to the rank of `pool` that this one has given up a combine. The caller fences behind it:
+/// the rank sees it before it sees what later kernels write.
+///
+/// # Safety
+/// The pool is mapped.
+#[device]
+pub unsafe fn tell_gave_up(comm: &Comm, pool: u64) {
+    red_relaxed_sys_or_u64(pool + done_offset(comm.rank), DONE_GAVE_UP);
 }
 
 /// Waits for packet `word` of the count message from `peer`; `None` when the wait expired.

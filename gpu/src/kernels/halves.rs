@@ -13,11 +13,14 @@
 //! has added to it: [`QUANTUM`] is more than there are ranks. Each time of the caller's has one
 //! thread, and each block works with one: a thread without a ticket must not read the epoch.
 
-use super::epoch::{ReadyEntry, add_wait, current_epoch, pool_at, wait_entered};
+use super::combine::spoil;
+use super::epoch::{
+    ReadyEntry, add_wait, current_epoch, note_gave_up, pool_at, tell_gave_up, wait_entered, warp_aborted,
+};
 use super::peer_wait::PeerWait;
 use crate::layout::{
-    Comm, EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, NO_READY, QUANTUM, READY_EPOCHS,
-    READY_SHIFT, Wait, done_offset, ready_offset,
+    Comm, DONE_GAVE_UP, EndArgs, EnterArgs, LOCAL_EPOCH, LOCAL_TICKET, MAX_RANKS, NO_READY, QUANTUM,
+    READY_EPOCHS, READY_SHIFT, Wait, done_offset, ready_offset,
 };
 use crate::simt::*;
 
@@ -60,36 +63,65 @@ pub unsafe fn enter_operation(args: EnterArgs) {
 }
 
 /// Waits until each rank has done its part towards this one, a rank to a block, adds the time that
-/// each was late to the caller's, if asked, and ends the operation.
-#[kernel(threads = 32, registers = 40, dependent, grid = args.comm.num_ranks, block = 32)]
+/// each was late to the caller's, if asked, and ends the operation. The last block of a combine that
+/// has given up tells the peers, and spoils the sums where a peer has given up.
+#[kernel(threads = 32, registers = 48, dependent, grid = args.combine.comm.num_ranks, block = 32)]
 pub unsafe fn end_operation(args: EndArgs) {
-    let (comm, peer, start) = (&args.comm, ctaid(), globaltimer());
-    if tid() != 0 {
+    let (comm, mut last) = (&args.combine.comm, false);
+    if tid() == 0 {
+        last = end_with(&args, ctaid());
+    }
+    if ballot(last) == 0 || args.is_combine == 0 || !warp_aborted(comm) {
         return;
     }
+    let mut is_unsure = false;
+    stride!(rank in laneid()..comm.num_ranks, 32 => {
+        is_unsure |= ld_relaxed_sys_u64(done_word(comm, rank)) & DONE_GAVE_UP != 0;
+        tell_gave_up(comm, pool_at::<true>(comm, rank));
+    });
+    fence_acq_rel_sys();
+    if ballot(is_unsure) != 0 {
+        // As the arguments' rule says.
+        core::hint::assert_unchecked(args.combine.pieces >= 1);
+        spoil::<false>(&args.combine, 0, args.combine.num_tokens, 0, 1);
+    }
+}
+
+/// A block's part, with rank `peer`. Whether it is the last one, which has stored the epoch.
+///
+/// # Safety
+/// As `end_operation`, of one thread.
+#[device]
+unsafe fn end_with(args: &EndArgs, peer: u32) -> bool {
+    let (comm, start) = (&args.combine.comm, globaltimer());
     let epoch = current_epoch(comm);
     let (word, needed) = (done_word(comm, peer), epoch * QUANTUM);
-    let is_late = ld_relaxed_sys_u64(word) < needed;
+    let is_late = ld_relaxed_sys_u64(word) & !DONE_GAVE_UP < needed;
     let what = if args.is_combine != 0 { Wait::CombineDone } else { Wait::DispatchDone };
     let mut wait = PeerWait::new(comm, peer, epoch, what);
     loop {
         let seen = ld_acquire_sys_u64(word);
-        if seen >= needed {
+        if seen & !DONE_GAVE_UP >= needed {
+            if args.is_combine != 0 {
+                note_gave_up(comm, peer, epoch, seen);
+            }
             break;
         }
         if wait.has_expired() {
-            record_last(&wait, needed, seen);
+            record_last(&wait, needed, seen & !DONE_GAVE_UP);
             break;
         }
     }
     if is_late && peer != comm.rank && !args.waited.is_null() {
         add_wait(args.waited, peer, start);
     }
-    if atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, 1) + 1 == needed {
+    let is_last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, 1) + 1 == needed;
+    if is_last {
         // The end of the kernel publishes it; the one thread of every other block has read the old
         // one before its ticket.
         st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
     }
+    is_last
 }
 
 /// The word in this rank's own pool in which rank `peer` counts the operations that it has done.
@@ -99,8 +131,7 @@ unsafe fn done_word(comm: &Comm, peer: u32) -> u64 {
 }
 
 /// Records an expired wait, which saw `seen`, for the rank that is furthest behind. The waits for
-/// all ranks expire together, and a rank that has done a part may wait for another one: the block
-/// that copies a lost rank's rows by expert publishes nothing.
+/// all ranks expire together, and a rank that has done a part may wait for another one.
 ///
 /// # Safety
 /// As [`PeerWait::record`].
@@ -110,7 +141,7 @@ unsafe fn record_last(wait: &PeerWait, needed: u64, seen: u64) {
     let (mut last, mut least) = (wait.peer, seen);
     for peer in 0..wait.comm.num_ranks {
         no_unroll();
-        let seen = ld_relaxed_sys_u64(done_word(wait.comm, peer));
+        let seen = ld_relaxed_sys_u64(done_word(wait.comm, peer)) & !DONE_GAVE_UP;
         if seen < least {
             (last, least) = (peer, seen);
         }

@@ -18,7 +18,9 @@ use super::combine::{
     Bf16, Contributors, F16, F32, Gather, Item, Listed, Outputs, Peers, Ranks, Sink, Summand, VECTORS, spoil,
     sum_rows, vectors_of,
 };
-use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, warp_aborted};
+use super::epoch::{
+    Phase, ReadyEntry, current_epoch, leave, note_gave_up, pool_of, tell_ready, trace, warp_aborted,
+};
 use super::progress::{Progress, workers};
 use super::rail::{
     Delivery, Operation, Path, Posted, arrival, arrival_word, channel_rows, deliver, is_in_vain,
@@ -26,8 +28,8 @@ use super::rail::{
 };
 use super::ring::{Ring, Turn, channel_range};
 use crate::layout::{
-    CombineArgs, DevicePtr, InternodeCombineArgs, InternodeExpertCombineArgs, SEND_ROW_STRIDE, Wait, Wire,
-    ring_bytes,
+    CombineArgs, Comm, DevicePtr, InternodeCombineArgs, InternodeExpertCombineArgs, SEND_ROW_STRIDE, Wait,
+    Wire, done_offset, ring_bytes,
 };
 use crate::simt::*;
 
@@ -148,7 +150,9 @@ unsafe fn combine<E: Summand, const BY_EXPERT: bool>(
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
     let is_sound = joined & !warp_aborted(comm);
-    leave::<false>(comm, epoch, is_sound, Wait::CombineDone);
+    if leave::<false>(comm, epoch, is_sound, Wait::CombineDone, true) {
+        spoil::<true>(rows, 0, rows.num_tokens, 0, 1);
+    }
     if finishes && tid() / 32 != workers && !(is_sound && planned) {
         let (begin, end) = channel_range(rows.num_tokens, args.route.num_channels, channel);
         spoil::<true>(rows, begin, end, tid() / 32, workers);
@@ -477,7 +481,12 @@ unsafe fn post_sums(
     let mut turns = 0;
     while ballot(sent < order.count) != 0 && !is_in_vain(comm, &mut turns) {
         let ready = order.before(progress.slowest());
-        if ready - sent >= wire.chunk || (ready == order.count && ready != sent) {
+        let is_due = ready - sent >= wire.chunk || (ready == order.count && ready != sent);
+        // Sums of rows that may be others are not sent.
+        if ballot(is_due) != 0 && has_one_given_up(comm, operation.epoch) {
+            break;
+        }
+        if is_due {
             let bytes = args.slot_bytes as u64;
             let from = (order.first + sent) as u64 * bytes;
             let delivery = Delivery {
@@ -494,6 +503,22 @@ unsafe fn post_sums(
     }
     // The slots may be written anew as soon as the operation has ended.
     wait_quiet(comm, node, posted, operation);
+}
+
+/// Whether a rank of this node has given up its combine. The sums that were made before are of its
+/// rows. A failure is recorded, which ends the waits for the sums that are not sent. The whole warp
+/// calls it.
+///
+/// # Safety
+/// The words are in this rank's own pool.
+#[device]
+unsafe fn has_one_given_up(comm: &Comm, epoch: u64) -> bool {
+    let (rank, mut has_given_up) = (laneid(), false);
+    if rank < comm.num_ranks {
+        let seen = ld_relaxed_sys_u64(pool_of(comm, comm.rank) + done_offset(rank));
+        has_given_up = note_gave_up(comm, rank, epoch, seen);
+    }
+    ballot(has_given_up) != 0
 }
 
 /// The last warp of a finisher: polls the arrival words of the channel.

@@ -364,7 +364,7 @@ pub struct ExpertStageArgs {
 
 layout_assert!(ExpertStageArgs, size = size_of::<StageArgs>() + 24, local_experts at size_of::<StageArgs>() + 16);
 
-/// Arguments of `combine_by_expert_bf16` and `combine_by_expert_f32`.
+/// Arguments of `combine_by_expert_bf16`, `combine_by_expert_f16` and `combine_by_expert_f32`.
 #[kernel_args]
 pub struct ExpertCombineArgs {
     /// Sums, and the ranks.
@@ -377,7 +377,7 @@ pub struct ExpertCombineArgs {
 
 layout_assert!(ExpertCombineArgs, size = size_of::<CombineArgs>() + 16, num_topk at size_of::<CombineArgs>() + 8);
 
-/// Arguments of `combine_bf16` and `combine_f32`.
+/// Arguments of `combine_bf16`, `combine_f16` and `combine_f32`, and of those for many ranks.
 #[kernel_args(requires(
     self.row_bytes.is_multiple_of(16),
     self.row_bytes >= 16,

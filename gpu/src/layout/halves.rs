@@ -3,6 +3,7 @@
 
 use epoxide_simt::{Global, kernel_args};
 
+use super::args::CombineArgs;
 use super::assert::layout_assert;
 use super::device_ptr::DevicePtr;
 use super::pool::Comm;
@@ -27,14 +28,14 @@ pub struct EnterArgs {
 layout_assert!(EnterArgs, size = size_of::<Comm>() + 24, is_combine at size_of::<Comm>() + 20);
 
 /// Arguments of `end_operation`.
-#[kernel_args(requires(self.comm.num_ranks >= 1))]
+#[kernel_args(requires(self.combine.comm.num_ranks >= 1, self.is_combine == 0 || self.combine.pieces >= 1))]
 pub struct EndArgs {
-    /// The peers.
-    pub comm: Comm,
+    /// The peers, and the sums of a combine; a dispatch has no tokens here.
+    pub combine: CombineArgs,
     /// In and out, or null: i64 `[num_ranks]`, ns that each rank has been waited for.
     pub waited: Global<u64>,
     /// 1 in a combine.
     pub is_combine: u64,
 }
 
-layout_assert!(EndArgs, size = size_of::<Comm>() + 16, is_combine at size_of::<Comm>() + 8);
+layout_assert!(EndArgs, size = size_of::<CombineArgs>() + 16, is_combine at size_of::<CombineArgs>() + 8);

@@ -271,7 +271,7 @@ layout_assert!(LowLatencyArgs, size = size_of::<Comm>() + 200, reserved at size_
 pub struct LowLatencyDispatchArgs {
     /// Peers, place and shapes.
     pub common: LowLatencyArgs,
-    /// In: rows of `x_row_bytes`, `[num_tokens]`, contiguous.
+    /// In: rows of `row_bytes`, or of bf16 where they are quantised, `[num_tokens]`, contiguous.
     pub x: DevicePtr,
     /// In, or null: f32 `[num_tokens, num_scales]`, of rows that are quantised already.
     pub scales: DevicePtr,

@@ -13,6 +13,10 @@ use super::wire::MAX_WORLD;
 /// shares of it, so that the target of a waiter is `epoch * QUANTUM` whatever grid the writer ran.
 pub const QUANTUM: u64 = 1 << 16;
 
+/// The bit of `done[src]` that rank `src` sets where it ends a combine without having waited for all
+/// peers. It may write other rows from then on, while they still gather those of this combine.
+pub const DONE_GAVE_UP: u64 = 1 << 63;
+
 /// A control word with a cache line of its own. Written by one rank, never reset.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
@@ -33,7 +37,7 @@ pub struct Control {
     pub ready: [ControlWord; MAX_RANKS],
     /// `done[src] >= epoch * QUANTUM`: rank `src` has done its part towards this rank. In a
     /// dispatch all its rows have been written here; in a combine it has read all that it needed
-    /// from here.
+    /// from here. The highest bit is [`DONE_GAVE_UP`].
     pub done: [ControlWord; MAX_RANKS],
     /// `staged[src][c * parts + p]` is `epoch << 32 | rows`. It counts the rows of channel c that
     /// rank `src` returns to this rank in a combine and that are in `src`'s pool. These are
@@ -124,7 +128,7 @@ pub const fn copy_records_of_channel(max_tokens: u32, num_channels: u32) -> u32 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct PoolLayout {
-    /// Count messages, `[MAX_RANKS][message::WORDS]` packets.
+    /// Count messages ([`message_offset`]), within a node `[num_ranks]`.
     pub messages: u64,
     /// Received rows.
     pub recv_x: u64,
@@ -379,6 +383,8 @@ pub enum Wait {
     LowLatencyTokens = 28,
     /// Nothing: a rank gave up (in operation `seen`) whose rows a low-latency combine read.
     LowLatencyGaveUp = 29,
+    /// Nothing: a rank gave up whose rows a combine of high throughput read.
+    CombineGaveUp = 30,
 }
 
 impl Wait {

@@ -111,7 +111,9 @@ unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
     } else {
         spoil::<false>(args, begin, end, warp, warps);
     }
-    leave::<MANY>(comm, epoch, joined, Wait::CombineDone);
+    if leave::<MANY>(comm, epoch, joined, Wait::CombineDone, true) {
+        spoil::<false>(args, 0, args.num_tokens, 0, 1);
+    }
 }
 
 /// Shared memory of a block of so many threads: the rings, then a word for whether it has joined.

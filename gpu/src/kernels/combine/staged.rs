@@ -101,7 +101,8 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
     // part.
     barrier_sync();
     let is_sound = !warp_aborted(comm);
-    leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone);
+    // A rank that has given up copies no rows.
+    leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone, false);
     if !(is_sound && planned) && turn >= args.stagers && tid() / 32 < args.gather_warps {
         spoil_share(args, turn - args.stagers);
     }

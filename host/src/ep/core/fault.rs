@@ -47,10 +47,12 @@ enum RecordKind {
     LateReady(&'static str, &'static str),
     /// The peer made another call.
     OtherCall,
+    /// The peer gave up while this rank still read its rows.
+    GaveUp,
 }
 
 /// All records about peers. The text of any other is the mode's ([`Calls::error`]).
-const FAULTS: [(Wait, PeerNumber, RecordKind); 24] = [
+const FAULTS: [(Wait, PeerNumber, RecordKind); 26] = [
     (Wait::Counts, PeerNumber::Node, RecordKind::Late(Some("notify"), "counts")),
     (Wait::DispatchReady, PeerNumber::Node, RecordKind::LateReady("dispatch", "ready")),
     (Wait::DispatchDone, PeerNumber::Node, RecordKind::Late(Some("dispatch"), "done")),
@@ -75,6 +77,8 @@ const FAULTS: [(Wait, PeerNumber, RecordKind); 24] = [
     (Wait::LowLatencyReturned, PeerNumber::World, RecordKind::Late(None, "returned rows")),
     (Wait::LowLatencyQueue, PeerNumber::World, RecordKind::Late(None, "the queue to it")),
     (Wait::LowLatencyOtherCall, PeerNumber::World, RecordKind::OtherCall),
+    (Wait::CombineGaveUp, PeerNumber::Node, RecordKind::GaveUp),
+    (Wait::LowLatencyGaveUp, PeerNumber::World, RecordKind::GaveUp),
 ];
 
 /// The row of [`FAULTS`] for a kernel's record.
@@ -228,6 +232,14 @@ impl Faults {
                 let [ours, theirs] = [needed, seen].map(|word| self.calls.describe(word, epoch));
                 let other_causes = self.once(Self::waits_and_origin);
                 return Err(Error::OtherCall { rank, peer, epoch, ours, theirs, other_causes });
+            }
+            RecordKind::GaveUp => {
+                let causes = self.once(Self::waits_and_origin);
+                let reason = format!(
+                    "rank {peer} gave up, or regrouped, while this rank still read its rows: they may be of a later \
+                     operation; regroup with the ranks that go on, or make a new buffer{causes}"
+                );
+                return Err(Error::Broken { call: name, reason, source: None });
             }
             RecordKind::Late(operation, word) => (operation.unwrap_or(name), word, seen),
             RecordKind::LateReady(operation, word) => (operation, word, ready_epoch(seen, epoch)),

@@ -70,14 +70,6 @@ impl core::Calls for Calls {
             };
             return Some(Error::Broken { call: "low-latency combine", reason, source: None });
         }
-        if code == Wait::LowLatencyGaveUp as u64 {
-            let reason = format!(
-                "rank {} gave up, or regrouped, while this rank still read its rows: they may be of a later operation; regroup \
-                 with the ranks that go on",
-                status.peer
-            );
-            return Some(Error::Broken { call: "low-latency combine", reason, source: None });
-        }
         None
     }
 

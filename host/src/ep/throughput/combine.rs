@@ -552,7 +552,7 @@ impl Buffer {
                 }
                 buffer.enter(stream, &launch.waits, header, true)?;
                 let summed = buffer.sum_rows(stream, launch);
-                let ended = summed.and_then(|()| buffer.end(stream, &launch.waits));
+                let ended = summed.and_then(|()| buffer.end(stream, &launch.waits, launch.args));
                 if let (Err(error), false) = (&ended, capturing) {
                     buffer.core.give_up("combine", error);
                 }

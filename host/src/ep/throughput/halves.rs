@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 
+use bytemuck::Zeroable as _;
 use epoxide_gpu::kernels::{AnnounceTokens, COPY_STAGES, CopyReceivedRows, EndOperation, EnterOperation};
-use epoxide_gpu::layout::{Comm, DevicePtr, EndArgs, EnterArgs, ExpertDispatchArgs, ring_bytes};
+use epoxide_gpu::layout::{CombineArgs, Comm, DevicePtr, EndArgs, EnterArgs, ExpertDispatchArgs, ring_bytes};
 
 use super::combine::{CombineLaunch, Combined};
 use super::handle::HandleState;
@@ -188,14 +189,16 @@ impl Buffer {
         unsafe { stream.launch_call(&self.kernels.enter_operation, EnterOperation::call(args)) }
     }
 
-    /// Enqueues the end of an operation that has been entered with `holds`.
+    /// Enqueues the end of an operation that has been entered with `holds`. `combine`: the sums of a
+    /// combine.
     ///
     /// # Safety
     /// The same as of [`Buffer::enter`]. The kernels of the operation precede it on the stream.
-    pub(super) unsafe fn end(&self, stream: &Stream, waits: &Waits) -> Result<()> {
+    pub(super) unsafe fn end(&self, stream: &Stream, waits: &Waits, combine: CombineArgs) -> Result<()> {
         let comm = Comm { trace: DevicePtr::NULL, ..waits.comm };
         let waited = waits.waited.unwrap_or(DevicePtr::NULL).into();
-        let args = EndArgs { comm, waited, is_combine: waits.is_combine.into() };
+        let combine = CombineArgs { comm, ..combine };
+        let args = EndArgs { combine, waited, is_combine: waits.is_combine.into() };
         // SAFETY: the caller keeps the memory; the words are the buffer's.
         unsafe { stream.launch_call(&self.kernels.end_operation, EndOperation::call(args)) }
     }
@@ -209,7 +212,7 @@ impl Buffer {
         // SAFETY: the caller keeps the memory.
         unsafe {
             if let Some(waits) = &end.waits {
-                self.end(stream, waits)?;
+                self.end(stream, waits, CombineArgs::zeroed())?;
             }
             if let Some(Copies { node, args, blocks, warps }) = &end.copies {
                 let kernel = &node.by_expert.as_ref().ok_or_else(not_loaded)?.copy;
