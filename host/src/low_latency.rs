@@ -35,7 +35,8 @@
 //! | [`Buffer::capture`] | records calls as a [`Step`], which is launched any number of times |
 //! | [`Buffer::regroup`] | continues without lost ranks |
 //!
-//! Every rank makes the same calls in the same order.
+//! A method is collective if its documentation contains that word: every rank makes the same
+//! collective calls in the same order.
 //!
 //! # Two batches at once
 //! One batch's experts can run while another batch is under way. Make a buffer for each of the two,

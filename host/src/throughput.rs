@@ -9,9 +9,10 @@
 //!                                              Combined <--combine(rows, handle)
 //! ```
 //!
-//! Operations are collective unless documented as local: each rank of the group makes the same
-//! calls in the same order. Work is enqueued on a stream ([`StreamOrder`](crate::StreamOrder));
-//! only an exact-size dispatch, for the counts, and [`Buffer::capture`] make the host wait.
+//! A method is collective if its documentation contains that word: each rank of the group makes the
+//! same collective calls in the same order. Work is enqueued on a stream
+//! ([`StreamOrder`](crate::StreamOrder)); only an exact-size dispatch, for the counts, and
+//! [`Buffer::capture`] make the host wait.
 //!
 //! # The calls of a layer
 //!

@@ -137,7 +137,8 @@ impl Buffer {
     }
 
     /// The first half of [`Buffer::combine`]: returns rows. The second, [`Pending::receive`], waits
-    /// for those of the peers and sums; no multiprocessor is held in between.
+    /// for those of the peers and sums; no multiprocessor is held in between. Collective; each rank
+    /// decides for itself whether it calls the halves.
     ///
     /// # Errors
     /// The same as [`Buffer::combine`].
@@ -154,7 +155,8 @@ impl Buffer {
     /// [`Buffer::combine`] with the sums in a tensor of the caller's: `out`, `[num_tokens, hidden]`
     /// of the rows' type. The receiving rank's kernel writes there; nothing needs to be
     /// registered, and nothing is copied. The values are those of [`Combined::x`]. The place is
-    /// free for a dispatch at once. Gives the event of an asynchronous call.
+    /// free for a dispatch at once. Gives the event of an asynchronous call. Collective, as
+    /// [`Buffer::combine`]; each rank decides for itself which of the two it calls.
     ///
     /// Reading `out` on the host gives the error of the combine, if it has failed, until
     /// [`Tensor::write`] fills it.
@@ -175,7 +177,7 @@ impl Buffer {
         Ok(event)
     }
 
-    /// The first half of [`Buffer::combine_into`]. The second is [`Pending::receive`].
+    /// The first half of [`Buffer::combine_into`]. The second is [`Pending::receive`]. Collective.
     ///
     /// # Errors
     /// The same as [`Buffer::combine_into`].

@@ -220,7 +220,8 @@ impl Buffer {
     }
 
     /// The first half of [`Buffer::dispatch`]: sends rows. The second, [`Pending::receive`], waits
-    /// for those of the peers; no multiprocessor is held in between.
+    /// for those of the peers; no multiprocessor is held in between. Collective; each rank decides
+    /// for itself whether it calls the halves.
     ///
     /// # Errors
     /// The same as [`Buffer::dispatch`].

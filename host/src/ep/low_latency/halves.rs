@@ -124,6 +124,7 @@ pub struct Pending<'b, T> {
 
 impl<'p> Pending<'_, Received<'p>> {
     /// Launches the second half: waits for the peers' rows, and lists the rows of each expert.
+    /// Collective.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
@@ -134,7 +135,7 @@ impl<'p> Pending<'_, Received<'p>> {
 }
 
 impl<'p> Pending<'_, Combined<'p>> {
-    /// Launches the second half: waits for the peers' rows, and sums.
+    /// Launches the second half: waits for the peers' rows, and sums. Collective.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
@@ -146,7 +147,7 @@ impl<'p> Pending<'_, Combined<'p>> {
 
 impl Pending<'_, &Tensor<'_>> {
     /// Launches the second half of [`Buffer::combine_send_into`]: waits for the peers' rows, and
-    /// sums into the tensor given there. Returns the event of an asynchronous call.
+    /// sums into the tensor given there. Returns the event of an asynchronous call. Collective.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].

@@ -65,8 +65,9 @@ use internode::{MessageLayout, Messages};
 use layout::{OwnTables, PoolLayout};
 use results::Room;
 
-/// Moves decode-sized batches between ranks, of one node or of several. One per rank; a method is
-/// collective if its documentation contains that word.
+/// Moves decode-sized batches between ranks, of one node or of several. One per rank. A method is
+/// collective if its documentation contains that word: every rank makes the same collective calls
+/// in the same order.
 ///
 /// Operations keep the memory that they need: inputs may be dropped as soon as a call has returned.
 /// Results are in a [`Place`], until the next dispatch to that place.

@@ -191,7 +191,7 @@ impl Buffer {
 
     /// The first half of [`Buffer::combine`]: copies a tensor's rows into the pool, and publishes
     /// that the rows are there. It waits for no peer. The second, [`Pending::receive`], gathers the
-    /// peers' rows and sums; no multiprocessor is held in between.
+    /// peers' rows and sums; no multiprocessor is held in between. Collective.
     ///
     /// Rows in the pool must not be written before the second half has ended, since peers read
     /// them. A tensor is free once the first half has ended. If rows are a tensor, all ranks of a
@@ -243,7 +243,8 @@ impl Buffer {
     /// `[num_tokens, num_topk]` where the request has
     /// [`topk_weights`](CombineRequest::topk_weights). The receiving rank's kernel writes there;
     /// nothing needs to be registered, and nothing is copied or allocated. Returns the event of an
-    /// asynchronous call.
+    /// asynchronous call. Collective, as [`Buffer::combine`]; each rank decides for itself which of
+    /// the two it calls.
     ///
     /// Reading them on the host gives the error of the combine, if it has failed, until
     /// [`Tensor::write`] fills them.
@@ -266,7 +267,7 @@ impl Buffer {
         Ok(event)
     }
 
-    /// The first half of [`Buffer::combine_into`], as [`Buffer::combine_send`].
+    /// The first half of [`Buffer::combine_into`], as [`Buffer::combine_send`]. Collective.
     ///
     /// # Errors
     /// The same as [`Buffer::combine_into`].

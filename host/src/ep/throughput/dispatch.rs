@@ -321,7 +321,7 @@ impl Buffer {
     /// The first half of [`Buffer::dispatch`]: exchanges counts and sends rows. It waits until the
     /// peers have entered the dispatch, and not for their rows. The second, [`Pending::receive`],
     /// waits for the rows; no multiprocessor is held in between. With [`Counts::Exact`] the host
-    /// waits for the counts in this call.
+    /// waits for the counts in this call. Collective, as [`Buffer::dispatch`].
     ///
     /// Each rank decides for itself whether it calls the halves. Across nodes the first half relays
     /// rows as well, and so waits for the rows of other nodes that it relays.
@@ -565,7 +565,7 @@ impl Buffer {
         self.start_cached_dispatch(place, request, order, Halves::Both).map(|(received, _)| received)
     }
 
-    /// The first half of [`Buffer::dispatch_cached`], as [`Buffer::dispatch_send`].
+    /// The first half of [`Buffer::dispatch_cached`], as [`Buffer::dispatch_send`]. Collective.
     ///
     /// # Errors
     /// The same as [`Buffer::dispatch_cached`].

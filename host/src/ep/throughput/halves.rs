@@ -55,7 +55,7 @@ pub struct CombineOutputs<'o> {
 }
 
 impl<'p> Pending<'_, Received<'p>> {
-    /// Launches the second half: waits for the peers' rows.
+    /// Launches the second half: waits for the peers' rows. Collective.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
@@ -66,7 +66,7 @@ impl<'p> Pending<'_, Received<'p>> {
 }
 
 impl Pending<'_, Combined> {
-    /// Launches the second half: gathers the peers' rows and sums.
+    /// Launches the second half: gathers the peers' rows and sums. Collective.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
@@ -78,7 +78,7 @@ impl Pending<'_, Combined> {
 
 impl Pending<'_, CombineOutputs<'_>> {
     /// Launches the second half of [`Buffer::combine_send_into`]: gathers the peers' rows, and sums
-    /// into the tensors given there. Returns the event of an asynchronous call.
+    /// into the tensors given there. Returns the event of an asynchronous call. Collective.
     ///
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].

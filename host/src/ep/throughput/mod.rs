@@ -81,8 +81,8 @@ use wire::{WireTables, wire_layout};
 /// Offset of the expert counts in the host's copy of the counts.
 const HOST_EXPERTS: u64 = size_of::<PlanHeader>() as u64;
 
-/// Moves tokens between the ranks of a group. One per rank; a method is collective if its
-/// documentation contains that word.
+/// Moves tokens between the ranks of a group. One per rank. A method is collective if its
+/// documentation contains that word: every rank makes the same collective calls in the same order.
 ///
 /// The peers map each rank's pool. Received rows are in one of its places ([`Place`]), and are
 /// valid until the next dispatch to that place. Routing handles and sums have their own memory and
@@ -294,12 +294,13 @@ impl Buffer {
         &self.config
     }
 
-    /// Changes the number of multiprocessors and channels of the operations that follow. The same
-    /// on every rank.
+    /// Changes the number of multiprocessors and channels of the operations that follow.
+    /// Collective, with the same configuration on every rank, though it waits for no rank.
     ///
     /// # Errors
-    /// [`Error::Argument`] where a field breaks a rule of [`Config::new`], or the NVLink ring does
-    /// not suit the nodes.
+    /// [`Error::Argument`] where `num_sms` is odd, or gives no channel or more than 256. With
+    /// several nodes also where a chunk or a ring is 0, or where a ring does not suit its chunks or
+    /// the number of nodes. With one node the chunks and rings are not used, and not checked.
     pub fn set_config(&mut self, config: Config) -> Result<()> {
         let nodes = self.core.topology().nodes;
         let config = config.of_buffer(nodes);
