@@ -89,6 +89,12 @@ impl<'a> DispatchRequest<'a> {
     /// decides for itself. [`CombineRequest::by_expert`](super::CombineRequest::by_expert) takes
     /// the experts' results in the same order.
     ///
+    /// The columns of a row have at most 4 bytes for each 128 bytes of the row, rounded up. Scales
+    /// of fp8 and MXFP8 fit. Those of [`Payload::nvfp4`] do not: a row of 3,584 bytes has 452 bytes
+    /// of columns, and room for 112. Dispatch such rows without this, and read
+    /// [`Received::columns`] by [`Received::expert_rows`], or copy them together with
+    /// [`Buffer::gather_columns_by_expert`].
+    ///
     /// ```
     /// # use std::time::Duration;
     /// # use epoxide::driver::Stream;
