@@ -49,7 +49,10 @@
 //! [`Stream::capture`](crate::driver::Stream::capture), whose launch is `unsafe`.
 //!
 //! # Whose memory
-//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] compute all sizes without a buffer.
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] compute sizes without a buffer, sums and
+//! tables included. Not in them is memory that a call takes: for rows by expert without
+//! [`DispatchRequest::recv_x`], for columns that a kernel first copies together
+//! ([`DispatchRequest::column`]), and for [`Buffer::first_tokens`].
 //!
 //! | | in memory of the buffer | in memory of the caller |
 //! |---|---|---|

@@ -18,7 +18,9 @@ pub struct Sizes {
     /// Bytes that other nodes write to; 0 with one node.
     pub wire_bytes: u64,
     /// Device bytes of this rank alone: in low latency sums and tables, across nodes received rows
-    /// as well. In high throughput 0: operations allocate memory of outputs and handles as needed.
+    /// as well. In high throughput 0, though a buffer has some: operations take memory for layouts,
+    /// handles and sums as needed, and reuse it. With
+    /// [`combine_into`](crate::throughput::Buffer::combine_into) the sums are the caller's.
     pub own_bytes: u64,
     /// Device bytes for the e4m3 rows of high throughput's dispatches that quantise, and their
     /// scales ([`DispatchRequest::quantise`](crate::throughput::DispatchRequest::quantise)). The

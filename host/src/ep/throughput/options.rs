@@ -118,7 +118,7 @@ impl Options {
     }
 
     /// The memory and the rows of each rank's buffer in a group of `num_ranks`. `rows` counts rows
-    /// by expert as well.
+    /// by expert as well. Layouts, handles and sums are not in it: calls take their memory.
     ///
     /// ```
     /// # use epoxide::{DType, throughput::{Options, Shape}};
