@@ -171,8 +171,9 @@ pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone
 /// frees it, unless it was made by [`Tensor::from_raw`].
 ///
-/// A tensor may be dropped while streams of its device still use it: its memory is freed behind all
-/// work enqueued on them.
+/// A tensor may be dropped while [`Stream`]s of its device still use it: its memory is freed behind
+/// all work enqueued on them, those of [`Stream::adopt`] included. Work on a stream without a
+/// [`Stream`] is not waited for. Memory given to [`Tensor::from_raw`] is the caller's to keep.
 ///
 /// For `'a` its elements are the holder's. Tensors with memory of their own are `Tensor<'static>`;
 /// those of a [`throughput::Received`](crate::throughput::Received) borrow their
