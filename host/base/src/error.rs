@@ -65,7 +65,8 @@ pub enum Error {
         needed: u64,
         /// The size there is.
         have: u64,
-        /// `bytes`, `rows` or `tokens`.
+        /// `bytes`, `rows`, `tokens`, `entries`, `scales`, `words of 4 bytes` or `slots for each
+        /// node`.
         unit: &'static str,
         /// The remedy.
         remedy: String,

@@ -53,8 +53,7 @@ impl From<RankFailure> for Error {
 /// ```
 ///
 /// # Errors
-/// [`RankFailure`] with the lowest rank whose failure does not follow from another's, and its error
-/// or panic.
+/// [`RankFailure`] with the rank that failed first, and its error or panic.
 #[allow(clippy::result_large_err)] // Once per run at most, and plain to match on.
 pub fn run_threads<T, F>(size: u32, timeout: Duration, rank_main: F) -> Result<Vec<T>, RankFailure>
 where

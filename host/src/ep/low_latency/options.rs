@@ -22,11 +22,13 @@ const MOST_WORDS: u32 = 512;
 pub struct Shape {
     /// Most tokens that any rank sends, 1 to 1024.
     pub max_tokens: u32,
-    /// Elements of a row.
+    /// Elements of a row, a multiple of 8 below 65,536. Below 32,768 where combines sum f32
+    /// ([`Options::combine_dtype`]).
     pub hidden: u64,
-    /// Top-k entries of each token.
+    /// Top-k entries of each token, 1 to 32.
     pub num_topk: u32,
-    /// Experts on all ranks together.
+    /// Experts on all ranks together: a multiple of the number of ranks, at most 1,024 for each
+    /// rank, and at most 4,096 in all with [`Options::rows_by_expert`].
     pub num_experts: u32,
 }
 
