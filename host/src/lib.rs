@@ -9,8 +9,10 @@
 //!
 //! | | page | take it for |
 //! |---|---|---|
-//! | high throughput | [`throughput`] | prefill and training, from about 256 tokens a rank; the host may wait for counts |
-//! | low latency | [`low_latency`] | decoding, up to about 128 tokens a rank; the host waits for no operation |
+//! | high throughput | [`throughput`] | prefill and training: more than 1,024 tokens a rank, gradients, cached routing; the host may wait for counts |
+//! | low latency | [`low_latency`] | decoding, up to 1,024 tokens a rank; the host waits for no operation |
+//!
+//! The README has measured times of both, by the number of GPUs.
 //!
 //! # High throughput
 //! Each rank has a device, a process group and a [`Buffer`](throughput::Buffer). Here two ranks are
