@@ -139,9 +139,10 @@
 //! # Lifetime of memory
 //! Inputs, outputs, layouts, handles and events may be dropped as soon as the call that took them
 //! has returned. The work is then only enqueued. Their memory is reused behind everything enqueued
-//! on the device's [`Stream`](driver::Stream)s by then. Only a [`Place`](throughput::Place) is
-//! overwritten while it is held, by the next dispatch there, and the compiler rejects that while
-//! its rows are in use.
+//! on the device's [`Stream`](driver::Stream)s by then, adopted ones included. Work on other
+//! streams is not waited for, and memory given to [`Tensor::from_raw`](Tensor::from_raw) is the
+//! caller's to keep. Only a [`Place`](throughput::Place) is overwritten while it is held, by the
+//! next dispatch there, and the compiler rejects that while its rows are in use.
 //!
 //! # Features
 //!
