@@ -1,5 +1,10 @@
-//! The C interface of an expert-parallel library for a server like PegaInfer (`DeepEpAbi`),
-//! implemented with epoxide's public interface.
+//! A sketch in Rust of the C interface of an expert-parallel library for a server like PegaInfer
+//! (`DeepEpAbi`), implemented with epoxide's public interface. Functions have the C calling
+//! convention and structs the C layout, and `main.rs` calls them from Rust. A library that C links
+//! lacks these parts: `#[unsafe(no_mangle)]` on each function, a crate of type `cdylib` or
+//! `staticlib`, a header, an ordinal in place of the Rust [`Device`] of [`ctx_create`], a number of
+//! the interface's version, and a catch of panics in each function: one that leaves an `extern "C"`
+//! function ends the process.
 //!
 //! The server gives raw pointers and a raw stream, captures whole decode steps, and keeps all
 //! memory: [`Info`] gives the sizes before it allocates. Rows are received by expert ("expanded"):

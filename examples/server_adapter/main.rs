@@ -1,5 +1,5 @@
-//! A server's view of epoxide: the C interface of `adapter.rs`, used as a server uses it, and
-//! compared with a computation on the host that does not model ranks.
+//! A server's view of epoxide: the sketch of a C interface in `adapter.rs`, used as a server uses
+//! it, and compared with a computation on the host that does not model ranks.
 //!
 //! ```text
 //! cargo run --release --example server_adapter
