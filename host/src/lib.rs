@@ -113,7 +113,7 @@
 //! | experts that write where combine reads | [`Received::combine_rows`](throughput::Received::combine_rows) |
 //! | communication beside computation | [`StreamOrder::comm`](StreamOrder::comm) |
 //! | several nodes | [`Options::ranks_per_node`](throughput::Options::ranks_per_node), [`TransportOptions`](transport::TransportOptions) |
-//! | to know whether enqueued work succeeded | [`Tensor::to_host`](Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](throughput::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then |
+//! | to know whether enqueued work succeeded | [`Tensor::to_host`](Tensor::to_host) of a result gives the operation's error instead of numbers, and so does the event of an asynchronous call; [`Buffer::check`](throughput::Buffer::check), once the stream has been synchronised, for results that only kernels read, whose sums are NaN then. Later calls give it too, but not where the plan of a dispatch with [`Counts::OnDevice`](throughput::Counts) failed: only that dispatch ends |
 //! | gradients | [`Training`](throughput#training) |
 //! | the same routing again, for another tensor | [`Buffer::dispatch_cached`](throughput::Buffer::dispatch_cached) |
 //!

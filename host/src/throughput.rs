@@ -1,5 +1,5 @@
-//! High throughput: the [`Buffer`] and its operations, for batches from about 256 tokens a rank.
-//! [`low_latency`](crate::low_latency) is the mode for smaller ones; the [front
+//! High throughput: the [`Buffer`] and its operations, for batches of any size.
+//! [`low_latency`](crate::low_latency) is the mode for up to 1,024 tokens a rank; the [front
 //! page](crate#high-throughput) has an example of both.
 //!
 //! ```text
@@ -99,7 +99,10 @@
 //! ```
 //!
 //! # Whose memory
-//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] compute all sizes without a buffer.
+//! [`Options::sizes`] and [`Shape::most_rows_by_expert`] compute sizes without a buffer: the pool,
+//! wire memory, rows, and memory for rows that a dispatch quantises. Not in them are layouts,
+//! handles and sums, whose memory calls take as needed and reuse, and the buffer's tables.
+//! [`Buffer::combine_into`] takes no memory for sums.
 //!
 //! | | in memory of the buffer | in memory of the caller |
 //! |---|---|---|
@@ -116,8 +119,12 @@
 //! Calls only enqueue work. A host read of a result ([`Tensor::to_host`](crate::Tensor::to_host))
 //! waits for its operation and returns that operation's error instead of numbers. For results that
 //! only kernels read, synchronise their stream and call [`Buffer::check`]; sums missing after a
-//! failed combine are NaN. The deadline of all waits is [`Options::timeout`]; an expired one is
-//! [`Error::PeerTimeout`](crate::Error::PeerTimeout).
+//! failed combine are NaN. The deadline of waits for ranks is [`Options::timeout`]; an expired one
+//! is [`Error::PeerTimeout`](crate::Error::PeerTimeout).
+//!
+//! A dispatch with [`Counts::OnDevice`] whose plan fails ends alone, on every rank, and the buffer
+//! stays usable. The host read and the event of the call give that error; the next call does not.
+//! [`Buffer::check`] gives it once.
 //!
 //! # Several nodes
 //! [`Options::ranks_per_node`] spreads the ranks over nodes, and [`Options::transport`]

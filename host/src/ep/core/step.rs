@@ -39,7 +39,9 @@ impl<T> Step<T> {
     /// of the driver. [`Error::Argument`] where `stream` is of another device, rows of one of its
     /// places are in use by an eager dispatch, combine rows that it would overwrite are in use, or
     /// `stream` is captured.
-    /// Failures of this run show in [`Step::check`], and in the next launch behind it.
+    /// Failures of this run show in [`Step::check`], and in the next launch behind it. The failed
+    /// plan of a dispatch with [`Counts::OnDevice`](crate::throughput::Counts) shows in
+    /// [`Step::check`] alone, since that dispatch ends by itself.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.faults.check()?;
         self.graph.check_stream(stream)?;
