@@ -16,8 +16,9 @@
 //!
 //! # High throughput
 //! Each rank has a device, a process group and a [`Buffer`](throughput::Buffer). Here two ranks are
-//! threads; with [`group::rendezvous`] they are processes on one or several hosts. Copy this into a
-//! `main.rs` and it runs.
+//! threads; with [`group::rendezvous`] they are processes on one or several hosts, as in
+//! `examples/ranks.rs`. Then each opens the GPU of its [`Member::local_rank`](group::Member). Copy
+//! this into a `main.rs` and it runs.
 //!
 //! ```
 //! use std::time::Duration;
@@ -31,7 +32,7 @@
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
-//!         // With the feature `cuda`: driver::cuda::CudaDevice::open(rank)?
+//!         // On GPUs, with the feature `cuda`: driver::cuda::CudaDevice::open(local_rank)?
 //!         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 //!         let stream = Stream::new(&device)?;
 //!         let order = StreamOrder::on(&stream);
@@ -150,7 +151,7 @@
 //! |---|---|
 //! | none | the virtual GPU; no system library |
 //! | `cuda` | NVIDIA GPUs: `driver::cuda`. Starts without a driver, and builds without a CUDA toolkit once `CUDA_LIBRARY_PATH` is set as below |
-//! | `rdma` | the transport over ibverbs ([`TransportKind::Verbs`](transport::TransportKind)). Starts where `libibverbs.so.1` is |
+//! | `rdma` | the transport over ibverbs ([`TransportKind::Verbs`](transport::TransportKind)). Starts where `libibverbs.so.1` is. Building takes cmake, a C compiler, libclang and libibverbs, with their headers, as below |
 //!
 //! Without a CUDA toolkit the feature `cuda` builds with these lines, in the folder of your crate.
 //! They make a `libcuda.so` for the linker that only names the C library; the driver is found when
@@ -160,6 +161,11 @@
 //! mkdir -p cuda/lib64 && echo 'INPUT(-lc)' > cuda/lib64/libcuda.so
 //! CUDA_LIBRARY_PATH=$PWD/cuda cargo build
 //! ```
+//!
+//! The build script of the feature `rdma` runs cmake on the rdma-core that `ibverbs-sys` carries,
+//! and makes bindings from its headers with libclang. On Debian `apt-get install cmake pkg-config
+//! clang libclang-dev libibverbs-dev libnl-3-dev libnl-route-3-dev python3` is enough. cmake also
+//! compiles all of rdma-core, unless `CMAKE` names a script that leaves `cmake --build` out.
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod bounded;

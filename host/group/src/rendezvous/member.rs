@@ -29,7 +29,8 @@ pub struct Member {
     pub rank: u32,
     /// The number of ranks.
     pub size: u32,
-    /// Its number among the ranks of its host, if that is known.
+    /// Its number among the ranks of its host, if that is known. With one GPU for each rank this is
+    /// the ordinal of the rank's GPU among the visible ones.
     pub local_rank: Option<u32>,
     /// How many ranks its host has, if that is known.
     pub local_size: Option<u32>,
