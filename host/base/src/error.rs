@@ -163,7 +163,7 @@ pub enum Error {
     /// A call of this rank failed after peers had begun to depend on it. Their waits for it expire,
     /// and the buffer cannot be used any more.
     #[error(
-        "the buffer is of no use since {call} failed half way: {reason}; peers wait for that call until their deadline: make a new buffer"
+        "the buffer is of no use since {call} failed half way: {reason}; peers may wait for this rank until their deadline: make a new buffer"
     )]
     Broken {
         /// The call.
@@ -405,11 +405,15 @@ impl Error {
         Error::Capacity { what, needed, have, unit, remedy: remedy.into(), scope }
     }
 
-    /// The ranks that get this error of a collective call.
+    /// The ranks that get this error of a collective call. Where other ranks get
+    /// [`Error::PeerFailed`], as from `Buffer::new` and `regroup`, the rank that failed has its own
+    /// error, for which this is [`Scope::ThisRank`].
     pub fn scope(&self) -> Scope {
         match self {
             Error::Capacity { scope, .. } => *scope,
-            Error::InvalidExpert { .. } | Error::Mismatch { .. } => Scope::EveryRank,
+            Error::InvalidExpert { .. } | Error::Mismatch { .. } | Error::PeerFailed { .. } => {
+                Scope::EveryRank
+            }
             _ => Scope::ThisRank,
         }
     }

@@ -53,9 +53,8 @@ impl core::Calls for Calls {
             } else {
                 (of_token(id), format!("must be -1 or an expert's id, 0 to {}", self.num_experts - 1))
             };
-            let rule =
-                format!("{rule}; peers got none of the token for it, and the buffer is of no use after it");
-            return Some(Error::argument(argument, value, rule));
+            let reason = format!("{argument} = {value}: {rule}; peers got none of the token for it");
+            return Some(Error::Broken { call: "low-latency dispatch", reason, source: None });
         }
         if code == Wait::LowLatencyUnpaired as u64 || code == Wait::LowLatencyTokens as u64 {
             let reason = if code == Wait::LowLatencyUnpaired as u64 || needed == u64::from(NO_DISPATCH) {
