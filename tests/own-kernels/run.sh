@@ -277,6 +277,10 @@ Ok(())
 END
 cargo test --test times --test add_bias 2>&1 | tee test.log
 if grep '^warning' test.log; then fail 'the pages on kernels have warnings'; fi
+# It takes a minute of a processor, and nothing of it is another.
+if grep 'Compiling epoxide-vgpu ' test.log; then
+    fail 'the virtual GPU is compiled once more: Cargo.lock here and in examples/own-kernels name other versions of what it needs'
+fi
 
 # One of the template's tests for a GPU, with the driver of virtual GPUs: a row takes more shared memory than a launch has without
 # asking. The repository's tests build the driver, and another one takes a minute.
