@@ -1,6 +1,7 @@
 //! Starting the ranks of this host, watching them, ending them in order, and starting them again.
 
 use std::fs::File;
+use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -206,12 +207,23 @@ impl Launch {
                 }
             }
         }
+        // Lines of this thread take the way of the ranks' lines: a relay holds the lock of the
+        // sinks while a reader stalls, and the ranks have to be ended meanwhile.
+        let (pipe, mut own_lines) = std::io::pipe().map_err(|error| Error::system("pipe", error))?;
+        err.push(RankOutput { prefix: String::new(), pipe: pipe.into(), log: None });
         let out = Relay::start(Kind::Out, out, self.sinks.clone())?;
         let err = Relay::start(Kind::Err, err, self.sinks.clone())?;
-        let report = |trouble: Trouble| match (&store, launchers) {
-            (Some(store), _) => poison_files(store, &trouble.to_string()),
-            (None, Some(launchers)) => launchers.report(restarts, &trouble),
-            (None, None) => Ok(()),
+        // If the report fails, the signal still ends the other ranks. The cause stays the same.
+        let report = |trouble: Trouble| {
+            let reported = match (&store, launchers) {
+                (Some(store), _) => poison_files(store, &trouble.to_string()),
+                (None, Some(launchers)) => launchers.report(restarts, &trouble),
+                (None, None) => Ok(()),
+            };
+            if let Err(error) = reported {
+                // The reader of the output may be gone.
+                let _ = writeln!(own_lines, "launch: the other ranks cannot be told, and are ended: {error}");
+            }
         };
         let elsewhere =
             || launchers.map_or(Ok(false), |launchers| Ok(launchers.trouble(restarts)?.is_some()));
@@ -219,6 +231,7 @@ impl Launch {
         let watched = self.watch(&mut ranks, early, signals.as_deref_mut(), asks, report, elsewhere);
         let exits = ranks.exits();
         drop(ranks);
+        drop(own_lines);
         // A signal from now on concerns the reader of the output: the ranks have ended.
         let mut late = None;
         let mut hurry = || {
@@ -310,18 +323,12 @@ impl Launch {
         mut early: Vec<i32>,
         mut signals: Option<&mut Signals>,
         asks: Option<Duration>,
-        report: impl Fn(Trouble) -> Result<()>,
+        mut report: impl FnMut(Trouble),
         elsewhere: impl Fn() -> Result<bool>,
     ) -> Result<(Option<FirstFailure>, Option<i32>)> {
         let mut failure: Option<FirstFailure> = None;
         let (mut ended_by, mut ended_elsewhere) = (None, false);
         let mut phase = Phase::Running;
-        // If the report fails, the signal still ends the other ranks. The cause stays the same.
-        let report = |trouble| {
-            if let Err(error) = report(trouble) {
-                self.sinks.say(&format!("launch: the other ranks cannot be told, and are ended: {error}"));
-            }
-        };
         while ranks.running() > 0 {
             let timeout = [phase.left(), asks].into_iter().flatten().min();
             if early.is_empty() {

@@ -1,10 +1,12 @@
 //! Ranks as processes.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -130,6 +132,57 @@ fn waits_may_be_longer_than_the_clock_can_tell() {
         });
         assert_eq!(ended.unwrap().code(), 7, "{settle:?}");
     }
+}
+
+/// A reader of output that stalls: a write makes the file and lasts until the sender is dropped.
+struct Stalled(PathBuf, Receiver<()>);
+
+impl Write for Stalled {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        std::fs::write(&self.0, "")?;
+        let _ = self.1.recv();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn ranks_are_ended_though_the_reader_of_the_output_stalls() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str| folder.path().join(name);
+    let (read_on, stalls) = std::sync::mpsc::channel();
+    let (mut said, err) = std::io::pipe().unwrap();
+    let sinks = Sinks::new(Box::new(Stalled(file("stalled"), stalls)), Box::new(err));
+    // Rank 1 fails while its line is written, without the store that poisoning needs.
+    let script = format!(
+        r#"cd {}; case $RANK in
+            0) trap 'touch ended; exit 0' TERM; touch ready; while :; do sleep 0.05; done;;
+            1) while [ ! -e ready ]; do sleep 0.02; done; rm -r "$(dirname "${{EPOXIDE_STORE#file://}}")"; echo line
+                while [ ! -e stalled ]; do sleep 0.02; done; exit 7;;
+        esac"#,
+        folder.path().display()
+    );
+    let launcher = std::thread::spawn(move || {
+        let launch = Launch { settle: Duration::ZERO, grace: TIMEOUT, sinks, ..Launch::new(2) };
+        launch.run(None, |_| {
+            let mut command = Command::new("sh");
+            command.args(["-c", &script]);
+            Ok(command)
+        })
+    });
+    let start = Instant::now();
+    while !file("ended").exists() {
+        assert!(start.elapsed() < TIMEOUT, "rank 0 has not been asked to end");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    drop(read_on);
+    assert_eq!(launcher.join().unwrap().unwrap().code(), 7);
+    let mut text = String::new();
+    said.read_to_string(&mut text).unwrap();
+    assert!(text.contains("launch: the other ranks cannot be told, and are ended: "), "{text}");
 }
 
 #[test]
