@@ -26,8 +26,8 @@ const READER: Duration = Duration::from_secs(2);
                   mode 0600 that EPOXIDE_JOB_SECRET_FILE names (`openssl rand -hex 32` makes one), or whoever reaches the \
                   ports can take part, as with torchrun. The exit code is that of the first rank that failed, or 128 + the \
                   number of the signal that ended it or the launch, also while it waits for other nodes: 130 after \
-                  Ctrl-C, 143 after SIGTERM. Started with SIGINT ignored, as a script's background job is, the \
-                  launcher ignores it; the ranks do not."
+                  Ctrl-C, 143 after SIGTERM. A second Ctrl-C, or one behind SIGTERM or SIGHUP, kills the ranks at once. \
+                  Started with SIGINT ignored, as a script's background job is, the launcher ignores it; the ranks do not."
 )]
 pub struct Args {
     /// Ranks to start on each node.

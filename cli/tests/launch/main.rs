@@ -215,7 +215,7 @@ fn signals_reach_every_rank() {
 }
 
 #[test]
-fn a_second_signal_kills() {
+fn a_second_interrupt_kills() {
     let mut running = Running::start(
         &["--nproc-per-node", "2", "--grace", "1000"],
         2,
@@ -225,8 +225,8 @@ fn a_second_signal_kills() {
     running.signal(Signal::TERM);
     // The ranks have received SIGTERM, and continue.
     assert!([running.line(), running.line()].iter().all(|line| line.ends_with("asked")));
-    running.signal(Signal::TERM);
-    assert_eq!(running.wait().status.code(), Some(128 + 15));
+    running.signal(Signal::INT);
+    assert_eq!(running.wait().status.code(), Some(128 + 2));
     said.iter().for_each(|pid| wait_gone(pid));
 }
 

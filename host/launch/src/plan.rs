@@ -39,8 +39,12 @@ impl Nodes {
 /// When a rank fails, the store of the launch is poisoned and the other ranks get
 /// [`Launch::settle`] to end by themselves. Ranks still running then are sent SIGTERM and, after
 /// [`Launch::grace`], SIGKILL, with all processes of their groups. If restarts are left, all ranks
-/// are started again, on all hosts. The kernel kills the ranks (not the processes that they have
-/// started) if the thread that called [`Launch::run`] dies.
+/// are started again, on all hosts.
+///
+/// SIGINT, SIGTERM, SIGHUP and SIGQUIT end the launch: the ranks get the signal, and SIGKILL after
+/// [`Launch::grace`]. SIGINT or SIGQUIT behind the first signal kills them at once; another SIGTERM
+/// or SIGHUP does not. The kernel kills the ranks (not the processes that they have started) if the
+/// thread that called [`Launch::run`] dies.
 ///
 /// With several hosts, a launcher without a heartbeat for [`Launch::node_timeout`] ends the launch
 /// on all others, with an error that names its node.

@@ -149,6 +149,13 @@ pub(super) fn ends(signal: i32) -> bool {
     matches!(signal, libc::SIGINT | libc::SIGTERM | libc::SIGHUP | libc::SIGQUIT)
 }
 
+/// Whether the signal, behind one that ends the launch, means not to wait for the ranks. Others
+/// repeat a request: of a closed terminal both the kernel and the shell send SIGHUP, and `timeout`
+/// sends SIGTERM twice. A program without patience sends SIGKILL, with which the ranks end too.
+pub(super) fn hurries(signal: i32) -> bool {
+    matches!(signal, libc::SIGINT | libc::SIGQUIT)
+}
+
 /// The name of a signal; `None` for those without one.
 pub(super) fn name(signal: i32) -> Option<&'static str> {
     Some(match signal {

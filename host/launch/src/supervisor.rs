@@ -16,7 +16,7 @@ use epoxide_base::deadline;
 use super::plan::Launch;
 use super::rank_environment::RankEnvironment;
 use super::relay::{Kind, RankOutput, Relay};
-use super::signals::{Signals, default_sigchld, ends};
+use super::signals::{Signals, default_sigchld, ends, hurries};
 use super::store_directory::StoreDirectory;
 use super::watched::{Process, Watched};
 use crate::error::{Error, Result};
@@ -336,15 +336,16 @@ impl Launch {
             }
             early.extend(signals.as_deref_mut().map(Signals::take).unwrap_or_default());
             for signal in std::mem::take(&mut early) {
-                tracing::info!(signal, "passing a signal on");
+                tracing::info!(signal, "caught a signal");
                 if !ends(signal) {
                     ranks.pass(signal);
-                } else if ended_by.replace(signal).is_none() {
+                } else if ended_by.is_none() {
+                    ended_by = Some(signal);
                     ranks.signal(signal);
                     report(Trouble::Signal(signal));
                     phase = Phase::Ending(deadline(self.grace));
-                } else if !matches!(phase, Phase::Killed(_)) {
-                    // A second signal means: do not wait.
+                } else if hurries(signal) && !matches!(phase, Phase::Killed(_)) {
+                    ended_by = Some(signal);
                     ranks.signal(libc::SIGKILL);
                     phase = Phase::Killed(deadline(self.kill_timeout));
                 }

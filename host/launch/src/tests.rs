@@ -239,6 +239,47 @@ fn a_signal_that_comes_while_ranks_are_started_ends_the_launch_at_once() {
     assert!((2..200).contains(&started), "{started} ranks were started");
 }
 
+/// Where the rank of the launch below writes that it runs.
+const READY: &str = "EPOXIDE_TEST_READY";
+
+/// The launcher of the test below, whose terminal is closed; does nothing as a test of its own.
+#[test]
+fn as_a_launcher_whose_terminal_closes() {
+    let Some(ready) = std::env::var_os(READY).map(PathBuf::from) else { return };
+    // SAFETY: the action is no function of this process, which may be run under `nohup`.
+    unsafe { libc::signal(libc::SIGHUP, libc::SIG_DFL) };
+    let mut signals = Signals::catch().unwrap();
+    let launch = Launch { relay: false, grace: 10 * TIMEOUT, ..Launch::new(3) };
+    let ended = launch.run(Some(&mut signals), |environment| {
+        let mut command = Command::new("sh");
+        if environment.rank() == 0 {
+            let script = "trap 'sleep 0.5; exit 0' HUP; touch $0; while :; do sleep 0.05; done";
+            command.args(["-c", script]).arg(&ready);
+            return Ok(command);
+        }
+        while !ready.exists() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // From the kernel, and from the shell.
+        for signal in [libc::SIGHUP; 2] {
+            // SAFETY: its handler is that of `Signals`.
+            assert_eq!(unsafe { libc::raise(signal) }, 0);
+        }
+        command.args(["-c", "true"]);
+        Ok(command)
+    });
+    let ended = ended.unwrap();
+    assert_eq!((ended.signal, ended.exits[0]), (Some(libc::SIGHUP), RankExit::Code(0)));
+}
+
+#[test]
+fn ranks_may_end_by_themselves_where_the_terminal_is_closed() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut launcher = one_test("tests::as_a_launcher_whose_terminal_closes");
+    let output = launcher.env(READY, directory.path().join("ready")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
 #[test]
 fn numbers_of_ranks_have_bounds() {
     for (nodes, ranks, named) in [(1, 1025, "ranks_per_node = 1025"), (65, 1024, "1024 on each of 65 nodes")]
