@@ -34,7 +34,8 @@ impl Nodes {
 ///
 /// Every rank gets the variables of
 /// [`RankEnvironment::variables`](super::rank_environment::RankEnvironment::variables) in its
-/// environment, with `OMP_NUM_THREADS` = 1 where there are several ranks and it is unset.
+/// environment, with `OMP_NUM_THREADS` = 1 where there are several ranks and neither the command
+/// nor this process sets it.
 ///
 /// When a rank fails, the store of the launch is poisoned and the other ranks get
 /// [`Launch::settle`] to end by themselves. Ranks still running then are sent SIGTERM and, after

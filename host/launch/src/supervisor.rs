@@ -24,6 +24,8 @@ use crate::group::FileStore;
 use crate::group::internal::{HeldPort, LAUNCH, give_secret, poison_files};
 use crate::own_file;
 
+/// The number of threads of a rank's parallel loops.
+const THREADS: &str = "OMP_NUM_THREADS";
 /// How often the state of the other nodes is polled.
 const ASK: Duration = Duration::from_millis(100);
 
@@ -282,8 +284,10 @@ impl Launch {
 
     fn spawn(&self, environment: &RankEnvironment, mut command: Command) -> Result<Child> {
         command.envs(environment.variables());
-        if self.ranks_per_node > 1 && std::env::var_os("OMP_NUM_THREADS").is_none() {
-            command.env("OMP_NUM_THREADS", "1");
+        let is_set =
+            command.get_envs().any(|(name, _)| name == THREADS) || std::env::var_os(THREADS).is_some();
+        if self.ranks_per_node > 1 && !is_set {
+            command.env(THREADS, "1");
         }
         if self.groups {
             command.process_group(0);

@@ -194,6 +194,17 @@ fn the_longest_end_has_every_phase() {
 }
 
 #[test]
+fn a_command_keeps_the_number_of_threads_that_it_sets() {
+    let launch = Launch { relay: false, ..Launch::new(2) };
+    let ended = launch.run(None, |_| {
+        let mut command = Command::new("sh");
+        command.args(["-c", "test \"$OMP_NUM_THREADS\" = 7"]).env("OMP_NUM_THREADS", "7");
+        Ok(command)
+    });
+    assert_eq!(ended.unwrap().code(), 0);
+}
+
+#[test]
 fn a_command_that_does_not_start_is_named() {
     let error = spawn_ranks(2, TIMEOUT, |_| Ok(Command::new("/no/such/program"))).unwrap_err();
     assert!(error.to_string().contains("rank 0, /no/such/program"), "{error}");
