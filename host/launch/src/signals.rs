@@ -1,15 +1,19 @@
 //! The signals that a launcher passes on.
 
-use std::io::{ErrorKind, PipeReader, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::io::{ErrorKind, PipeReader, PipeWriter, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::{FdFlags, fcntl_setfd};
 
 use crate::error::{Error, Result};
 
-/// The write end of the pipe that the handler writes to; -1 where none is installed.
-static PIPE: AtomicI32 = AtomicI32::new(-1);
+/// The pipe of the handler. Never closed: a handler that began before its [`Signals`] ended may
+/// still write, and another file could have the descriptor's number by then.
+static PIPE: OnceLock<(PipeReader, PipeWriter)> = OnceLock::new();
+/// Whether there is a [`Signals`].
+static CATCHING: AtomicBool = AtomicBool::new(false);
 
 /// Signals that are passed on.
 const PASSED: [i32; 8] = [
@@ -28,8 +32,7 @@ const PASSED: [i32; 8] = [
 /// ignored, as under `nohup`.
 #[derive(Debug)]
 pub struct Signals {
-    caught: PipeReader,
-    writer: OwnedFd,
+    caught: &'static PipeReader,
     before: Vec<(i32, Action)>,
 }
 
@@ -46,12 +49,13 @@ impl std::fmt::Debug for Action {
 /// Writes the signal's number to the pipe.
 extern "C" fn note(signal: i32) {
     let byte = signal as u8;
+    let Some((_, writer)) = PIPE.get() else { return };
     // SAFETY: errno belongs to this thread; write reads one byte of this frame. Both may be used in
     // a signal handler.
     unsafe {
         let errno = *libc::__errno_location();
         // A full pipe already wakes the launcher.
-        libc::write(PIPE.load(Ordering::Relaxed), (&raw const byte).cast(), 1);
+        libc::write(writer.as_raw_fd(), (&raw const byte).cast(), 1);
         *libc::__errno_location() = errno;
     }
 }
@@ -83,22 +87,35 @@ pub fn default_sigchld() -> Result<()> {
     Ok(())
 }
 
+/// A pipe that blocks neither its reader nor the handler.
+fn pipe() -> Result<(PipeReader, PipeWriter)> {
+    let (caught, writer) = std::io::pipe().map_err(|error| Error::system("pipe", error))?;
+    for fd in [caught.as_fd(), writer.as_fd()] {
+        rustix::io::ioctl_fionbio(fd, true).map_err(|error| Error::system("fionbio", error))?;
+        fcntl_setfd(fd, FdFlags::CLOEXEC).map_err(|error| Error::system("fcntl", error))?;
+    }
+    Ok((caught, writer))
+}
+
 impl Signals {
     /// Starts to catch. One at a time in a process.
     pub fn catch() -> Result<Signals> {
-        let (caught, writer) = std::io::pipe().map_err(|error| Error::system("pipe", error))?;
-        for fd in [caught.as_fd(), writer.as_fd()] {
-            rustix::io::ioctl_fionbio(fd, true).map_err(|error| Error::system("fionbio", error))?;
-            fcntl_setfd(fd, FdFlags::CLOEXEC).map_err(|error| Error::system("fcntl", error))?;
-        }
-        let writer = OwnedFd::from(writer);
-        if PIPE.compare_exchange(-1, writer.as_raw_fd(), Ordering::SeqCst, Ordering::SeqCst).is_err() {
+        let (caught, _) = match PIPE.get() {
+            Some(pipe) => pipe,
+            None => {
+                let pipe = pipe()?;
+                PIPE.get_or_init(|| pipe)
+            }
+        };
+        if CATCHING.swap(true, Ordering::SeqCst) {
             return Err(Error::os(
                 "sigaction",
                 "another launcher of this process catches the signals already",
             ));
         }
-        let mut signals = Signals { caught, writer, before: Vec::new() };
+        let mut signals = Signals { caught, before: Vec::new() };
+        // Those of an earlier launch.
+        while !signals.take().is_empty() {}
         for signal in PASSED {
             let before = set_action(signal, None)?;
             if before.sa_sigaction == libc::SIG_IGN {
@@ -138,9 +155,7 @@ impl Drop for Signals {
             // It was accepted when it was first set.
             let _ = set_action(*signal, Some(before));
         }
-        // No handler runs any more but one that began before; that one writes to a pipe that is
-        // still open.
-        let _ = PIPE.compare_exchange(self.writer.as_raw_fd(), -1, Ordering::SeqCst, Ordering::SeqCst);
+        CATCHING.store(false, Ordering::SeqCst);
     }
 }
 
@@ -179,4 +194,26 @@ pub(super) fn name(signal: i32) -> Option<&'static str> {
         libc::SIGSYS => "SIGSYS",
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn the_pipe_outlasts_a_handler_that_began_before_the_end() {
+        let signals = Signals::catch().unwrap();
+        assert!(Signals::catch().unwrap_err().to_string().contains("catches the signals already"));
+        let writer = format!("/proc/self/fd/{}", PIPE.get().unwrap().1.as_raw_fd());
+        let pipe = || std::fs::metadata(&writer).unwrap().ino();
+        let before = pipe();
+        drop(signals);
+        assert_eq!(pipe(), before);
+        note(libc::SIGUSR1);
+        // A later launch does not take it for its own.
+        let mut signals = Signals::catch().unwrap();
+        assert_eq!((signals.take(), pipe()), (vec![], before));
+    }
 }
