@@ -185,10 +185,10 @@ impl DeviceConfig {
     pub fn resident_blocks(&self, threads: u32, shared_bytes: u32) -> u32 {
         self.max_blocks_resident
             .unwrap_or_else(|| {
-                let threads = threads.next_multiple_of(32).max(32);
+                let warps = threads.div_ceil(32).max(1);
                 // Each block also occupies one KiB that belongs to the system.
                 let by_shared = (228 * 1024) / (shared_bytes.saturating_add(1024));
-                (2048 / threads).min(32).min(by_shared).max(1).saturating_mul(self.sm_count)
+                (64 / warps).min(32).min(by_shared).max(1).saturating_mul(self.sm_count)
             })
             .max(1)
     }
@@ -274,6 +274,7 @@ mod tests {
         assert_eq!(d.resident_blocks(1024, 0), 20);
         assert_eq!(d.resident_blocks(32, 0), 320);
         assert_eq!(d.resident_blocks(128, 100 * 1024), 20);
+        assert_eq!(d.resident_blocks(u32::MAX, u32::MAX), 10);
         assert_eq!(DeviceConfig { max_blocks_resident: Some(3), ..d }.resident_blocks(32, 0), 3);
     }
 

@@ -318,15 +318,6 @@ impl VirtualGpu {
                 config.shared_bytes
             )));
         }
-        if config.cooperative {
-            let resident = self.resident_blocks(config);
-            if config.grid > resident {
-                return Err(refuse(format!(
-                    "{} blocks cannot be resident at once, only {resident}; launch fewer or smaller blocks",
-                    config.grid
-                )));
-            }
-        }
         let residency = if config.cooperative { Residency::Together } else { Residency::InTurn };
         let config = GridConfig {
             grid: [config.grid, 1, 1],
@@ -335,14 +326,6 @@ impl VirtualGpu {
             cluster: None,
         };
         Ok(Launch { name: kernel.name, kernel: kernel.kernel.clone(), residency, config, params: packed })
-    }
-
-    /// Number of blocks of this shape that fit on the device at once. An SM has 2048 threads, 32
-    /// blocks and 228 KiB of shared memory; each block takes 1 KiB of it for the system.
-    fn resident_blocks(&self, config: &LaunchConfig) -> u32 {
-        let threads = config.block.max(1).next_multiple_of(32);
-        let by_shared = (228 * 1024) / config.shared_bytes.saturating_add(1024);
-        (2048 / threads).min(32).min(by_shared).saturating_mul(self.shared.info.sm_count)
     }
 }
 

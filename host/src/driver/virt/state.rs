@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use epoxide_vgpu::stream::{Capture, Graph, Mark, Op, Queue};
 use epoxide_vgpu::{
-    Checker, DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Past, Region, Timeline,
+    Checker, DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Past, Region, Residency, Timeline,
 };
 
 use super::config::Stop;
@@ -188,8 +188,19 @@ impl GpuCore {
 
     /// Rejects a launch that the device cannot run.
     pub(super) fn check_launch(&self, launch: &Launch) -> Result<()> {
-        Grid::check_launch(&launch.kernel, &self.memory, &self.config, &launch.config, &launch.params)
-            .map_err(|error| Error::Launch { kernel: launch.name, rule: error.to_string() })
+        let refuse = |rule| Error::Launch { kernel: launch.name, rule };
+        let Launch { kernel, config, params, .. } = launch;
+        Grid::check_launch(kernel, &self.memory, &self.config, config, params)
+            .map_err(|error| refuse(error.to_string()))?;
+        let shared_bytes = kernel.static_shared_bytes() + config.dynamic_shared_bytes;
+        // A launch here has one dimension.
+        let (blocks, resident) = (config.grid[0], self.config.resident_blocks(config.block[0], shared_bytes));
+        if launch.residency == Residency::Together && blocks > resident {
+            return Err(refuse(format!(
+                "{blocks} blocks cannot be resident at once, only {resident}; launch fewer or smaller blocks"
+            )));
+        }
+        Ok(())
     }
 
     /// The op of the next launch, with a schedule seed of its own where the device has one.

@@ -651,6 +651,7 @@ fn launches_are_checked() {
             "102400 bytes of dynamic shared memory, but it was looked up for at most 49152",
         ),
         ((1024, 0, true, 2 * 132 + 1), "only 264"),
+        ((u32::MAX, 0, true, 1), "block is [4294967295, 1, 1] (each must be from 1 to"),
     ] {
         let error = launch(block, shared_bytes, cooperative, grid).unwrap_err();
         assert!(matches!(error, Error::Launch { kernel: "store", .. }), "{error}");
@@ -659,6 +660,41 @@ fn launches_are_checked() {
     let error = rig.module.kernel("store", 1 << 20).unwrap_err().to_string();
     assert!(error.contains("1048576 bytes of dynamic shared memory wanted"), "{error}");
     rig.stream.synchronize().unwrap();
+}
+
+#[test]
+fn cooperative_launches_that_cannot_be_resident_are_refused_and_the_device_stays_usable() {
+    const SHARED: &str = "
+.version 7.8
+.target sm_90
+.address_size 64
+
+.visible .entry shared()
+{
+    .shared .align 4 .b8 bytes[49152];
+    .reg .b32 %r<2>;
+    mov.u32 %r1, 0;
+    st.shared.u32 [bytes], %r1;
+    ret;
+}
+";
+    let few = Hooks { max_blocks_resident: Some(3), ..Hooks::default() };
+    // A multiprocessor has room for four such blocks.
+    for (hooks, fit) in [(Hooks::default(), 4 * 132), (few, 3)] {
+        let rig = Rig::new(VirtConfig { hooks, ..VirtConfig::default() });
+        let kernel = OwnedModule::load(&rig.device, SHARED).unwrap().kernel("shared", 0).unwrap();
+        let launch = |grid| {
+            let config = LaunchConfig { grid, cooperative: true, ..ONE_WARP };
+            // SAFETY: the kernel has no parameters.
+            unsafe { rig.stream.launch(&kernel, &config, &[]) }
+        };
+        let error = launch(1000).unwrap_err();
+        assert!(matches!(error, Error::Launch { kernel: "shared", .. }), "{error}");
+        assert!(error.to_string().contains(&format!("only {fit}")), "{error}");
+        launch(fit + 1).unwrap_err();
+        launch(fit).unwrap();
+        rig.stream.synchronize().unwrap();
+    }
 }
 
 #[test]
