@@ -438,7 +438,8 @@ impl Stream {
         }
         let capture = driver.stream_capture(self.handle)?;
         for (origin, buffer) in steps {
-            if driver.stream_capture(origin)? == capture {
+            // 0 is no capture, or one that became invalid.
+            if origin == self.handle || (capture != 0 && driver.stream_capture(origin)? == capture) {
                 return Ok(Some(buffer));
             }
         }

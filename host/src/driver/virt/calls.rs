@@ -456,7 +456,9 @@ impl Driver for VirtualGpu {
 
     fn stream_capture(&self, stream: u64) -> Result<u64> {
         let mut state = self.shared.enter()?;
-        Ok(self.shared.queue(&mut state, stream)?.1.capture.map_or(0, |(capture, _)| capture))
+        let capture = self.shared.queue(&mut state, stream)?.1.capture.map_or(0, |(capture, _)| capture);
+        let is_valid = |recording: &Capture<Recorded>| recording.invalid.is_none();
+        Ok(if state.captures.get(&capture).is_some_and(is_valid) { capture } else { 0 })
     }
 
     fn capture_begin(&self, stream: u64) -> Result<()> {

@@ -626,6 +626,21 @@ fn a_capture_rejects_calls_that_it_cannot_record() {
 }
 
 #[test]
+fn a_stream_is_of_no_capture_that_became_invalid() {
+    on_both(|rig| {
+        let other = rig.stream();
+        let graph = rig.stream.capture_for(Some(7), || {
+            assert_eq!([rig.stream.captured_for()?, other.captured_for()?], [Some(7), None]);
+            other.synchronize().unwrap_err();
+            assert_eq!(rig.device.driver.stream_capture(handle(&rig.stream))?, 0);
+            assert_eq!([rig.stream.captured_for()?, other.captured_for()?], [Some(7), None]);
+            Ok(())
+        });
+        graph.unwrap_err();
+    });
+}
+
+#[test]
 fn launches_are_checked() {
     let rig = Rig::threaded();
     let refused = |blocks: u32, params: &[&[u8]]| {
