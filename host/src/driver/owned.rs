@@ -804,6 +804,21 @@ impl Event {
         poll(&self.device, timeout, || self.is_done())
     }
 
+    /// [`Event::wait_timeout`] for several events of one device, with one timeout for all.
+    pub(super) fn wait_all(events: &[&Event], timeout: Duration) -> Result<bool> {
+        let Some(first) = events.first() else { return Ok(true) };
+        let mut left = events.iter().peekable();
+        poll(&first.device, timeout, || {
+            while let Some(event) = left.peek() {
+                if !event.is_done()? {
+                    return Ok(false);
+                }
+                left.next();
+            }
+            Ok(true)
+        })
+    }
+
     /// Milliseconds from this event to `end`.
     ///
     /// # Errors

@@ -166,12 +166,13 @@ impl Fence {
 
     /// Waits for it; false if `timeout` passes before.
     pub fn wait_timeout(&self, timeout: Duration) -> Result<bool> {
-        for (_, event) in &self.0 {
-            if !event.wait_timeout(timeout)? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
+        Fence::wait_all(std::slice::from_ref(self), timeout)
+    }
+
+    /// Waits for all of them; false if `timeout` passes before.
+    pub fn wait_all(fences: &[Fence], timeout: Duration) -> Result<bool> {
+        let events: Vec<&Event> = fences.iter().flat_map(|fence| &fence.0).map(|(_, event)| event).collect();
+        Event::wait_all(&events, timeout)
     }
 
     /// Its events, for the next fence: a wait is for an event's last record at the time of the

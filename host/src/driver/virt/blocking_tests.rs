@@ -13,8 +13,8 @@ use super::manual::ManualGpus;
 use super::tests::{PTX, Rig, Words, handle, on_both, word};
 use super::*;
 use crate::driver::{
-    CopyEnd, DevicePtr, Driver, LaunchConfig, Memory, MemoryKind, Module as OwnedModule, NoDriverCalls,
-    RawMemory, RawStream, Stream,
+    CopyEnd, DevicePtr, Driver, Fence, LaunchConfig, Memory, MemoryKind, Module as OwnedModule,
+    NoDriverCalls, RawMemory, RawStream, Stream,
 };
 use crate::error::{Error, Result};
 use crate::virtual_time::{Poller, VirtualTime};
@@ -588,4 +588,23 @@ fn the_clock_of_ranks_stands_while_any_thread_holds_the_lock() {
         }
     });
     time.sleep(Duration::from_secs(300));
+}
+
+#[test]
+fn a_fence_has_one_deadline_for_all_streams() {
+    let time = VirtualTime::new().unwrap();
+    let _member = time.join();
+    let rig = Rig::threaded();
+    let words = rig.words(2);
+    let streams = [1u64, 2, 3, 4, 5, 6].map(|seconds| {
+        let (stream, out, ns) = (rig.stream(), words.ptr().add(4), seconds * 1_000_000_000);
+        let params: [&[u8]; 4] =
+            [&words.ptr().0.to_le_bytes(), &1u32.to_le_bytes(), &out.0.to_le_bytes(), &ns.to_le_bytes()];
+        rig.try_launch(&stream, "wait_or_expire", 1, &params).unwrap();
+        stream
+    });
+    let fence = Fence::new(&rig.device, &mut Vec::new()).unwrap();
+    assert!(!fence.wait_timeout(Duration::from_secs(3)).unwrap(), "the last kernel takes 6 s");
+    assert!(fence.wait_timeout(Duration::from_secs(600)).unwrap());
+    drop(streams);
 }

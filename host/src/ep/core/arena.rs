@@ -164,18 +164,15 @@ impl Arena {
     pub fn wait_before(&self, timeout: Duration) -> Result<()> {
         // Results that are dropped meanwhile must not wait for this.
         let mut fences = std::mem::take(&mut lock(&self.state).before_next);
-        while let Some(fence) = fences.pop() {
-            let ended = fence.wait_timeout(timeout);
-            if !matches!(ended, Ok(true)) {
-                // The blocks may be in use still: the next operation waits for these fences.
-                fences.push(fence);
-                lock(&self.state).before_next.append(&mut fences);
-                ended?;
-                let reason = format!("work before it has not ended in {timeout:?}");
-                return Err(Error::timeout("capture", reason));
-            }
-            self.give_back(fence);
+        let ended = Fence::wait_all(&fences, timeout);
+        if !matches!(ended, Ok(true)) {
+            // The blocks may be in use still: the next operation waits for these fences.
+            lock(&self.state).before_next.append(&mut fences);
+            ended?;
+            let reason = format!("work before it has not ended in {timeout:?}");
+            return Err(Error::timeout("capture", reason));
         }
+        fences.into_iter().for_each(|fence| self.give_back(fence));
         Ok(())
     }
 
@@ -226,6 +223,7 @@ mod tests {
     use super::*;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
     use crate::driver::{LaunchConfig, Module};
+    use crate::virtual_time::VirtualTime;
 
     /// A kernel that ends once a word is not 0.
     const WAIT: &str = "
@@ -245,7 +243,31 @@ LOOP:
     @%p1 bra LOOP;
     ret;
 }
+
+// The same, or after so many nanoseconds.
+.visible .entry expire(.param .u64 word, .param .u64 ns)
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<2>;
+    .reg .b64 %rd<5>;
+    ld.param.u64 %rd1, [word];
+    ld.param.u64 %rd2, [ns];
+    mov.u64 %rd3, %globaltimer;
+    add.s64 %rd4, %rd3, %rd2;
+LOOP:
+    ld.acquire.sys.global.u32 %r1, [%rd1];
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra DONE;
+    mov.u64 %rd3, %globaltimer;
+    setp.lt.u64 %p2, %rd3, %rd4;
+    @%p2 bra LOOP;
+DONE:
+    ret;
+}
 ";
+
+    const ONE_THREAD: LaunchConfig =
+        LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
 
     /// Ends the kernel, also where the test fails.
     struct Ends(Memory);
@@ -268,11 +290,9 @@ LOOP:
         let take = || arena.take(|pieces| pieces.array("rows", 1, 128)).unwrap().0;
         let kernel = Module::load(&device, WAIT).unwrap().kernel("wait", 0).unwrap();
         let ends = Ends(Memory::alloc(&device, 4, MemoryKind::MappedHost, "word").unwrap());
-        let config =
-            LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
         let blocks = [take(), take()];
         // SAFETY: the kernel takes one address, of a word that is freed behind it.
-        unsafe { reader.launch(&kernel, &config, &[&ends.0.ptr().0.to_le_bytes()]) }.unwrap();
+        unsafe { reader.launch(&kernel, &ONE_THREAD, &[&ends.0.ptr().0.to_le_bytes()]) }.unwrap();
         drop(blocks);
         let blocks = [take(), take()];
 
@@ -289,6 +309,38 @@ LOOP:
         drop(ends);
         next.synchronize().unwrap();
         assert!(has_ended());
+        drop(blocks);
+    }
+
+    #[test]
+    fn a_recorded_operation_waits_for_all_its_blocks_by_one_deadline() {
+        let time = VirtualTime::new().unwrap();
+        let _member = time.join();
+        let device = VirtualGpu::new(VirtConfig::default());
+        let arena = Arena::new(&device);
+        // No block fits the size of another one.
+        let take = |number: u32| arena.take(|pieces| pieces.array("rows", 8u64.pow(number), 128)).unwrap().0;
+        let kernel = Module::load(&device, WAIT).unwrap().kernel("expire", 0).unwrap();
+        let ends = Ends(Memory::alloc(&device, 4, MemoryKind::MappedHost, "word").unwrap());
+        let blocks: Vec<_> = (0..6).map(take).collect();
+        // The last user of block `n` ends after `n + 1` seconds.
+        let readers: Vec<_> = (1u64..)
+            .zip(blocks)
+            .map(|(seconds, block)| {
+                let (reader, ns) = (Stream::new(&device).unwrap(), seconds * 1_000_000_000);
+                let params: [&[u8]; 2] = [&ends.0.ptr().0.to_le_bytes(), &ns.to_le_bytes()];
+                // SAFETY: the kernel takes the address of a word that is freed behind it, and a
+                // number.
+                unsafe { reader.launch(&kernel, &ONE_THREAD, &params) }.unwrap();
+                drop(block);
+                reader
+            })
+            .collect();
+        let blocks: Vec<_> = (0..6).rev().map(take).collect();
+        let error = arena.wait_before(Duration::from_secs(3)).unwrap_err();
+        assert!(error.to_string().contains("has not ended in 3s"), "{error}");
+        arena.wait_before(Duration::from_secs(600)).unwrap();
+        assert!(readers.iter().all(|reader| reader.is_done().unwrap()));
         drop(blocks);
     }
 
