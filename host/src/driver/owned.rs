@@ -928,14 +928,19 @@ const PTX_OVERRIDE: &str = "EPOXIDE_PTX";
 /// # Errors
 /// [`Error::Argument`] where the file cannot be read.
 pub fn shipped_ptx(file: Option<&Path>) -> Result<Cow<'static, str>> {
-    ptx_of(file.map(OsString::from).or_else(|| std::env::var_os(PTX_OVERRIDE)))
+    ptx_of(file, std::env::var_os(PTX_OVERRIDE))
 }
 
-fn ptx_of(file: Option<OsString>) -> Result<Cow<'static, str>> {
-    let Some(file) = file else { return Ok(Cow::Borrowed(epoxide_gpu::PTX)) };
-    read_text_file(Path::new(&file), bounded::PTX).map(Cow::Owned).map_err(|error| {
-        Error::argument(PTX_OVERRIDE, file.to_string_lossy(), format!("cannot be read: {error}"))
-    })
+/// The text of the file that is given, or that the environment names.
+fn ptx_of(given: Option<&Path>, named: Option<OsString>) -> Result<Cow<'static, str>> {
+    let (argument, file) = match (given, &named) {
+        (Some(given), _) => ("ptx", given),
+        (None, Some(named)) => (PTX_OVERRIDE, Path::new(named)),
+        (None, None) => return Ok(Cow::Borrowed(epoxide_gpu::PTX)),
+    };
+    read_text_file(file, bounded::PTX)
+        .map(Cow::Owned)
+        .map_err(|error| Error::argument(argument, file.display(), format!("cannot be read: {error}")))
 }
 
 /// A kernel of a loaded module.
@@ -1023,10 +1028,15 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("kernels.ptx");
         std::fs::write(&file, ".version 8.4").unwrap();
-        assert_eq!(ptx_of(Some(file.into())).unwrap(), ".version 8.4");
-        assert_eq!(ptx_of(None).unwrap(), epoxide_gpu::PTX);
-        let error = ptx_of(Some(directory.path().join("none.ptx").into())).unwrap_err().to_string();
+        let none = directory.path().join("none.ptx");
+        let named = |file: &Path| Some(file.into());
+        assert_eq!(ptx_of(None, named(&file)).unwrap(), ".version 8.4");
+        assert_eq!(ptx_of(Some(&file), named(&none)).unwrap(), ".version 8.4");
+        assert_eq!(ptx_of(None, None).unwrap(), epoxide_gpu::PTX);
+        let error = ptx_of(None, named(&none)).unwrap_err().to_string();
         assert!(error.contains("EPOXIDE_PTX") && error.contains("none.ptx"), "{error}");
+        let error = ptx_of(Some(&none), named(&file)).unwrap_err().to_string();
+        assert!(!error.contains("EPOXIDE_PTX") && error.contains("none.ptx"), "{error}");
     }
 
     #[test]
