@@ -226,8 +226,7 @@ fn alloc_shareable(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemo
     let physical = Physical::create(bound, len, sharing, label)?;
     let mapping = Mapping::new(&physical, len)?;
     mapping.grant(bound).check("cuMemSetAccess")?;
-    mapping.zero(bound)?;
-    Ok(mapped(mapping))
+    Ok(mapped(mapping.zero(bound)?))
 }
 
 fn mapped(mapping: Mapping) -> RawMemory {

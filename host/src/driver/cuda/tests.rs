@@ -344,6 +344,25 @@ fn captures_outlast_queries_and_drops_of_their_thread() {
     captured.unwrap();
 }
 
+/// The memory was unmapped while it was zeroed, and the context was lost. As above.
+#[test]
+fn captures_may_allocate_memory_that_peers_map() {
+    if !is_there() {
+        return;
+    }
+    let device = CudaDevice::open(0).unwrap();
+    let stream = Stream::new(&device).unwrap();
+    let mut memory = None;
+    let captured = stream.capture(|| {
+        memory = Some(Memory::alloc(&device, 1 << 20, MemoryKind::Shareable, "test")?);
+        Ok(())
+    });
+    captured.unwrap();
+    let mut bytes = vec![1; 1 << 20];
+    memory.unwrap().read(&stream, 0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0));
+}
+
 /// Work that the stream had before may still use the memory. As above.
 #[test]
 fn captures_by_other_code_keep_memory_that_is_dropped() {

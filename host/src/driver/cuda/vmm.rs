@@ -8,7 +8,7 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-use super::context::{attribute, check_alloc, free_bytes, supports};
+use super::context::{Relaxed, attribute, check_alloc, free_bytes, supports};
 use super::device::Bound;
 use super::error::unavailable;
 use super::ffi::{
@@ -311,18 +311,25 @@ impl Mapping {
     }
 
     /// Zeroes it, in a stream of its own: the default stream would wait for the caller's work.
-    pub fn zero(&self, _: &Bound<'_>) -> Result<()> {
+    pub fn zero(self, _: &Bound<'_>) -> Result<Mapping> {
+        // The stream is never captured. A capture of this thread would forbid the wait for it.
+        let _relaxed = Relaxed::new();
         let mut stream: CuStream = std::ptr::null_mut();
-        // SAFETY: the out pointer is valid and a context is bound. The mapping outlives the
-        // synchronise, and the stream has no other user.
+        // SAFETY: the out pointer is valid and a context is bound. The mapping outlives the work of
+        // the stream, which has no other user.
         unsafe {
             ffi::cuStreamCreateWithPriority(&mut stream, ffi::CU_STREAM_NON_BLOCKING, 0)
                 .check("cuStreamCreateWithPriority")?;
-            let zeroed = ffi::cuMemsetD8Async(self.range.ptr, 0, self.range.bytes, stream)
-                .check("cuMemsetD8Async")
-                .and_then(|()| ffi::cuStreamSynchronize(stream).check("cuStreamSynchronize"));
+            let begun = ffi::cuMemsetD8Async(self.range.ptr, 0, self.range.bytes, stream);
+            let ended = ffi::cuStreamSynchronize(stream);
             ffi::cuStreamDestroy_v2(stream).log("cuStreamDestroy");
-            zeroed
+            let ended = begun.check("cuMemsetD8Async").and_then(|()| ended.check("cuStreamSynchronize"));
+            if let Err(error) = ended {
+                // Its work may still run, which would fault in unmapped memory.
+                std::mem::forget(self);
+                return Err(error);
+            }
+            Ok(self)
         }
     }
 
