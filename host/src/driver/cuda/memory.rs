@@ -112,8 +112,13 @@ fn on_device(origin: Origin, ptr: CuDevicePtr, bytes: u64) -> RawMemory {
 
 /// Bytes of the file behind `bytes` of shared host memory: whole huge pages where the system gives
 /// them, which are fewer entries for the device's address translation.
-fn file_bytes(bytes: u64) -> u64 {
-    bytes.max(1).next_multiple_of(2 << 20)
+pub(super) fn file_bytes(bytes: u64, label: &str) -> Result<u64> {
+    let most = i64::MAX as u64;
+    let whole = bytes.max(1).checked_next_multiple_of(2 << 20);
+    whole.filter(|whole| *whole <= most).ok_or_else(|| {
+        let rule = format!("wanted for {label}: a file in memory has at most {most}; make it smaller");
+        Error::argument("bytes", bytes, rule)
+    })
 }
 
 /// The error of a system call for the memory `label`.
@@ -122,15 +127,15 @@ fn refused(call: &'static str, label: &str) -> impl Fn(rustix::io::Errno) -> Err
 }
 
 fn alloc_shared_host(bound: &Bound<'_>, bytes: u64, label: &str) -> Result<RawMemory> {
+    let bytes = file_bytes(bytes, label)?;
     let file = memfd_create("epoxide", MemfdFlags::CLOEXEC).map_err(refused("memfd_create", label))?;
-    let bytes = file_bytes(bytes);
     ftruncate(&file, bytes).map_err(refused("ftruncate", label))?;
     register_shared_host(bound, file, bytes, label)
 }
 
 /// [`Driver::import_host`](crate::driver::device::Driver::import_host).
 pub fn import_host(bound: &Bound<'_>, file: OwnedFd, bytes: u64, peer: &str) -> Result<RawMemory> {
-    let bytes = file_bytes(bytes);
+    let bytes = file_bytes(bytes, peer)?;
     // Behind the end of the file an access would be a fault of this process.
     let has = rustix::fs::fstat(&file).map_err(refused("fstat", peer))?.st_size as u64;
     if has < bytes {

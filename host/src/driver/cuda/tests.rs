@@ -5,6 +5,7 @@ use std::time::Duration;
 use epoxide_vgpu::ptx::Version;
 
 use super::ffi::{self, CuResult};
+use super::memory::file_bytes;
 use super::module::{log_text, param_pointers};
 use super::{CudaDevice, calls, devices, doctor, ptx};
 use crate::driver::{Device, Event, Memory, MemoryKind, RawStream, Stream};
@@ -165,6 +166,16 @@ fn jit_logs_end_at_the_first_nul() {
     assert_eq!(log_text(b"ptxas: line 3\n\0junk"), "ptxas: line 3");
     assert_eq!(log_text(b"no end"), "no end");
     assert_eq!(log_text(&[0; 8]), "");
+}
+
+#[test]
+fn files_in_memory_have_whole_huge_pages() {
+    assert_eq!(file_bytes(0, "test").unwrap(), 2 << 20);
+    assert_eq!(file_bytes((2 << 20) + 1, "test").unwrap(), 4 << 20);
+    for bytes in [u64::MAX, 1 << 63, i64::MAX as u64] {
+        let error = file_bytes(bytes, "rows").unwrap_err().to_string();
+        assert!(error.contains(&format!("bytes = {bytes}")) && error.contains("rows"), "{error}");
+    }
 }
 
 /// A driver that checks its arguments: it returns error codes of its own where they are not the
