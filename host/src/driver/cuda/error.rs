@@ -107,10 +107,10 @@ impl CuResult {
             _ if (CuResult::STREAM_CAPTURE_UNSUPPORTED.0..=CuResult::STREAM_CAPTURE_WRONG_THREAD.0)
                 .contains(&self.0) =>
             {
-                "between capture_begin and capture_end only enqueue, from the thread that began, in the captured \
-                 stream or streams that joined it by an event; do not query, synchronise or allocate. Another thread's \
-                 capture in global mode forbids the same to all threads (capture with the thread-local mode), and one of \
-                 a blocking stream forbids the legacy default stream"
+                "inside of `Stream::capture` and `Buffer::capture` only enqueue, from the thread that called them, in the \
+                 captured stream or streams that joined it by an event; do not query, synchronise or allocate. Another \
+                 thread's capture in global mode forbids the same to all threads (capture with the thread-local mode), \
+                 and one of a blocking stream forbids the legacy default stream"
             }
             _ => "",
         }

@@ -284,7 +284,7 @@ fn map_peer(bound: &Bound<'_>, physical: Physical, bytes: u64, peer: &str) -> Re
 
 /// A dma-buf descriptor for device memory, for `ibv_reg_dmabuf_mr`. `ptr` and `bytes` must be
 /// multiples of the page size, as those of [`MemoryKind::Shareable`] are. A context must be current
-/// on this thread, as it is after any call of the memory's device.
+/// on this thread. Any call of the memory's device makes one current where there was none.
 ///
 /// [`Error::Unavailable`] where driver or kernel cannot do it.
 pub fn export_dma_buf(ptr: DevicePtr, bytes: u64) -> Result<OwnedFd> {

@@ -85,7 +85,7 @@ fn all_faults_and_all_capture_codes_have_remedies() {
         assert!(CuResult(code).remedy().contains("context is lost"), "{code}");
     }
     for code in 900..=908 {
-        assert!(CuResult(code).remedy().contains("capture_begin"), "{code}");
+        assert!(CuResult(code).remedy().contains("`Stream::capture`"), "{code}");
     }
     assert_eq!(CuResult(720).remedy(), "");
 }
