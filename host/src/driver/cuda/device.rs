@@ -39,8 +39,8 @@ pub struct CudaDevice {
     /// The files behind [`MemoryKind::SharedHost`](crate::driver::MemoryKind::SharedHost), by host
     /// address.
     files: Mutex<HashMap<u64, OwnedFd>>,
-    /// Names of the kernels looked up so far, for errors.
-    kernels: Mutex<HashMap<u64, &'static str>>,
+    /// Modules and names of the kernels that were looked up, for errors.
+    kernels: Mutex<HashMap<u64, (u64, &'static str)>>,
 }
 
 impl CudaDevice {
@@ -137,13 +137,18 @@ impl CudaDevice {
         file.try_clone().map_err(|error| Error::system("dup", error))
     }
 
-    pub(super) fn remember_kernel(&self, kernel: u64, name: &'static str) {
-        lock(&self.kernels).insert(kernel, name);
+    pub(super) fn remember_kernel(&self, kernel: u64, module: u64, name: &'static str) {
+        lock(&self.kernels).insert(kernel, (module, name));
+    }
+
+    /// Forgets the kernels of a module that is about to be unloaded.
+    pub(super) fn forget_kernels(&self, module: u64) {
+        lock(&self.kernels).retain(|_, (of, _)| *of != module);
     }
 
     pub(super) fn kernel_name(&self, kernel: u64) -> &'static str {
         let kernels = lock(&self.kernels);
-        kernels.get(&kernel).copied().unwrap_or("an unknown kernel")
+        kernels.get(&kernel).map_or("an unknown kernel", |(_, name)| name)
     }
 
     /// Runs a clean-up that cannot return an error. Owners are dropped in captures too.

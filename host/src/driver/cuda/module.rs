@@ -96,7 +96,9 @@ pub(super) fn log_text(buffer: &[u8]) -> String {
 ///
 /// # Safety
 /// No kernel of it is in flight.
-pub unsafe fn unload(_: &Bound<'_>, module: u64) {
+pub unsafe fn unload(bound: &Bound<'_>, module: u64) {
+    // Before another module gets its handles.
+    bound.device.forget_kernels(module);
     // SAFETY: passed on to the caller.
     unsafe { ffi::cuModuleUnload(module as CuModule) }.log("cuModuleUnload");
 }
@@ -146,7 +148,7 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     let carveout = ffi::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
     // SAFETY: as above; 100 requests the most shared memory and the least L1 cache.
     unsafe { ffi::cuFuncSetAttribute(function, carveout, 100) }.check("cuFuncSetAttribute")?;
-    bound.device.remember_kernel(function as u64, name);
+    bound.device.remember_kernel(function as u64, module, name);
     Ok(function as u64)
 }
 
