@@ -341,7 +341,7 @@ impl Driver for CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        let pieces = self.staging.drain();
+        let (pieces, pool) = (self.staging.drain(), self.pool.take());
         if let Some(departed) = self.streams.hold().departed.take() {
             self.stream_destroy(departed);
         }
@@ -351,6 +351,7 @@ impl Drop for CudaDevice {
                 // their only list.
                 unsafe { memory::free(bound, piece) };
             }
+            drop(pool);
         });
     }
 }

@@ -27,8 +27,8 @@ const OLDEST_COMPUTE_CAPABILITY: (i32, i32) = (9, 0);
 pub struct CudaDevice {
     pub(super) info: DeviceInfo,
     pub(super) device: CustDevice,
-    /// The pool of [`MemoryKind::Device`](crate::driver::MemoryKind::Device). Declared before the
-    /// context, which its drop needs.
+    /// The pool of [`MemoryKind::Device`](crate::driver::MemoryKind::Device), which the drop of
+    /// this takes out.
     pub(super) pool: MemoryPool,
     pub(super) context: Context,
     /// Features of [`MemoryKind::Shareable`](crate::driver::MemoryKind::Shareable), or the reason

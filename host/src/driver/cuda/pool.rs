@@ -15,7 +15,7 @@ use super::ffi::{
 use crate::error::Result;
 use crate::lock::lock;
 
-/// A device's pool. Every method requires that the device's context is bound.
+/// A device's pool. Every method and the drop require that the device's context is bound.
 #[derive(Debug)]
 pub struct MemoryPool {
     pool: CuMemoryPool,
@@ -35,6 +35,22 @@ unsafe impl Send for MemoryPool {}
 unsafe impl Sync for MemoryPool {}
 
 impl MemoryPool {
+    /// Without the handles.
+    fn none() -> MemoryPool {
+        MemoryPool {
+            pool: std::ptr::null_mut(),
+            allocate: std::ptr::null_mut(),
+            release: std::ptr::null_mut(),
+            event: std::ptr::null_mut(),
+            freed: Mutex::default(),
+        }
+    }
+
+    /// Takes the pool out, to be dropped with the context bound.
+    pub fn take(&mut self) -> MemoryPool {
+        std::mem::replace(self, MemoryPool::none())
+    }
+
     /// The pool of a device; its context is bound to this thread.
     pub fn new(device: c_int) -> Result<MemoryPool> {
         let props = CuMemPoolProps {
@@ -45,13 +61,7 @@ impl MemoryPool {
             max_bytes: 0,
             reserved: [0; 56],
         };
-        let mut this = MemoryPool {
-            pool: std::ptr::null_mut(),
-            allocate: std::ptr::null_mut(),
-            release: std::ptr::null_mut(),
-            event: std::ptr::null_mut(),
-            freed: Mutex::default(),
-        };
+        let mut this = MemoryPool::none();
         // SAFETY: all pointers are valid. If a later call fails, the drop of `this` destroys the
         // pool and the streams made before.
         unsafe {
