@@ -1,6 +1,7 @@
 //! Modules, kernels and launches.
 
 use std::ffi::{CString, c_int, c_void};
+use std::sync::Mutex;
 
 use epoxide_vgpu::ptx::Version;
 
@@ -12,6 +13,7 @@ use super::late::{self, LaunchAttribute, LaunchConfigEx};
 use super::{context, ptx};
 use crate::driver::LaunchConfig;
 use crate::error::{Error, Result};
+use crate::lock::lock;
 
 /// Dynamic shared memory that every kernel may use without being allowed more.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
@@ -125,7 +127,9 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     }
 
     let max_dynamic = ffi::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // Never lowered: another lookup of the same kernel may have requested more.
+    // Never lowered: another lookup of the same kernel may have requested more, or do so now.
+    static RAISE: Mutex<()> = Mutex::new(());
+    let raising = lock(&RAISE);
     if max_shared_bytes > DEFAULT_SHARED_BYTES && attribute(function, max_dynamic) < max_shared_bytes as c_int
     {
         // SAFETY: the function was looked up just now; a value out of range is an error.
@@ -143,6 +147,7 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
         }
         raised.check("cuFuncSetAttribute")?;
     }
+    drop(raising);
     // The same division of a multiprocessor's memory for every kernel: to change it, one would wait
     // until it is empty.
     let carveout = ffi::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
