@@ -84,8 +84,8 @@ pub struct TransportOptions {
     /// `None`: one for each two processors of a rank on the host where a rank has the fewest, up to
     /// four; one with a virtual GPU.
     pub connections_per_queue: Option<u32>,
-    /// How long a put waits for the network. A buffer that is dropped waits as long for its last
-    /// puts.
+    /// How long a put waits while the network takes none of its bytes. A slow network that takes
+    /// some does not end it. A buffer that is dropped waits as long for its last puts, in all.
     pub timeout: Duration,
     /// Limits on connections to the sockets of [`TransportKind::Tcp`] while ranks connect.
     pub limits: ConnectionLimits,

@@ -47,8 +47,8 @@ impl Put {
 
 /// An ordered queue to one peer. One thread uses it.
 pub trait PutQueue: Send + Debug {
-    /// Starts the puts, in order, as one batch. May wait for the network, not longer than the
-    /// queue's timeout.
+    /// Starts the puts, in order, as one batch. May wait for the network while it takes bytes, and
+    /// for the queue's timeout while it takes none.
     ///
     /// # Errors
     /// The peer left, died, or cannot be reached, or a put exceeds wire memory; the queue cannot be

@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 
 use super::frame::{FAREWELL, GOODBYE, MAX_REASON, Part, header, part_header, signed, word32};
-use super::{Patience, left, wait_for};
+use super::{Patience, wait_for};
 use crate::driver::{Memory, NoDriverCalls};
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
@@ -101,7 +101,6 @@ impl TcpQueue {
     }
 
     fn put(&mut self, puts: &[Put]) -> Result<()> {
-        let deadline = deadline(self.first.timeout);
         self.check_further()?;
         for put in puts {
             let checked = put.check(self.first.source.bytes());
@@ -111,11 +110,11 @@ impl TcpQueue {
             let mut frames = Vec::with_capacity(batch.len());
             for (number, put) in (self.sent + 1..).zip(batch) {
                 // The other threads begin while this one sends.
-                let (bytes, parts) = self.divide(put, number, deadline)?;
+                let (bytes, parts) = self.divide(put, number)?;
                 let header = header(put, bytes, parts as u64);
                 frames.push((signed(&header, self.first.signer.as_mut()), put.from, bytes));
             }
-            self.first.send_frames(&frames, deadline)?;
+            self.first.send_frames(&frames)?;
             self.sent += batch.len() as u64;
         }
         // Behind the puts, which do not wait for this system call. The peer may have left because
@@ -126,7 +125,7 @@ impl TcpQueue {
 
     /// Hands parts of a large put to the further connections. The bytes that are left for the first
     /// one, from the put's start on, and the number of parts.
-    fn divide(&mut self, put: &Put, number: u64, deadline: Instant) -> Result<(u64, usize)> {
+    fn divide(&mut self, put: &Put, number: u64) -> Result<(u64, usize)> {
         let most = (put.bytes / self.smallest_part).min(self.further.len() as u64 + 1);
         if most < 2 {
             return Ok((put.bytes, 0));
@@ -137,7 +136,8 @@ impl TcpQueue {
             let bytes = size.min(put.bytes - at);
             let part = Part { from: put.from + at, to: put.to + at, bytes, number };
             let (first, further) = (&self.first, &self.further[parts]);
-            further.hand_over(Work::Part(part), || first.check_wait(deadline))?;
+            // The further connection itself fails where the network takes nothing.
+            further.hand_over(Work::Part(part), || first.check_interrupt())?;
             (at, parts) = (at + bytes, parts + 1);
         }
         self.divided.push_back((number, parts));
@@ -215,10 +215,10 @@ impl PutQueue for TcpQueue {
 
     fn close(&mut self) {
         if self.failed.is_none() {
-            let end = deadline(GOODBYE_TIME);
+            let begin = Instant::now();
             for further in &self.further {
                 // A failed connection looks dead to the peer.
-                let _ = further.hand_over(Work::Goodbye, || self.first.check_wait(end));
+                let _ = further.hand_over(Work::Goodbye, || self.first.check_wait(begin, GOODBYE_TIME));
             }
             self.first.send_goodbye(&header(&Put::default(), GOODBYE, 0));
             let end = deadline(GOODBYE_TIME);
@@ -337,8 +337,7 @@ fn run_further(connection: &mut Connection, state: &FurtherState) -> Result<()> 
         match work {
             Some(Work::Part(part)) => {
                 let header = signed(&part_header(&part), connection.signer.as_mut());
-                let deadline = deadline(connection.timeout);
-                connection.send_frames(&[(header, part.from, part.bytes)], deadline)?;
+                connection.send_frames(&[(header, part.from, part.bytes)])?;
                 state.sent.store(part.number, Ordering::Release);
             }
             Some(Work::Goodbye) => {
@@ -375,7 +374,7 @@ pub(super) struct Connection {
 impl Connection {
     /// Sends frames: each has a header, an offset and a length, which the caller has checked to be
     /// in the source.
-    fn send_frames(&mut self, frames: &[(Vec<u8>, u64, u64)], deadline: Instant) -> Result<()> {
+    fn send_frames(&mut self, frames: &[(Vec<u8>, u64, u64)]) -> Result<()> {
         let mut pieces = Vec::with_capacity(2 * frames.len());
         for (header, from, bytes) in frames {
             pieces.push(Bytes { start: header.as_ptr(), len: header.len() });
@@ -386,7 +385,7 @@ impl Connection {
         }
         // SAFETY: the headers outlive the call; the rest is in the source, which this connection
         // keeps.
-        unsafe { self.send(&mut pieces, deadline) }
+        unsafe { self.send(&mut pieces, self.timeout) }
     }
 
     /// Sends the goodbye: no put follows.
@@ -394,17 +393,17 @@ impl Connection {
         let goodbye = signed(header, self.signer.as_mut());
         let mut piece = [Bytes { start: goodbye.as_ptr(), len: goodbye.len() }];
         // SAFETY: the header outlives the call.
-        if let Err(error) = unsafe { self.send(&mut piece, deadline(GOODBYE_TIME)) } {
+        if let Err(error) = unsafe { self.send(&mut piece, GOODBYE_TIME) } {
             tracing::debug!("goodbye: {error}");
         }
         let _ = self.socket.shutdown(Shutdown::Write);
     }
 
-    /// Writes all of `pieces` to the socket.
+    /// Writes all of `pieces` to the socket, unless it takes no byte for so long a time.
     ///
     /// # Safety
     /// Each is live memory until this returns.
-    unsafe fn send(&mut self, pieces: &mut [Bytes], deadline: Instant) -> Result<()> {
+    unsafe fn send(&mut self, pieces: &mut [Bytes], timeout: Duration) -> Result<()> {
         let mut first = 0;
         let mut full_since = None;
         while first < pieces.len() {
@@ -433,45 +432,52 @@ impl Connection {
                     first += 1;
                 }
                 full_since = None;
+                if first < pieces.len() {
+                    self.check_interrupt()?;
+                }
             } else {
                 let since = *full_since.get_or_insert_with(Instant::now);
-                self.handle_send_error(std::io::Error::last_os_error(), since, deadline)?;
+                self.handle_send_error(std::io::Error::last_os_error(), since, timeout)?;
             }
         }
         Ok(())
     }
 
     /// Waits for room where that is what is missing, which it has been `since` then.
-    fn handle_send_error(&mut self, error: std::io::Error, since: Instant, deadline: Instant) -> Result<()> {
+    fn handle_send_error(&mut self, error: std::io::Error, since: Instant, timeout: Duration) -> Result<()> {
         match Errno::from_io_error(&error) {
             Some(Errno::INTR) => return Ok(()),
-            Some(Errno::AGAIN) if self.patience.polls_on(since) => return Ok(()),
-            Some(Errno::AGAIN) => {}
+            Some(Errno::AGAIN) => self.check_wait(since, timeout)?,
             _ => {
                 // The peer may have sent the reason.
                 let reason = self.farewell().unwrap_or_else(|| format!("the connection broke: {error}"));
                 return Err(self.ends.error("put", reason));
             }
         }
-        self.check_wait(deadline)?;
+        if self.patience.polls_on(since) {
+            return Ok(());
+        }
         if let Some(reason) = self.farewell() {
             return Err(self.ends.error("put", reason));
         }
         let mut polled = [PollFd::from_borrowed_fd(self.socket.as_fd(), PollFlags::OUT)];
-        wait_for(&mut polled, POLL_INTERVAL.min(left(deadline))).map_err(|error| Error::system("poll", error))
+        let left = timeout.saturating_sub(since.elapsed()).max(Duration::from_millis(1));
+        wait_for(&mut polled, POLL_INTERVAL.min(left)).map_err(|error| Error::system("poll", error))
     }
 
-    /// An error where a wait for the network has to end.
-    fn check_wait(&self, deadline: Instant) -> Result<()> {
+    /// An error where a wait for the network, which has lasted `since` then, has to end.
+    fn check_wait(&self, since: Instant, timeout: Duration) -> Result<()> {
+        self.check_interrupt()?;
+        if since.elapsed() >= timeout {
+            let reason = format!("it took no bytes for {timeout:?}: it hangs, or the network is down");
+            return Err(self.ends.error("put", reason));
+        }
+        Ok(())
+    }
+
+    fn check_interrupt(&self) -> Result<()> {
         if self.interrupt.is_raised() || self.stopped.load(Ordering::Acquire) {
             return Err(self.ends.error("put", "interrupted: this rank closes the link"));
-        }
-        if Instant::now() >= deadline {
-            let reason = format!(
-                "it did not take all bytes within {:?}: it hangs, or the network is down",
-                self.timeout
-            );
-            return Err(self.ends.error("put", reason));
         }
         Ok(())
     }

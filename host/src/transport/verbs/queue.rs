@@ -9,7 +9,7 @@ use super::raw::{self, From, Write};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 use crate::transport::put::{Interrupt, Put, PutQueue};
-use crate::transport::setup::{LinkEnds, deadline};
+use crate::transport::setup::LinkEnds;
 
 /// The peer's wire memory, as large as the own.
 #[derive(Debug, Clone, Copy)]
@@ -86,20 +86,20 @@ impl VerbsQueue {
     }
 
     /// Adds a write to the chain; a chain that fills half the connection is posted at once.
-    fn push(&mut self, from: From, to: u64, deadline: Instant) -> Result<()> {
+    fn push(&mut self, from: From, to: u64) -> Result<()> {
         let id = self.posted + self.chain.len() as u64 + 1;
         let to = self.remote.address + to;
         self.chain.push(Write { id, from, to, rkey: self.remote.rkey, signalled: false });
-        if self.chain.len() as u64 >= self.depth / 2 { self.flush(deadline) } else { Ok(()) }
+        if self.chain.len() as u64 >= self.depth / 2 { self.flush() } else { Ok(()) }
     }
 
     /// Posts the chain in one call, with its last write signalled, once the queue has room for it.
-    fn flush(&mut self, deadline: Instant) -> Result<()> {
+    fn flush(&mut self) -> Result<()> {
         let mut chain = std::mem::take(&mut self.chain);
         let Some(last) = chain.last_mut() else { return Ok(()) };
         last.signalled = true;
         let id = last.id;
-        self.wait(deadline, |queue| id - queue.retired <= queue.depth)?;
+        self.wait(self.timeout, |queue| id - queue.retired <= queue.depth)?;
         let operation = format!("put #{} to rank {}", self.puts_posted, self.ends.peer);
         let post = || self.end.post(&chain, &operation);
         self.interrupt.during(&"ibv_post_send", post).map_err(|error| self.fail(error))?;
@@ -132,8 +132,9 @@ impl VerbsQueue {
         Ok(())
     }
 
-    fn wait(&mut self, deadline: Instant, done: impl Fn(&VerbsQueue) -> bool) -> Result<()> {
-        let start = Instant::now();
+    /// Waits while writes complete, and for `timeout` while none does.
+    fn wait(&mut self, timeout: Duration, done: impl Fn(&VerbsQueue) -> bool) -> Result<()> {
+        let (mut since, mut retired) = (Instant::now(), self.retired);
         loop {
             self.poll()?;
             if done(self) {
@@ -142,9 +143,12 @@ impl VerbsQueue {
             if self.interrupt.is_raised() {
                 return Err(self.fail(self.ends.error("put", "interrupted: this rank closes the link")));
             }
-            if Instant::now() >= deadline {
-                let (flying, waited) = (self.posted - self.retired, start.elapsed());
-                let status = format!("{flying} writes did not complete within {waited:.1?}");
+            if self.retired != retired {
+                (since, retired) = (Instant::now(), self.retired);
+            }
+            if since.elapsed() >= timeout {
+                let flying = self.posted - self.retired;
+                let status = format!("{flying} writes did not complete within {timeout:.1?}");
                 let error = self.error("ibv_poll_cq", status, remedy(RETRY_EXCEEDED).into());
                 return Err(self.fail(error));
             }
@@ -193,21 +197,20 @@ impl PutQueue for VerbsQueue {
         for put in puts {
             put.check(bytes).map_err(|reason| self.fail(self.ends.error("put", reason)))?;
         }
-        let deadline = deadline(self.timeout);
         for put in puts {
             let mut done = 0;
             while done < put.bytes {
                 let bytes = (put.bytes - done).min(self.max_message);
                 // At most `max_message`, a `u32`.
                 let from = From::Memory(address + put.from + done, bytes as u32, lkey);
-                self.push(from, put.to + done, deadline)?;
+                self.push(from, put.to + done)?;
                 done += bytes;
             }
             // Counted before its last write is posted: a mark there covers it.
             self.puts_posted += 1;
-            self.push(From::Word(put.value), put.counter, deadline)?;
+            self.push(From::Word(put.value), put.counter)?;
         }
-        self.flush(deadline)
+        self.flush()
     }
 
     fn completed(&mut self) -> Result<u64> {
@@ -218,7 +221,7 @@ impl PutQueue for VerbsQueue {
 
     fn quiet(&mut self, timeout: Duration) -> Result<()> {
         self.usable()?;
-        self.wait(deadline(timeout), |queue| queue.retired == queue.posted)
+        self.wait(timeout, |queue| queue.retired == queue.posted)
     }
 
     fn source(&self) -> Option<&Memory> {
