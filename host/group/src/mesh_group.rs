@@ -327,6 +327,10 @@ impl ProcessGroup for MeshGroup {
         self.shares_host
     }
 
+    fn interface(&self) -> Option<&str> {
+        self.options.interface.as_deref()
+    }
+
     fn global_rank(&self, rank: u32) -> Option<u32> {
         self.members.get(rank as usize).copied()
     }

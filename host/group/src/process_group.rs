@@ -102,6 +102,13 @@ pub trait ProcessGroup: Send + Sync + Debug {
         false
     }
 
+    /// Network interface, or its address, by which other hosts reach this rank. Connections set up
+    /// over the group use it. `None`, the default: the environment's
+    /// [`SOCKET_IFNAME`](super::SOCKET_IFNAME), else the interface of the default route.
+    fn interface(&self) -> Option<&str> {
+        None
+    }
+
     /// The rank of `rank` in the first group, which this one was made from; `None` outside the
     /// group.
     fn global_rank(&self, rank: u32) -> Option<u32> {

@@ -142,6 +142,10 @@ impl ProcessGroup for NcclGroup {
         self.host.shares_host()
     }
 
+    fn interface(&self) -> Option<&str> {
+        self.host.interface()
+    }
+
     fn global_rank(&self, rank: u32) -> Option<u32> {
         self.host.global_rank(rank)
     }

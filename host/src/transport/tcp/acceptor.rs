@@ -1,6 +1,7 @@
 //! Setup of connections: the calling side, and the admission of callers.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
@@ -247,9 +248,12 @@ impl Acceptor {
     /// `connections`: most connections of a queue.
     pub(super) fn open(setup: &Setup<'_>, connections: u32) -> Result<Acceptor> {
         let (token, secret) = (random()?, setup.group.job_secret()?);
+        let interface = setup.group.interface();
         // An interface that was named is taken in any case.
-        let named = std::env::var_os(SOCKET_IFNAME).is_some_and(|name| !name.is_empty());
-        let ip = if setup.group.shares_host() && !named { loopback() } else { interface_address(None)? };
+        let named = interface.map(Into::into).or_else(|| std::env::var_os(SOCKET_IFNAME));
+        let is_named = named.is_some_and(|name: OsString| !name.is_empty());
+        let ip =
+            if setup.group.shares_host() && !is_named { loopback() } else { interface_address(interface)? };
         let pending = PendingConnections::new(
             "tcp transport",
             &setup.options.limits,

@@ -22,7 +22,7 @@ use crate::driver::{Memory, MemoryKind};
 use crate::group::ConnectionLimits;
 use crate::group::internal::{Initiator, Keys, OPENING, PROOF, Purpose, Responder, Signer};
 use crate::group::run_threads;
-use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions};
+use crate::group::{HashStore, JobSecret, MeshGroup, MeshOptions, ProcessGroup};
 use crate::transport::greeting::{PHASE, VERSION};
 use crate::transport::links::Receiving;
 use crate::transport::proxy::Proxy;
@@ -269,6 +269,27 @@ fn ranks_of_one_host_listen_at_loopback() {
         assert!(setup.group.shares_host());
         assert!(Acceptor::open(setup, 1).unwrap().address.ip().is_loopback());
     });
+}
+
+#[test]
+fn a_rank_listens_at_the_interface_of_its_group() {
+    let options = MeshOptions { interface: Some("127.0.0.2".into()), ..MeshOptions::default() };
+    let group: Arc<dyn ProcessGroup> =
+        Arc::new(MeshGroup::new(Arc::new(HashStore::new()), 0, 1, "alone", options).unwrap());
+    let device = VirtualGpu::new(VirtConfig::default());
+    let memory = Memory::alloc(&device, 4096, MemoryKind::SharedHost, "wire").unwrap().into();
+    let options = TransportOptions::new(TransportKind::Tcp);
+    for group in [group.clone(), group.split(0).unwrap()] {
+        let setup = Setup {
+            options: &options,
+            memory: &memory,
+            group: &*group,
+            peers: &[],
+            timeout: SOON,
+            writer: Writer::Proxies,
+        };
+        assert_eq!(Acceptor::open(&setup, 1).unwrap().address.ip().to_string(), "127.0.0.2");
+    }
 }
 
 #[test]
