@@ -11,7 +11,7 @@ use crate::group::ProcessGroup;
 /// The first word of every transport's first message.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"epoxwire");
 /// The version of the greeting and of all messages over the links.
-pub(super) const VERSION: u32 = 4;
+pub(super) const VERSION: u32 = 5;
 /// Distinguishes these links from others of the same ranks, such as those within a node.
 pub(super) const PHASE: u32 = 1;
 

@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use super::frame::{MAX_REASON, refusal, word32, word64};
 use super::receiver::Incoming;
-use super::{left, wait_for};
+use super::{MORE_DESCRIPTORS, descriptors, is_out_of_descriptors, left, wait_for};
 use crate::error::{Error, Result};
 use crate::foreign::quoted;
 use crate::group::internal::{
@@ -112,10 +112,14 @@ pub(super) fn dial(
     let (token, socket_address) =
         parse_address(address).ok_or_else(|| fail(format!("it announced no address but {address:?}")))?;
     let failed = |error: std::io::Error| {
-        fail(format!(
-            "{socket_address}: {error}; is it reachable from here? {SOCKET_IFNAME} chooses the interface{}",
-            queue_hint(expected.len(), &somaxconn())
-        ))
+        let remedy = match is_out_of_descriptors(&error) {
+            true => MORE_DESCRIPTORS.to_owned(),
+            false => {
+                let hint = queue_hint(expected.len(), &somaxconn());
+                format!("is it reachable from here? {SOCKET_IFNAME} chooses the interface{hint}")
+            }
+        };
+        fail(format!("{socket_address}: {error}; {remedy}"))
     };
     let mut socket = begin(socket_address).map_err(failed)?;
     while !is_connected(&socket).map_err(failed)? {
@@ -294,12 +298,19 @@ impl Acceptor {
             let mut missing = expected.iter().filter(|place| !self.accepted.contains_key(*place));
             let Some(&Place { queue, peer, connection }) = missing.next() else { break };
             if Instant::now() >= deadline {
+                let cause = match descriptors() {
+                    (0, most) => {
+                        format!("this process has all of its {most} descriptors open: {MORE_DESCRIPTORS}")
+                    }
+                    _ => {
+                        let hint = queue_hint(expected.len(), &somaxconn());
+                        format!("the rank may have died, or the network does not let it through{hint}")
+                    }
+                };
                 let reason = format!(
-                    "connection {connection} of queue {queue} did not connect within {:?}, as did {} other(s); the rank may \
-                     have died, or the network does not let it through{}",
+                    "connection {connection} of queue {queue} did not connect within {:?}, as did {} other(s); {cause}",
                     setup.timeout,
                     missing.count(),
-                    queue_hint(expected.len(), &somaxconn())
                 );
                 return Err(setup.ends(peer).error("connect", reason));
             }

@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use rustix::event::{PollFd, Timespec, poll};
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 use self::acceptor::{Acceptor, Place, dial};
 pub use self::acceptor::{fuzz_tcp_hello, sample_tcp_hello};
@@ -51,6 +52,8 @@ struct Offer {
     host: String,
     /// Processors of its host that it may use; 1 with a virtual GPU, whose threads use them too.
     processors: u32,
+    /// Descriptors that its process may still open, and those that it may have at all.
+    descriptors: (u64, u64),
 }
 
 impl Offer {
@@ -62,8 +65,60 @@ impl Offer {
             connections: setup.options.connections_per_queue,
             host: setup.options.hooks.host.clone().unwrap_or_else(host_id),
             processors: if is_virtual { 1 } else { processors },
+            descriptors: descriptors(),
         }
     }
+}
+
+/// Descriptors that this process may still open, and those that it may have at all (`ulimit -n`).
+fn descriptors() -> (u64, u64) {
+    let most = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let open = match std::fs::read_dir("/proc/self/fd") {
+        // One of them reads the folder.
+        Ok(entries) => (entries.count() as u64).saturating_sub(1),
+        Err(error) if is_out_of_descriptors(&error) => most,
+        // Without /proc, connecting shows it.
+        Err(_) => 0,
+    };
+    (most.saturating_sub(open), most)
+}
+
+fn is_out_of_descriptors(error: &std::io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// The remedy where descriptors are lacking.
+const MORE_DESCRIPTORS: &str = "raise the limit on open files (ulimit -n; of the system, fs.file-max), or lower \
+                                queues_per_peer or connections_per_queue";
+
+/// An error, the same on every rank, where the connections of one take more descriptors than its
+/// process may open.
+fn check_descriptors(
+    setup: &Setup<'_>,
+    offers: &[Offer],
+    all: &[greeting::Greeting],
+    connections: u32,
+) -> Result<()> {
+    for ((rank, offer), greeting) in (0u32..).zip(offers).zip(all) {
+        let queues = u64::from(setup.options.queues_per_peer) * greeting.peers.len() as u64;
+        // A socket for each connection to a peer, and one for each from it.
+        let needs = 2 * queues * u64::from(connections);
+        let (free, most) = offer.descriptors;
+        if needs <= free {
+            continue;
+        }
+        let reason = |rank: &str| {
+            format!(
+                "{rank} needs {needs} more descriptors for its connections, and its process may open {free}, \
+                 of {most} in all; {MORE_DESCRIPTORS}"
+            )
+        };
+        return Err(match rank == setup.group.rank() {
+            true => Error::os("connect", reason("this rank")),
+            false => setup.ends(rank).error("connect", reason(&format!("rank {rank}"))),
+        });
+    }
+    Ok(())
 }
 
 /// How many connections and threads the ranks have; the same on all of them.
@@ -173,6 +228,7 @@ fn make_links(
     let offers = offers(setup, own, all)?;
     let peers = all.iter().map(|greeting| greeting.peers.len() as u32).max().unwrap_or_default();
     let plan = Plan::new(&offers, setup.options.queues_per_peer, peers);
+    check_descriptors(setup, &offers, all, plan.connections)?;
     let deadline = deadline(setup.timeout);
     // Connect and accept, then wait for answers: two ranks must not wait for each other.
     let expected: Vec<Place> = Place::all(setup, plan.connections).collect();

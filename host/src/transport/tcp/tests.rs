@@ -366,6 +366,56 @@ fn silent_connections_do_not_use_up_the_descriptors() {
     drop(silent);
 }
 
+/// Makes `ranks_without_descriptors_for_their_connections_fail_at_once` the process without them.
+const LIMITED: &str = "EPOXIDE_TEST_LIMITED";
+
+#[test]
+fn ranks_without_descriptors_for_their_connections_fail_at_once() {
+    if std::env::var_os(LIMITED).is_none() {
+        let path = "transport::tcp::tests::ranks_without_descriptors_for_their_connections_fail_at_once";
+        let mut limited = std::process::Command::new(std::env::current_exe().unwrap());
+        let limited = limited.args(["--exact", path, "--nocapture"]).env(LIMITED, "1").output().unwrap();
+        assert!(limited.status.success(), "{}", String::from_utf8_lossy(&limited.stderr));
+        return;
+    }
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(256), ..limit }).unwrap();
+    let errors = run_threads(3, SOON, |rank, group| {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let memory = Memory::alloc(&device, 4096, MemoryKind::MappedHost, "wire")?.into();
+        let options =
+            TransportOptions { connections_per_queue: Some(10), ..TransportOptions::new(TransportKind::Tcp) };
+        // Rank 0 has two peers, the others have one.
+        let peers: &[u32] = if rank == 0 { &[1, 2] } else { &[0] };
+        let (options, memory, group) = (&options, &memory, &*group);
+        let setup = Setup { options, memory, group, peers, timeout: SOON, writer: Writer::Proxies };
+        let error = connect(&setup).unwrap_err().to_string();
+        group.barrier(SOON)?;
+        Ok(error)
+    })
+    .unwrap();
+    for (rank, error) in errors.iter().enumerate() {
+        // 8 queues to each peer, and 2 sockets for each connection.
+        let needs = format!("{} needs 320 more descriptors", if rank == 0 { "this rank" } else { "rank 0" });
+        for part in [&needs, "of 256", "ulimit -n", "queues_per_peer", "connections_per_queue"] {
+            assert!(error.contains(part), "rank {rank}: {part:?} is not in {error}");
+        }
+    }
+    // A process without any descriptor left, at either end of a connection.
+    alone_with_a_secret(|setup| {
+        let mut acceptor = Acceptor::open(setup, 1).unwrap();
+        let address = acceptor.address();
+        let files: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+        let dialed = dial(&mut acceptor, setup, &address, &[FIRST], FIRST, deadline(SOON)).map(drop);
+        let accepted = acceptor.accept(setup, 1, deadline(Duration::ZERO)).map(drop);
+        drop(files);
+        for error in [dialed, accepted].map(|outcome| outcome.unwrap_err().to_string()) {
+            assert!(error.contains("ulimit -n") && error.contains("queues_per_peer"), "{error}");
+            assert!(!error.contains("reachable") && !error.contains("network"), "{error}");
+        }
+    });
+}
+
 #[test]
 fn ranks_of_the_group_with_a_wrong_hello_end_the_setup_on_both_sides() {
     alone(SOON, |setup| {
@@ -1087,6 +1137,7 @@ fn connections_and_polling_follow_the_processors() {
         connections: None,
         host: host.into(),
         processors,
+        descriptors: (0, 0),
     };
     let plan = |offers: &[Offer], queues, peers| {
         let plan = Plan::new(offers, queues, peers);
