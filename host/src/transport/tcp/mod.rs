@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use rustix::event::{PollFd, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
+use rustix::thread::{CpuSet, sched_getaffinity};
 
 use self::acceptor::{Acceptor, Place, dial};
 pub use self::acceptor::{fuzz_tcp_hello, sample_tcp_hello};
@@ -48,8 +49,10 @@ struct Offer {
     address: String,
     /// The connections of a queue that its options name.
     connections: Option<u32>,
-    /// The same for ranks that share processors.
+    /// The same for ranks that may share processors.
     host: String,
+    /// A bit for each processor that the rank is bound to; all where that is unknown.
+    mask: Vec<u64>,
     /// Processors of its host that it may use; 1 with a virtual GPU, whose threads use them too.
     processors: u32,
     /// Descriptors that its process may still open, and those that it may have at all.
@@ -64,10 +67,24 @@ impl Offer {
             address: String::new(),
             connections: setup.options.connections_per_queue,
             host: setup.options.hooks.host.clone().unwrap_or_else(host_id),
+            mask: affinity(),
             processors: if is_virtual { 1 } else { processors },
             descriptors: descriptors(),
         }
     }
+
+    /// Whether both ranks may run on one processor.
+    fn shares_processors(&self, other: &Offer) -> bool {
+        self.host == other.host && self.mask.iter().zip(&other.mask).any(|(ours, theirs)| ours & theirs != 0)
+    }
+}
+
+/// The processors that this thread and those that it starts may run on, a bit each.
+fn affinity() -> Vec<u64> {
+    let set = sched_getaffinity(None).ok();
+    let bit = |cpu| u64::from(set.is_none_or(|set| set.is_set(cpu))) << (cpu % 64);
+    let word = |first| (first..first + 64).map(bit).sum();
+    (0..CpuSet::MAX_CPU).step_by(64).map(word).collect()
 }
 
 /// Descriptors that this process may still open, and those that it may have at all (`ulimit -n`).
@@ -133,8 +150,10 @@ struct Plan {
 impl Plan {
     /// `peers`: most peers of a rank.
     fn new(offers: &[Offer], queues: u32, peers: u32) -> Plan {
-        let ranks_of = |host: &str| offers.iter().filter(|other| other.host == host).count() as u32;
-        let share = |offer: &Offer| offer.processors / ranks_of(&offer.host).max(1);
+        let share = |offer: &Offer| {
+            let sharing = offers.iter().filter(|other| offer.shares_processors(other)).count() as u32;
+            offer.processors / sharing.max(1)
+        };
         let processors = offers.iter().map(share).min().unwrap_or_default();
         // A connection has a thread at either end, and a rank both kinds. Half of its processors
         // are for them, so that all of them may poll.

@@ -1136,6 +1136,7 @@ fn connections_and_polling_follow_the_processors() {
         address: String::new(),
         connections: None,
         host: host.into(),
+        mask: vec![u64::MAX],
         processors,
         descriptors: (0, 0),
     };
@@ -1153,6 +1154,10 @@ fn connections_and_polling_follow_the_processors() {
     assert_eq!(plan(&host(8, 128), 1, 8), (1, false), "eight peers");
     let hosts = [offer("one", 64), offer("two", 4)];
     assert_eq!(plan(&hosts, 1, 1), (1, true), "the smaller host");
+    let bound = |mask: [u64; 2]| Offer { mask: mask.to_vec(), ..offer("here", 8) };
+    assert_eq!(plan(&[bound([0xff, 0]), bound([0, 0xff])], 1, 1), (2, true), "processors of their own");
+    assert_eq!(plan(&[bound([0xff, 0]), bound([0xff, 0])], 1, 1), (1, true), "the same processors");
+    assert_eq!(plan(&[bound([0xfe, 1]), bound([0, 0xff])], 1, 1), (1, true), "one processor of both");
     let asked = [Offer { connections: Some(9), ..offer("one", 2) }];
     assert_eq!(plan(&asked, 1, 1), (9, false), "an option goes before");
 }
