@@ -81,8 +81,8 @@ pub struct TransportOptions {
     pub queues_per_peer: u32,
     /// With [`TransportKind::Tcp`]: connections of each queue, 1 to [`MAX_CONNECTIONS`]; the same
     /// on every rank. Large puts are divided among them, and each has a thread at either end.
-    /// `None`: one for each two processors of a rank on the host where a rank has the fewest, up to
-    /// four; one with a virtual GPU.
+    /// `None`: as many, up to four, as let the threads of all of a rank's connections fit half of
+    /// its processors, on the rank that has the fewest; one with a virtual GPU.
     pub connections_per_queue: Option<u32>,
     /// How long a put waits while the network takes none of its bytes. A slow network that takes
     /// some does not end it. A buffer that is dropped waits as long for its last puts, in all.
