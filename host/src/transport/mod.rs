@@ -6,8 +6,9 @@
 //! A put's bytes are visible at the peer before its counter, and its counter before that of the
 //! next put. Different queues have no order.
 //!
-//! Closing is ordered: the ranks wait until all their posts have been sent and have arrived, meet
-//! at a barrier, and then close. A rank that closes earlier fails its peers' later puts.
+//! A rank closes without a barrier, once its own operations have ended and its posted puts have
+//! left. It then needs no further put of a peer. A put to a rank that has closed ends the peer's
+//! queue, so that the peer's next operation with that rank times out, with this reason.
 //!
 //! Kernels wait for the threads here, so none of these makes a driver call between connecting and
 //! closing (`NoDriverCalls`). The queues of tcp move bytes between page-locked host memories, and

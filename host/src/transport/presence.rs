@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::links::Receiving;
+use super::put::GOODBYE_BEFORE;
 use super::setup::LinkEnds;
 use crate::error::{Error, Result};
 
@@ -51,7 +52,7 @@ impl Life {
     pub(super) fn check(&self) -> Result<(), &'static str> {
         let found = self.poll();
         if found.contains(PollFlags::IN) {
-            Err("it said goodbye before; close only after a barrier")
+            Err(GOODBYE_BEFORE)
         } else if found.intersects(PollFlags::HUP | PollFlags::ERR) {
             Err("it died")
         } else {

@@ -152,7 +152,7 @@ impl Proxies {
 
     /// Ends all proxies: a proxy that carries out all posted puts within `grace` sends a goodbye,
     /// the others are interrupted. Then the receiving side is closed. Before the call, kernels must
-    /// have stopped posting, and all ranks meet at a barrier.
+    /// have stopped posting, and have got all that they need of peers, whose later puts fail.
     pub fn close(&mut self, grace: Duration) {
         stop(&mut self.proxies, grace);
         self.links.close();

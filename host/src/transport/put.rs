@@ -8,6 +8,10 @@ use std::time::Duration;
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 
+/// Why a queue takes no further put for a peer that has closed in order.
+pub(super) const GOODBYE_BEFORE: &str = "it said goodbye before: it has dropped its buffer; make the same \
+                                         calls on every rank before dropping one";
+
 /// Bytes from the own wire memory to a peer's, and the counter behind them. Offsets are in bytes
 /// from the start of wire memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::foreign::quoted;
 use crate::group::internal::Signer;
 use crate::lock::lock;
-use crate::transport::put::{Interrupt, Put, PutQueue};
+use crate::transport::put::{GOODBYE_BEFORE, Interrupt, Put, PutQueue};
 use crate::transport::setup::{
     JOIN_TIMEOUT, LinkEnds, POLL_INTERVAL, Setup, WireHost, caught, deadline, join_until,
 };
@@ -505,7 +505,7 @@ impl Connection {
         if self.farewell.len() >= 4 {
             let len = word32(&self.farewell, 0);
             if len == FAREWELL {
-                return Some("it said goodbye before; close only after a barrier".into());
+                return Some(GOODBYE_BEFORE.into());
             }
             if self.farewell.len() - 4 >= len as usize || !ended.is_empty() {
                 return Some(format!("it refused a frame, and says {}", quoted(&self.farewell[4..])));

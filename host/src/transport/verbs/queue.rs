@@ -8,7 +8,7 @@ use super::end::End;
 use super::raw::{self, From, Write};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
-use crate::transport::put::{Interrupt, Put, PutQueue};
+use crate::transport::put::{GOODBYE_BEFORE, Interrupt, Put, PutQueue};
 use crate::transport::setup::LinkEnds;
 
 /// The peer's wire memory, as large as the own.
@@ -188,9 +188,7 @@ impl PutQueue for VerbsQueue {
         // Errors show early, and completions do not pile up.
         self.poll()?;
         if self.end.peer_left() {
-            return Err(
-                self.fail(self.ends.error("put", "it said goodbye before; close only after a barrier"))
-            );
+            return Err(self.fail(self.ends.error("put", GOODBYE_BEFORE)));
         }
         let (address, bytes, lkey) =
             (self.end.region.address(), self.end.region.bytes(), self.end.region.lkey());
