@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::net::Ipv6Addr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use ibverbs_sys::{self as ib, ibv_access_flags as access, ibv_qp_attr_mask as mask};
 
@@ -68,6 +68,16 @@ struct List {
 
 impl List {
     fn new() -> Result<List> {
+        // Before any memory is registered. With a kernel older than 5.12, a fork of this process
+        // would leave the card writing to pages that this process no longer sees.
+        static FORK_SAFE: Once = Once::new();
+        FORK_SAFE.call_once(|| {
+            // SAFETY: the call takes no pointers, and libibverbs locks what it changes.
+            let code = unsafe { ib::ibv_fork_init() };
+            if code != 0 {
+                tracing::debug!("ibv_fork_init: {}", std::io::Error::from_raw_os_error(code));
+            }
+        });
         let mut len = 0;
         // SAFETY: the out pointer is valid.
         let raw = unsafe { ib::ibv_get_device_list(&mut len) };
