@@ -112,6 +112,22 @@ impl Sysfs {
         })
     }
 
+    /// The number of a GPU among NVIDIA's of this host, in the order of their PCI addresses; `None`
+    /// if sysfs does not have it. Every process counts alike, whichever GPUs it sees.
+    fn gpu_number(&self, gpu_pci_bus_id: &str) -> Option<usize> {
+        let devices = self.root.join("bus/pci/devices");
+        let names = std::fs::read_dir(&devices).ok()?;
+        let names = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        let has = |name: &str, file: &str, start: &str| {
+            read_to_string(devices.join(name).join(file)).is_ok_and(|text| text.starts_with(start))
+        };
+        // Display controllers.
+        let is_gpu = |name: &String| has(name, "vendor", "0x10de") && has(name, "class", "0x03");
+        let mut gpus: Vec<String> = names.filter(is_gpu).collect();
+        gpus.sort_unstable();
+        gpus.iter().position(|name| *name == gpu_pci_bus_id.to_ascii_lowercase())
+    }
+
     fn device(&self, name: &str) -> PathBuf {
         self.root.join("class/infiniband").join(name)
     }
@@ -149,8 +165,9 @@ pub fn choose_gid(gids: &[Gid], index: Option<u32>) -> Result<&Gid, String> {
     })
 }
 
-/// Selects among several devices the one for GPU `ordinal`: the nearest by PCI; those equally near
-/// are dealt out by ordinal.
+/// Selects among several devices the one for a GPU: the nearest by PCI. Those equally near are
+/// dealt out by the GPU's number on its host, or by its `ordinal` in this process if sysfs does not
+/// have it.
 pub fn nearest<'a>(
     sysfs: &Sysfs,
     devices: &[&'a str],
@@ -161,7 +178,8 @@ pub fn nearest<'a>(
     let least = devices.iter().map(|device| distance(device)).min()?;
     let mut near: Vec<&str> = devices.iter().copied().filter(|device| distance(device) == least).collect();
     near.sort_unstable();
-    near.get(ordinal as usize % near.len()).copied()
+    let number = sysfs.gpu_number(gpu_pci_bus_id).unwrap_or(ordinal as usize);
+    near.get(number % near.len()).copied()
 }
 
 #[cfg(test)]
@@ -271,5 +289,28 @@ mod tests {
         assert_eq!(nearest(&sysfs, &all, "", 6), Some("mlx5_2"));
         assert_eq!(nearest(&sysfs, &all, "0000:ff:00.0", 1), Some("mlx5_1"));
         assert_eq!(nearest(&sysfs, &[], "", 0), None);
+    }
+
+    /// In a process that sees one GPU, that is number 0.
+    #[test]
+    fn gpus_equally_near_to_two_devices_get_one_each() {
+        let dir = tempfile::tempdir().unwrap();
+        let device = |n: u32| format!("devices/pci0000:00/0000:00:0{n}.0");
+        // A switch is in front of the GPUs, and a sound device of a GPU between them.
+        let classes = [(1, "0x068000\n"), (2, "0x030200\n"), (3, "0x040300\n"), (4, "0x030200\n")];
+        for (n, class) in classes {
+            let files =
+                [(format!("{}/class", device(n)), class), (format!("{}/vendor", device(n)), "0x10de\n")];
+            record(dir.path(), &files.each_ref().map(|(path, text)| (path.as_str(), *text)), &[]);
+            record(dir.path(), &[], &[(&format!("bus/pci/devices/0000:00:0{n}.0"), &device(n))]);
+        }
+        let cards = [(0, device(8)), (1, device(9))];
+        for (n, card) in &cards {
+            record(dir.path(), &[], &[(&format!("class/infiniband/mlx5_{n}/device"), card)]);
+        }
+        let sysfs = Sysfs::at(dir.path());
+        let all = ["mlx5_0", "mlx5_1"];
+        assert_eq!(nearest(&sysfs, &all, "0000:00:02.0", 0), Some("mlx5_0"));
+        assert_eq!(nearest(&sysfs, &all, "0000:00:04.0", 0), Some("mlx5_1"));
     }
 }
