@@ -1,5 +1,6 @@
 //! The exchange of ranks before they connect, so that they agree or all fail.
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::options::{MAX_QUEUES, TransportKind};
@@ -92,6 +93,17 @@ pub(super) fn meet(setup: &Setup<'_>, address: Result<String>) -> Result<Vec<Gre
         }
     }
     Ok(all)
+}
+
+/// Every rank's address, by rank, where the transport's addresses are offers in JSON.
+pub(super) fn offers<T: DeserializeOwned>(setup: &Setup<'_>, all: &[Greeting]) -> Result<Vec<T>> {
+    let read = |(peer, greeting): (u32, &Greeting)| {
+        // `meet` has found an address in every greeting.
+        let text = greeting.address.as_deref().unwrap_or_default();
+        serde_json::from_str(text)
+            .map_err(|error| setup.ends(peer).error("connect", format!("its offer is unreadable: {error}")))
+    };
+    (0..).zip(all).map(read).collect()
 }
 
 fn read(setup: &Setup<'_>, peer: u32, bytes: &[u8]) -> Result<Greeting> {

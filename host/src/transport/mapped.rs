@@ -46,15 +46,7 @@ pub(super) fn connect(setup: &Setup<'_>) -> Result<Links> {
     });
     let all = greeting::meet(setup, offer)?;
     let (presence, reader, memory) = prepared?;
-    let offers: Vec<Offer> = (0u32..)
-        .zip(&all)
-        .map(|(peer, greeting)| {
-            let text = greeting.address.as_deref().unwrap_or_default();
-            let unreadable =
-                |error| setup.ends(peer).error("connect", format!("its offer is unreadable: {error}"));
-            serde_json::from_str(text).map_err(unreadable)
-        })
-        .collect::<Result<_>>()?;
+    let offers: Vec<Offer> = greeting::offers(setup, &all)?;
 
     // A group of one host's ranks may have failed alone.
     let received = exchange(setup, &offers, memory, reader.into());

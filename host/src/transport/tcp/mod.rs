@@ -225,17 +225,13 @@ fn check_connections(connections: Option<u32>) -> Result<()> {
 
 /// The entries of all ranks, by rank.
 fn offers(setup: &Setup<'_>, own: &Offer, all: &[greeting::Greeting]) -> Result<Vec<Offer>> {
-    let read = |(peer, greeting): (u32, &greeting::Greeting)| {
-        let text = greeting.address.as_deref().unwrap_or_default();
-        let unreadable =
-            |error| setup.ends(peer).error("connect", format!("its offer is unreadable: {error}"));
-        let theirs: Offer = serde_json::from_str(text).map_err(unreadable)?;
+    let offers: Vec<Offer> = greeting::offers(setup, all)?;
+    for (peer, theirs) in (0..).zip(&offers) {
         let name = |count: Option<u32>| count.map_or("unset".to_owned(), |count| count.to_string());
         let what = "connections_per_queue";
         greeting::same(setup, peer, what, name(own.connections), name(theirs.connections))?;
-        Ok(theirs)
-    };
-    (0..).zip(all).map(read).collect()
+    }
+    Ok(offers)
 }
 
 fn make_links(

@@ -113,15 +113,12 @@ fn packet_number() -> u32 {
 }
 
 fn make_links(setup: &Setup<'_>, mut prepared: Prepared, all: &[Greeting]) -> Result<Links> {
+    let offers: Vec<Offer> = greeting::offers(setup, all)?;
     let (mut links, mut receiving) = (Vec::new(), Vec::new());
     for (mut qp, own) in std::mem::take(&mut prepared.qps).into_iter().zip(&prepared.offer.pairs) {
         let ends = setup.ends(own.peer);
-        // `meet` found an address in every greeting.
-        let text = all.get(own.peer as usize).and_then(|greeting| greeting.address.as_deref().ok());
-        let theirs: Offer = serde_json::from_str(text.unwrap_or_default())
-            .map_err(|error| ends.error("connect", format!("its offer is unreadable: {error}")))?;
         let (card, region) = &prepared.cards[own.card];
-        let (end, at) = far_end(setup, &prepared.offer, own, &theirs)?;
+        let (end, at) = far_end(setup, &prepared.offer, own, &offers[own.peer as usize])?;
         qp.connect(&route(setup, card, end, at, own.peer)?, &behaviour(&prepared.settings), own.psn)
             .map_err(|error| with_peer(error, own.peer, &at.device))?;
         let end = Arc::new(End::new(qp, region)?);
