@@ -440,7 +440,8 @@ impl Worker {
                 let numbered = (self.posted + 1..).zip(batch);
                 self.traced.extend(numbered.map(|(number, put)| (number, begin, put.bytes)));
             }
-            // Count first: the counts then include every put that a peer has received.
+            // Count first: as long as the queue works, the counts include every put that a peer has
+            // received. A batch that fails is not counted, though some of it may have arrived.
             self.shared.count(batch, AtomicU64::fetch_add);
             let put = self.queue.put_with_counter(batch);
             put.inspect_err(|_| self.shared.count(batch, AtomicU64::fetch_sub))?;
