@@ -169,7 +169,13 @@ impl Progress {
         }
     }
 
-    /// Waits until a number that is published has reached `value`.
+    /// How long no connection of the queue has received bytes.
+    fn idle_time(&self) -> Duration {
+        self.sockets.iter().filter_map(|socket| since_last_bytes(socket)).min().unwrap_or(Duration::MAX)
+    }
+
+    /// Waits until a number that is published has reached `value`, unless no connection of the queue
+    /// receives bytes for so long a time.
     fn wait(&self, word: &AtomicU64, value: u64, timeout: Duration, patience: Patience) -> Outcome {
         let outcome = || {
             if word.load(Ordering::SeqCst) >= value {
@@ -181,7 +187,7 @@ impl Progress {
             }
         };
         let begin = Instant::now();
-        let end = deadline(timeout);
+        let mut end = deadline(timeout);
         loop {
             if let Some(outcome) = outcome() {
                 return outcome;
@@ -197,7 +203,11 @@ impl Progress {
                 break outcome;
             }
             if Instant::now() >= end {
-                break Outcome::Expired;
+                let left = timeout.saturating_sub(self.idle_time());
+                if left.is_zero() {
+                    break Outcome::Expired;
+                }
+                end = deadline(left);
             }
             let woken = self.changed.wait_timeout(guard, left(end));
             guard = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
@@ -206,6 +216,18 @@ impl Progress {
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         outcome
     }
+}
+
+/// How long ago the socket received its last bytes; `None` where the system does not say.
+fn since_last_bytes(socket: &TcpStream) -> Option<Duration> {
+    // SAFETY: a struct of numbers, for which zeroes are valid.
+    let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+    let mut length = size_of::<libc::tcp_info>() as libc::socklen_t;
+    let to = (&raw mut info).cast();
+    // SAFETY: the pointers are valid, and the system writes no more than `length` bytes.
+    let code =
+        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, to, &mut length) };
+    (code == 0).then(|| Duration::from_millis(info.tcpi_last_data_recv.into()))
 }
 
 /// The end of a wait for another connection of the queue.
@@ -227,7 +249,7 @@ struct Reader {
     target: WireHost,
     /// Shared by the connections of the queue.
     progress: Arc<Progress>,
-    /// The longest wait for another connection.
+    /// The longest wait for another connection while the queue receives nothing.
     timeout: Duration,
     patience: Patience,
 }

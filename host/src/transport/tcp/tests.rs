@@ -983,6 +983,37 @@ fn a_part_that_does_not_come_ends_in_the_timeout() {
     });
 }
 
+/// The part takes longer than the timeout, but bytes of it come all the time. A busy machine may
+/// stop the peer for longer than the timeout; then the test tries a longer one.
+#[test]
+fn a_part_that_comes_slowly_does_not_end_in_the_timeout() {
+    for patience in [BLOCKS, POLLS] {
+        let passes = |timeout: Duration| {
+            let outcome = std::sync::Mutex::new(None);
+            alone(timeout, |setup| {
+                let (first, second) = halves(1);
+                let (mut theirs, receivers) = divided(setup, 2, patience);
+                theirs[0].write_all(&first).unwrap();
+                for byte in &second {
+                    // Fails once the queue has ended.
+                    let _ = theirs[1].write_all(&[*byte]);
+                    std::thread::sleep(timeout / 50);
+                }
+                let end = deadline(SOON);
+                while failure(&receivers).is_none() && word64(&memory(setup)[..64], COUNTER as usize) != 1 {
+                    assert!(Instant::now() < end, "neither the counter nor a failure");
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                *crate::lock::lock(&outcome) = failure(&receivers);
+            });
+            outcome.into_inner().unwrap()
+        };
+        let tries = [STALLS, 10 * STALLS, 100 * STALLS];
+        let errors: Vec<_> = tries.into_iter().map_while(passes).collect();
+        assert!(errors.len() < 3, "{errors:?}");
+    }
+}
+
 #[test]
 fn parts_out_of_range_are_refused() {
     alone(SOON, |setup| {
