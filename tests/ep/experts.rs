@@ -248,7 +248,7 @@ fn low_latency_names_ids_and_entries_of_a_map() {
                 return outcome;
             }
             assert_eq!(rank.buffer.missing_tokens()?, [2]);
-            assert!(matches!(outcome, Err(Error::Argument { .. })), "{outcome:?}");
+            assert!(matches!(outcome, Err(Error::Broken { .. })), "{outcome:?}");
             refused(outcome, &parts);
             Ok(())
         });

@@ -558,7 +558,7 @@ fn an_expert_id_out_of_range_is_named() {
         assert_eq!(rank.buffer.missing_tokens()?, [2]);
         let error = outcome.unwrap_err();
         assert!(
-            matches!(&error, Error::Argument { .. }) && error.to_string().contains("6 of token 2"),
+            matches!(&error, Error::Broken { .. }) && error.to_string().contains("6 of token 2"),
             "{error}"
         );
         Ok(())
@@ -580,7 +580,7 @@ fn an_expert_id_out_of_range_holds_no_other_token_back() {
         let received = rank.dispatch(&mut place)?;
         let outcome = rank.outcome();
         if me == 2 {
-            assert!(matches!(outcome, Err(Error::Argument { .. })), "{outcome:?}");
+            assert!(matches!(outcome, Err(Error::Broken { .. })), "{outcome:?}");
             return Ok(());
         }
         outcome?;
