@@ -155,9 +155,9 @@ impl Buffer {
         match second {
             Second::Dispatch(end, handle) => {
                 let uses = end.uses.iter().cloned();
+                let named = Some((end.name, Halves::Receive));
                 // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind
                 // all work enqueued on streams, and a recording keeps them.
-                let named = Some((end.name, Halves::Receive));
                 let event = self.run(order, capturing, named, uses, |buffer, stream| unsafe {
                     buffer.end_dispatch(stream, end)
                 })?;
