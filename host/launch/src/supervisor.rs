@@ -244,6 +244,8 @@ impl Launch {
         let out = out.finish(&mut hurry);
         let err = err.finish(&mut hurry);
         let mut tails = err.tails;
+        // This thread's, which is no rank's.
+        tails.pop();
         let (first, caught) = watched?;
         let lost = [("standard output", out.lost), ("standard error", err.lost)];
         if let Some((stream, error)) = lost.into_iter().find_map(|(stream, lost)| Some((stream, lost?))) {
