@@ -4,6 +4,7 @@
 //! user-space pointer has.
 
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::os::fd::OwnedFd;
 
 use super::context::Relaxed;
@@ -341,7 +342,8 @@ impl Driver for CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        let (pieces, pool) = (self.staging.drain(), self.pool.take());
+        // Without the context the pool is leaked, as the pieces are.
+        let (pieces, mut pool) = (self.staging.drain(), ManuallyDrop::new(self.pool.take()));
         if let Some(departed) = self.streams.hold().departed.take() {
             self.stream_destroy(departed);
         }
@@ -351,7 +353,8 @@ impl Drop for CudaDevice {
                 // their only list.
                 unsafe { memory::free(bound, piece) };
             }
-            drop(pool);
+            // SAFETY: dropped once, here.
+            unsafe { ManuallyDrop::drop(&mut pool) };
         });
     }
 }

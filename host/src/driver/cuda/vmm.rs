@@ -323,8 +323,8 @@ impl Mapping {
             let begun = ffi::cuMemsetD8Async(self.range.ptr, 0, self.range.bytes, stream);
             let ended = ffi::cuStreamSynchronize(stream);
             ffi::cuStreamDestroy_v2(stream).log("cuStreamDestroy");
-            let ended = begun.check("cuMemsetD8Async").and_then(|()| ended.check("cuStreamSynchronize"));
-            if let Err(error) = ended {
+            begun.check("cuMemsetD8Async")?;
+            if let Err(error) = ended.check("cuStreamSynchronize") {
                 // Its work may still run, which would fault in unmapped memory.
                 std::mem::forget(self);
                 return Err(error);
