@@ -14,6 +14,8 @@ mod sender;
 mod tests;
 
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher as _, RandomState};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -57,6 +59,8 @@ struct Offer {
     processors: u32,
     /// Descriptors that its process may still open, and those that it may have at all.
     descriptors: (u64, u64),
+    /// The same for ranks that are threads of one process.
+    process: u64,
 }
 
 impl Offer {
@@ -70,6 +74,7 @@ impl Offer {
             mask: affinity(),
             processors: if is_virtual { 1 } else { processors },
             descriptors: descriptors(),
+            process: process(),
         }
     }
 
@@ -85,6 +90,12 @@ fn affinity() -> Vec<u64> {
     let bit = |cpu| u64::from(set.is_none_or(|set| set.is_set(cpu))) << (cpu % 64);
     let word = |first| (first..first + 64).map(bit).sum();
     (0..CpuSet::MAX_CPU).step_by(64).map(word).collect()
+}
+
+/// A random number of this process. Numbers of the system are those of a container.
+fn process() -> u64 {
+    static NUMBER: OnceLock<u64> = OnceLock::new();
+    *NUMBER.get_or_init(|| RandomState::new().hash_one(std::process::id()))
 }
 
 /// Descriptors that this process may still open, and those that it may have at all (`ulimit -n`).
@@ -116,18 +127,20 @@ fn check_descriptors(
     all: &[greeting::Greeting],
     connections: u32,
 ) -> Result<()> {
-    for ((rank, offer), greeting) in (0u32..).zip(offers).zip(all) {
-        let queues = u64::from(setup.options.queues_per_peer) * greeting.peers.len() as u64;
+    let of_each_peer = u64::from(setup.options.queues_per_peer) * u64::from(connections);
+    for (rank, offer) in (0u32..).zip(offers) {
+        let of_process = offers.iter().zip(all).filter(|(other, _)| other.process == offer.process);
         // A socket for each connection to a peer, and one for each from it.
-        let needs = 2 * queues * u64::from(connections);
+        let needs =
+            of_process.map(|(_, greeting)| 2 * of_each_peer * greeting.peers.len() as u64).sum::<u64>();
         let (free, most) = offer.descriptors;
         if needs <= free {
             continue;
         }
         let reason = |rank: &str| {
             format!(
-                "{rank} needs {needs} more descriptors for its connections, and its process may open {free}, \
-                 of {most} in all; {MORE_DESCRIPTORS}"
+                "the process of {rank} needs {needs} more descriptors for connections and may open {free}, of \
+                 {most} in all; {MORE_DESCRIPTORS}"
             )
         };
         return Err(match rank == setup.group.rank() {

@@ -174,8 +174,8 @@ impl Progress {
         self.sockets.iter().filter_map(|socket| since_last_bytes(socket)).min().unwrap_or(Duration::MAX)
     }
 
-    /// Waits until a number that is published has reached `value`, unless no connection of the queue
-    /// receives bytes for so long a time.
+    /// Waits until a number that is published has reached `value`, unless no connection of the
+    /// queue receives bytes for so long a time.
     fn wait(&self, word: &AtomicU64, value: u64, timeout: Duration, patience: Patience) -> Outcome {
         let outcome = || {
             if word.load(Ordering::SeqCst) >= value {

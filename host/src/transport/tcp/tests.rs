@@ -384,7 +384,7 @@ fn ranks_without_descriptors_for_their_connections_fail_at_once() {
         let device = VirtualGpu::new(VirtConfig::default());
         let memory = Memory::alloc(&device, 4096, MemoryKind::MappedHost, "wire")?.into();
         let options =
-            TransportOptions { connections_per_queue: Some(10), ..TransportOptions::new(TransportKind::Tcp) };
+            TransportOptions { connections_per_queue: Some(4), ..TransportOptions::new(TransportKind::Tcp) };
         // Rank 0 has two peers, the others have one.
         let peers: &[u32] = if rank == 0 { &[1, 2] } else { &[0] };
         let (options, memory, group) = (&options, &memory, &*group);
@@ -395,8 +395,8 @@ fn ranks_without_descriptors_for_their_connections_fail_at_once() {
     })
     .unwrap();
     for (rank, error) in errors.iter().enumerate() {
-        // 8 queues to each peer, and 2 sockets for each connection.
-        let needs = format!("{} needs 320 more descriptors", if rank == 0 { "this rank" } else { "rank 0" });
+        // 8 queues to each peer, and 2 sockets for each connection: 128 of rank 0, and 64 of the others.
+        let needs = format!("{} needs 256 more descriptors", if rank == 0 { "this rank" } else { "rank 0" });
         for part in [&needs, "of 256", "ulimit -n", "queues_per_peer", "connections_per_queue"] {
             assert!(error.contains(part), "rank {rank}: {part:?} is not in {error}");
         }
@@ -1170,6 +1170,7 @@ fn connections_and_polling_follow_the_processors() {
         mask: vec![u64::MAX],
         processors,
         descriptors: (0, 0),
+        process: 0,
     };
     let plan = |offers: &[Offer], queues, peers| {
         let plan = Plan::new(offers, queues, peers);
