@@ -280,7 +280,7 @@ Ok(())
 END
 cargo test --test times --test add_bias 2>&1 | tee test.log
 if grep '^warning' test.log; then fail 'the pages on kernels have warnings'; fi
-# It takes a minute of a processor, and nothing of it is another.
+# That takes a minute of a processor, and gives the same.
 if grep 'Compiling epoxide-vgpu ' test.log; then
     fail 'the virtual GPU is compiled once more: Cargo.lock here and in examples/own-kernels name other versions of what it needs'
 fi
