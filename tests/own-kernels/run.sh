@@ -52,7 +52,8 @@ cd "$folder/copy"
 rm -rf target
 sed -i 's/, path = "[^"]*"//' Cargo.toml
 if grep -q 'path *=' Cargo.toml; then fail "a path is left in the template's Cargo.toml"; fi
-# The virtual GPU at the level of the repository's own tests: the template's takes twice as long to compile.
+# The virtual GPU at the level of the repository's own tests: the template's takes twice as long to
+# compile.
 sed -i 's/^opt-level = 3$/opt-level = 1/' Cargo.toml
 patches epoxide-macros epoxide-simt epoxide-vgpu >>Cargo.toml
 cargo --version

@@ -117,9 +117,8 @@ done
 cargo build --release --features "${EPOXIDE_FEATURES:-rdma}" --bin epoxide --example rdma_probe || exit 1
 # The lists boot at the same time, each by a command that would fetch the parts.
 cargo xtask rdma-vm --fetch || exit
-# Two lists at a time: their tests wait for deadlines and packets. More processors of a machine would poll
-# on those of the other list. The four machines have the processors
-# to themselves.
+# Two lists at a time: their tests wait for deadlines and packets. More processors of a machine would
+# poll on those of the other list. The four machines have the processors to themselves.
 run_list two-devices 1 --devices 2 --cpus 2 &
 run_list two-vms 2
 wait

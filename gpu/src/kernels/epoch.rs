@@ -320,25 +320,18 @@ pub unsafe fn is_in_other_call(other: &PeerWait, word: u64) -> bool {
 /// Ends a block's part of the operation; all threads call it. Publishes the block's end to every
 /// peer. The last block of the grid waits for all peers and advances the epoch.
 ///
-/// `joined`: whether the block has sent, or read, all that it had to. Otherwise it publishes nothing: a
-/// late peer must not take missing rows for complete ones.
+/// `joined`: whether the block has sent, or read, all that it had to. Otherwise it publishes
+/// nothing: a late peer must not take missing rows for complete ones.
 ///
-/// The last block of a combine that has given up tells its peers. `may_change`: whether peers may write
-/// other rows to their pools once they have given up. Where one gave up, the first warp of the last
-/// block gets true: this rank may have summed such rows.
+/// The last block of a combine that has given up tells its peers. If a peer has, the first warp of
+/// the last block gets true: the rows that this rank has summed may be those of a later operation.
 ///
 /// # Safety
 /// Pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the
 /// whole block's work happen before the releases, which are cumulative: no thread needs a fence of
 /// its own.
 #[device]
-pub unsafe fn leave<const MANY: bool>(
-    comm: &Comm,
-    epoch: u64,
-    joined: bool,
-    what: Wait,
-    may_change: bool,
-) -> bool {
+pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, what: Wait) -> bool {
     barrier_sync();
     if tid() >= 64 {
         return false;
@@ -368,9 +361,10 @@ pub unsafe fn leave<const MANY: bool>(
     let (mut gives_up, mut is_unsure) = (is_combine && aborted(comm), false);
     of_lane!(MANY, comm, lane, rank => {
         let word = pool_at::<MANY>(comm, comm.rank) + done_offset(rank);
-        let end = wait_done(PeerWait::new(comm, rank, epoch, what), word);
+        let wait = PeerWait::new(comm, rank, epoch, what);
+        let end = wait_done(wait, word, |wait, needed, done| wait.record(needed, done));
         gives_up |= !end.has_come;
-        is_unsure |= may_change && note_gave_up(comm, rank, epoch, end.seen);
+        is_unsure |= is_combine && note_gave_up(comm, rank, epoch, end.seen);
     });
     if lane == 0 {
         // The end of the kernel publishes it; every other block has read the old one before its
@@ -397,25 +391,30 @@ pub struct DoneWait {
     pub seen: u64,
 }
 
-/// Waits until the peer of `wait` has done its part of the operation, by its word at `word`. Where the
-/// wait expires, that is recorded.
+/// Waits until the peer of `wait` has done its part of the operation, by its word at `word`. Where
+/// the wait expires, `record` is called with what was needed and what the peer had done.
 ///
 /// # Safety
 /// `word` is a live `done` word.
 #[device]
-pub unsafe fn wait_done(mut wait: PeerWait, word: u64) -> DoneWait {
+pub unsafe fn wait_done(mut wait: PeerWait, word: u64, record: impl FnOnce(&PeerWait, u64, u64)) -> DoneWait {
     let needed = wait.epoch * QUANTUM;
     loop {
         let seen = ld_acquire_sys_u64(word);
-        let done = seen & !DONE_GAVE_UP;
-        if done >= needed {
+        if done_of(seen) >= needed {
             return DoneWait { has_come: true, seen };
         }
         if wait.has_expired() {
-            wait.record(needed, done);
+            record(&wait, needed, done_of(seen));
             return DoneWait { has_come: false, seen };
         }
     }
+}
+
+/// The operations in a `done` word.
+#[device]
+pub fn done_of(word: u64) -> u64 {
+    word & !DONE_GAVE_UP
 }
 
 /// Whether rank `peer` has given up its combine, by its `done` word as `seen` behind the last read
@@ -432,8 +431,8 @@ pub unsafe fn note_gave_up(comm: &Comm, peer: u32, epoch: u64, seen: u64) -> boo
     gave_up
 }
 
-/// Publishes to the rank of `pool` that this one has given up a combine. The caller fences behind it:
-/// the rank sees it before it sees what later kernels write.
+/// Publishes to the rank of `pool` that this one has given up a combine. The caller fences behind
+/// it, so that the rank sees it before it sees what later kernels write.
 ///
 /// # Safety
 /// The pool is mapped.

@@ -15,7 +15,8 @@
 
 use super::combine::spoil;
 use super::epoch::{
-    ReadyEntry, add_wait, current_epoch, note_gave_up, pool_at, tell_gave_up, wait_entered, warp_aborted,
+    ReadyEntry, add_wait, current_epoch, done_of, note_gave_up, pool_at, tell_gave_up, wait_done,
+    wait_entered, warp_aborted,
 };
 use super::peer_wait::PeerWait;
 use crate::layout::{
@@ -63,8 +64,8 @@ pub unsafe fn enter_operation(args: EnterArgs) {
 }
 
 /// Waits until each rank has done its part towards this one, a rank to a block, adds the time that
-/// each was late to the caller's, if asked, and ends the operation. The last block of a combine that
-/// has given up tells the peers, and spoils the sums where a peer has given up.
+/// each was late to the caller's, if asked, and ends the operation. The last block of a combine
+/// that has given up tells the peers, and spoils the sums where a peer has given up.
 #[kernel(threads = 32, registers = 48, dependent, grid = args.combine.comm.num_ranks, block = 32)]
 pub unsafe fn end_operation(args: EndArgs) {
     let (comm, mut last) = (&args.combine.comm, false);
@@ -95,27 +96,18 @@ pub unsafe fn end_operation(args: EndArgs) {
 unsafe fn end_with(args: &EndArgs, peer: u32) -> bool {
     let (comm, start) = (&args.combine.comm, globaltimer());
     let epoch = current_epoch(comm);
-    let (word, needed) = (done_word(comm, peer), epoch * QUANTUM);
-    let is_late = ld_relaxed_sys_u64(word) & !DONE_GAVE_UP < needed;
+    let word = done_word(comm, peer);
+    let is_late = done_of(ld_relaxed_sys_u64(word)) < epoch * QUANTUM;
     let what = if args.is_combine != 0 { Wait::CombineDone } else { Wait::DispatchDone };
-    let mut wait = PeerWait::new(comm, peer, epoch, what);
-    loop {
-        let seen = ld_acquire_sys_u64(word);
-        if seen & !DONE_GAVE_UP >= needed {
-            if args.is_combine != 0 {
-                note_gave_up(comm, peer, epoch, seen);
-            }
-            break;
-        }
-        if wait.has_expired() {
-            record_last(&wait, needed, seen & !DONE_GAVE_UP);
-            break;
-        }
+    let wait = PeerWait::new(comm, peer, epoch, what);
+    let end = wait_done(wait, word, |wait, needed, done| record_last(wait, needed, done));
+    if args.is_combine != 0 {
+        note_gave_up(comm, peer, epoch, end.seen);
     }
     if is_late && peer != comm.rank && !args.waited.is_null() {
         add_wait(args.waited, peer, start);
     }
-    let is_last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, 1) + 1 == needed;
+    let is_last = atom_acq_rel_gpu_add_u64(comm.local.0 + LOCAL_TICKET, 1) + 1 == epoch * QUANTUM;
     if is_last {
         // The end of the kernel publishes it; the one thread of every other block has read the old
         // one before its ticket.
@@ -141,7 +133,7 @@ unsafe fn record_last(wait: &PeerWait, needed: u64, seen: u64) {
     let (mut last, mut least) = (wait.peer, seen);
     for peer in 0..wait.comm.num_ranks {
         no_unroll();
-        let seen = ld_relaxed_sys_u64(done_word(wait.comm, peer)) & !DONE_GAVE_UP;
+        let seen = done_of(ld_relaxed_sys_u64(done_word(wait.comm, peer)));
         if seen < least {
             (last, least) = (peer, seen);
         }

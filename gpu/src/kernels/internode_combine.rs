@@ -150,7 +150,7 @@ unsafe fn combine<E: Summand, const BY_EXPERT: bool>(
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
     let is_sound = joined & !warp_aborted(comm);
-    if leave::<false>(comm, epoch, is_sound, Wait::CombineDone, true) {
+    if leave::<false>(comm, epoch, is_sound, Wait::CombineDone) {
         spoil::<true>(rows, 0, rows.num_tokens, 0, 1);
     }
     if finishes && tid() / 32 != workers && !(is_sound && planned) {

@@ -13,8 +13,8 @@ use super::wire::MAX_WORLD;
 /// shares of it, so that the target of a waiter is `epoch * QUANTUM` whatever grid the writer ran.
 pub const QUANTUM: u64 = 1 << 16;
 
-/// The bit of `done[src]` that rank `src` sets where it ends a combine without having waited for all
-/// peers. It may write other rows from then on, while they still gather those of this combine.
+/// The bit of `done[src]` that rank `src` sets if it ends a combine without having waited for all
+/// peers. The rank may write other rows from then on, while they still gather those of the combine.
 pub const DONE_GAVE_UP: u64 = 1 << 63;
 
 /// A control word with a cache line of its own. Written by one rank, never reset.

@@ -111,7 +111,7 @@ unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
     } else {
         spoil::<false>(args, begin, end, warp, warps);
     }
-    if leave::<MANY>(comm, epoch, joined, Wait::CombineDone, true) {
+    if leave::<MANY>(comm, epoch, joined, Wait::CombineDone) {
         spoil::<false>(args, 0, args.num_tokens, 0, 1);
     }
 }

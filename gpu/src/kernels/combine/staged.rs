@@ -101,8 +101,9 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
     // part.
     barrier_sync();
     let is_sound = !warp_aborted(comm);
-    // A rank that has given up copies no rows.
-    leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone, false);
+    if leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone) {
+        spoil::<false>(rows, 0, rows.num_tokens, 0, 1);
+    }
     if !(is_sound && planned) && turn >= args.stagers && tid() / 32 < args.gather_warps {
         spoil_share(args, turn - args.stagers);
     }

@@ -175,5 +175,5 @@ pub unsafe fn send_rows(args: &DispatchArgs, copies: &Copies) {
             loaded -= 1;
         }
     }
-    leave::<true>(comm, epoch, joined, Wait::DispatchDone, false);
+    leave::<true>(comm, epoch, joined, Wait::DispatchDone);
 }

@@ -256,7 +256,7 @@ unsafe fn send_rows<const MANY: bool, const CLAIMS: bool>(args: &DispatchArgs) {
             loaded -= 1;
         }
     }
-    leave::<MANY>(comm, epoch, joined, Wait::DispatchDone, false);
+    leave::<MANY>(comm, epoch, joined, Wait::DispatchDone);
 }
 
 /// Threads that a block has at least: the warps that send metadata, and one with a ring.

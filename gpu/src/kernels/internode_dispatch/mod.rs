@@ -132,7 +132,7 @@ unsafe fn move_rows<const BY_EXPERT: bool>(
     }
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
-    leave::<false>(comm, epoch, joined & !warp_aborted(comm), Wait::DispatchDone, false);
+    leave::<false>(comm, epoch, joined & !warp_aborted(comm), Wait::DispatchDone);
 }
 
 /// Shared memory of a block of so many threads: the rings, a word for each warp, and the rings of

@@ -47,8 +47,9 @@ enum RecordKind {
     LateReady(&'static str, &'static str),
     /// The peer made another call.
     OtherCall,
-    /// The peer gave up while this rank still read its rows.
-    GaveUp,
+    /// The peer gave up, in these words, while this rank still read its rows. The second text is a
+    /// remedy other than a new buffer.
+    GaveUp(&'static str, &'static str),
 }
 
 /// All records about peers. The text of any other is the mode's ([`Calls::error`]).
@@ -77,8 +78,12 @@ const FAULTS: [(Wait, PeerNumber, RecordKind); 26] = [
     (Wait::LowLatencyReturned, PeerNumber::World, RecordKind::Late(None, "returned rows")),
     (Wait::LowLatencyQueue, PeerNumber::World, RecordKind::Late(None, "the queue to it")),
     (Wait::LowLatencyOtherCall, PeerNumber::World, RecordKind::OtherCall),
-    (Wait::CombineGaveUp, PeerNumber::Node, RecordKind::GaveUp),
-    (Wait::LowLatencyGaveUp, PeerNumber::World, RecordKind::GaveUp),
+    (Wait::CombineGaveUp, PeerNumber::Node, RecordKind::GaveUp("gave up", "")),
+    (
+        Wait::LowLatencyGaveUp,
+        PeerNumber::World,
+        RecordKind::GaveUp("gave up, or regrouped,", "; regroup with the ranks that go on"),
+    ),
 ];
 
 /// The row of [`FAULTS`] for a kernel's record.
@@ -233,11 +238,10 @@ impl Faults {
                 let other_causes = self.once(Self::waits_and_origin);
                 return Err(Error::OtherCall { rank, peer, epoch, ours, theirs, other_causes });
             }
-            RecordKind::GaveUp => {
+            RecordKind::GaveUp(how, remedy) => {
                 let causes = self.once(Self::waits_and_origin);
                 let reason = format!(
-                    "rank {peer} gave up, or regrouped, while this rank still read its rows: they may be of a later \
-                     operation; regroup with the ranks that go on, or make a new buffer{causes}"
+                    "rank {peer} {how} while this rank still read its rows: they may be of a later operation{remedy}{causes}"
                 );
                 return Err(Error::Broken { call: name, reason, source: None });
             }

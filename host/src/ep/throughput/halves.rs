@@ -189,8 +189,8 @@ impl Buffer {
         unsafe { stream.launch_call(&self.kernels.enter_operation, EnterOperation::call(args)) }
     }
 
-    /// Enqueues the end of an operation that has been entered with `holds`. `combine`: the sums of a
-    /// combine.
+    /// Enqueues the end of an operation that has been entered with `holds`. `combine`: the sums of
+    /// a combine.
     ///
     /// # Safety
     /// The same as of [`Buffer::enter`]. The kernels of the operation precede it on the stream.

@@ -395,7 +395,8 @@ fn ranks_without_descriptors_for_their_connections_fail_at_once() {
     })
     .unwrap();
     for (rank, error) in errors.iter().enumerate() {
-        // 8 queues to each peer, and 2 sockets for each connection: 128 of rank 0, and 64 of the others.
+        // 8 queues to each peer, and 2 sockets for each connection: 128 of rank 0, and 64 of each
+        // other one.
         let needs = format!("{} needs 256 more descriptors", if rank == 0 { "this rank" } else { "rank 0" });
         for part in [&needs, "of 256", "ulimit -n", "queues_per_peer", "connections_per_queue"] {
             assert!(error.contains(part), "rank {rank}: {part:?} is not in {error}");
