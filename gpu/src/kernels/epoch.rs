@@ -323,8 +323,8 @@ pub unsafe fn is_in_other_call(other: &PeerWait, word: u64) -> bool {
 /// `joined`: whether the block has sent, or read, all that it had to. Otherwise it publishes
 /// nothing: a late peer must not take missing rows for complete ones.
 ///
-/// The last block of a combine that has given up tells its peers. If a peer has, the first warp of
-/// the last block gets true: the rows that this rank has summed may be those of a later operation.
+/// The first warp of the last block of a combine gets true where this rank or a peer has given up:
+/// [`give_up_combine`] follows.
 ///
 /// # Safety
 /// Pools are mapped; `done[me]` and `local` are written by this rank alone. The barrier makes the
@@ -357,29 +357,47 @@ pub unsafe fn leave<const MANY: bool>(comm: &Comm, epoch: u64, joined: bool, wha
         return false;
     }
     let is_combine = matches!(what, Wait::CombineDone);
-    // All other blocks have ended. Loaded ahead of the waits, whose outcome is known here.
-    let (mut gives_up, mut is_unsure) = (is_combine && aborted(comm), false);
+    // All other blocks have ended. The word is used behind the waits, beside which it is loaded.
+    let abort = if is_combine { ld_relaxed_gpu_u32(comm.local.0 + LOCAL_ABORT) } else { 0 };
+    let mut gives_up = false;
     of_lane!(MANY, comm, lane, rank => {
         let word = pool_at::<MANY>(comm, comm.rank) + done_offset(rank);
         let wait = PeerWait::new(comm, rank, epoch, what);
-        let end = wait_done(wait, word, |wait, needed, done| wait.record(needed, done));
-        gives_up |= !end.has_come;
-        is_unsure |= is_combine && note_gave_up(comm, rank, epoch, end.seen);
+        if is_combine {
+            let end = wait_done(wait, word, |wait, needed, done| wait.record(needed, done));
+            gives_up |= !end.has_come | (end.seen & DONE_GAVE_UP != 0);
+        } else {
+            // A peer that has given up enters no operation: its bit is not seen here.
+            wait.at_least(word, epoch * QUANTUM);
+        }
     });
     if lane == 0 {
         // The end of the kernel publishes it; every other block has read the old one before its
         // ticket.
         st_u64(comm.local.0 + LOCAL_EPOCH, epoch);
     }
-    let is_unsure = ballot(is_unsure) != 0;
-    if is_combine && ballot(gives_up | is_unsure) != 0 {
-        of_lane!(MANY, comm, lane, rank => { tell_gave_up(comm, pool_at::<MANY>(comm, rank)) });
-        fence_acq_rel_sys();
-        // All blocks' sums are before this.
-        syncwarp();
-    }
     trace(comm, Phase::Done);
-    is_unsure
+    is_combine && ballot(gives_up | (abort != 0)) != 0
+}
+
+/// Tells all peers that this rank has given up its combine. Whether one of them has: the rows that
+/// this rank has summed may be those of a later operation. The first warp of the last block calls
+/// it, behind [`leave`]; the sums of all blocks are before it.
+///
+/// # Safety
+/// Pools are mapped.
+#[device]
+pub unsafe fn give_up_combine<const MANY: bool>(comm: &Comm, epoch: u64) -> bool {
+    let (lane, mut is_unsure) = (laneid(), false);
+    of_lane!(MANY, comm, lane, rank => {
+        let seen = ld_relaxed_sys_u64(pool_at::<MANY>(comm, comm.rank) + done_offset(rank));
+        is_unsure |= note_gave_up(comm, rank, epoch, seen);
+        tell_gave_up(comm, pool_at::<MANY>(comm, rank));
+    });
+    // Before the kernel ends, and with it before later kernels write rows.
+    fence_acq_rel_sys();
+    syncwarp();
+    ballot(is_unsure) != 0
 }
 
 /// The end of a wait for a `done` word.

@@ -19,7 +19,8 @@ use super::combine::{
     sum_rows, vectors_of,
 };
 use super::epoch::{
-    Phase, ReadyEntry, current_epoch, leave, note_gave_up, pool_of, tell_ready, trace, warp_aborted,
+    Phase, ReadyEntry, current_epoch, give_up_combine, leave, note_gave_up, pool_of, tell_ready, trace,
+    warp_aborted,
 };
 use super::progress::{Progress, workers};
 use super::rail::{
@@ -150,7 +151,7 @@ unsafe fn combine<E: Summand, const BY_EXPERT: bool>(
     // A wait that expired in any warp keeps the block from saying that it has done its part.
     barrier_sync();
     let is_sound = joined & !warp_aborted(comm);
-    if leave::<false>(comm, epoch, is_sound, Wait::CombineDone) {
+    if leave::<false>(comm, epoch, is_sound, Wait::CombineDone) && give_up_combine::<false>(comm, epoch) {
         spoil::<true>(rows, 0, rows.num_tokens, 0, 1);
     }
     if finishes && tid() / 32 != workers && !(is_sound && planned) {

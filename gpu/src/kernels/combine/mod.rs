@@ -12,7 +12,9 @@ mod staged;
 mod sum;
 mod weight_gradients;
 
-use super::epoch::{Phase, ReadyEntry, current_epoch, leave, tell_ready, trace, wait_ranks_ready};
+use super::epoch::{
+    Phase, ReadyEntry, current_epoch, give_up_combine, leave, tell_ready, trace, wait_ranks_ready,
+};
 use super::ring::{Ring, Turn, block_range};
 use crate::layout::{CombineArgs, ExpertCombineArgs, Wait, ring_bytes};
 use crate::simt::*;
@@ -111,7 +113,7 @@ unsafe fn combine<E: Summand, C: Contributors, const MANY: bool>(
     } else {
         spoil::<false>(args, begin, end, warp, warps);
     }
-    if leave::<MANY>(comm, epoch, joined, Wait::CombineDone) {
+    if leave::<MANY>(comm, epoch, joined, Wait::CombineDone) && give_up_combine::<MANY>(comm, epoch) {
         spoil::<false>(args, 0, args.num_tokens, 0, 1);
     }
 }

@@ -14,7 +14,8 @@ use core::cell::Cell;
 use super::stage::{IN_FLIGHT_BYTES, copy_bytes, note_missing, rows_of_plan};
 use super::sum::{Bf16, Contributors, F32, Gather, Listed, Outputs, Peers, Ranks, Summand, spoil, sum_rows};
 use crate::kernels::epoch::{
-    Phase, ReadyEntry, current_epoch, leave, pool_at, tell_ready, trace, wait_ranks_ready, warp_aborted,
+    Phase, ReadyEntry, current_epoch, give_up_combine, leave, pool_at, tell_ready, trace, wait_ranks_ready,
+    warp_aborted,
 };
 use crate::kernels::peer_wait::PeerWait;
 use crate::kernels::ring::{Ring, Turn, channel_range};
@@ -101,11 +102,12 @@ unsafe fn combine_staged<'a, E: Summand, P: Peers<'a>, const MANY: bool>(args: &
     // part.
     barrier_sync();
     let is_sound = !warp_aborted(comm);
-    if leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone) {
-        spoil::<false>(rows, 0, rows.num_tokens, 0, 1);
-    }
+    let ends = leave::<MANY>(comm, epoch, is_sound, Wait::CombineDone);
     if !(is_sound && planned) && turn >= args.stagers && tid() / 32 < args.gather_warps {
         spoil_share(args, turn - args.stagers);
+    }
+    if ends && give_up_combine::<MANY>(comm, epoch) {
+        spoil::<false>(rows, 0, rows.num_tokens, 0, 1);
     }
 }
 
