@@ -62,7 +62,7 @@ pub(crate) mod manual;
 mod modules;
 mod state;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod work;
 
 pub use epoxide_vgpu::{CheckConfig, Checker, Loaded, Stored};

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 const ONE_WARP: LaunchConfig =
     LaunchConfig { grid: 1, block: 32, shared_bytes: 0, cooperative: false, dependent: false };
 
-pub(super) const PTX: &str = r#"
+pub(crate) const PTX: &str = r#"
 .version 7.8
 .target sm_90
 .address_size 64

@@ -221,50 +221,10 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
+    use crate::driver::virt::tests::PTX;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
     use crate::driver::{LaunchConfig, Module};
     use crate::virtual_time::VirtualTime;
-
-    /// A kernel that ends once a word is not 0.
-    const WAIT: &str = "
-.version 7.8
-.target sm_90
-.address_size 64
-
-.visible .entry wait(.param .u64 word)
-{
-    .reg .pred %p<2>;
-    .reg .b32 %r<2>;
-    .reg .b64 %rd<2>;
-    ld.param.u64 %rd1, [word];
-LOOP:
-    ld.acquire.sys.global.u32 %r1, [%rd1];
-    setp.eq.u32 %p1, %r1, 0;
-    @%p1 bra LOOP;
-    ret;
-}
-
-// The same, or after so many nanoseconds.
-.visible .entry expire(.param .u64 word, .param .u64 ns)
-{
-    .reg .pred %p<3>;
-    .reg .b32 %r<2>;
-    .reg .b64 %rd<5>;
-    ld.param.u64 %rd1, [word];
-    ld.param.u64 %rd2, [ns];
-    mov.u64 %rd3, %globaltimer;
-    add.s64 %rd4, %rd3, %rd2;
-LOOP:
-    ld.acquire.sys.global.u32 %r1, [%rd1];
-    setp.ne.u32 %p1, %r1, 0;
-    @%p1 bra DONE;
-    mov.u64 %rd3, %globaltimer;
-    setp.lt.u64 %p2, %rd3, %rd4;
-    @%p2 bra LOOP;
-DONE:
-    ret;
-}
-";
 
     const ONE_THREAD: LaunchConfig =
         LaunchConfig { grid: 1, block: 1, shared_bytes: 0, cooperative: false, dependent: false };
@@ -274,7 +234,7 @@ DONE:
 
     impl Drop for Ends {
         fn drop(&mut self) {
-            // SAFETY: aligned mapped memory of 4 bytes, which only atomics of host and device
+            // SAFETY: the first 4 bytes of aligned mapped memory, which only atomics of host and device
             // touch.
             unsafe { AtomicU32::from_ptr(self.0.host_ptr().cast()) }.store(1, Ordering::Release);
         }
@@ -288,11 +248,12 @@ DONE:
         let [reader, recorded, next] = [(); 3].map(|()| Stream::new(&device).unwrap());
         let arena = Arena::new(&device);
         let take = || arena.take(|pieces| pieces.array("rows", 1, 128)).unwrap().0;
-        let kernel = Module::load(&device, WAIT).unwrap().kernel("wait", 0).unwrap();
+        let kernel = Module::load(&device, PTX).unwrap().kernel("wait", 0).unwrap();
         let ends = Ends(Memory::alloc(&device, 4, MemoryKind::MappedHost, "word").unwrap());
         let blocks = [take(), take()];
-        // SAFETY: the kernel takes one address, of a word that is freed behind it.
-        unsafe { reader.launch(&kernel, &ONE_THREAD, &[&ends.0.ptr().0.to_le_bytes()]) }.unwrap();
+        let params: [&[u8]; 2] = [&ends.0.ptr().0.to_le_bytes(), &1u32.to_le_bytes()];
+        // SAFETY: the kernel takes the address of a word that is freed behind it, and its value.
+        unsafe { reader.launch(&kernel, &ONE_THREAD, &params) }.unwrap();
         drop(blocks);
         let blocks = [take(), take()];
 
@@ -320,17 +281,19 @@ DONE:
         let arena = Arena::new(&device);
         // No block fits the size of another one.
         let take = |number: u32| arena.take(|pieces| pieces.array("rows", 8u64.pow(number), 128)).unwrap().0;
-        let kernel = Module::load(&device, WAIT).unwrap().kernel("expire", 0).unwrap();
-        let ends = Ends(Memory::alloc(&device, 4, MemoryKind::MappedHost, "word").unwrap());
+        let kernel = Module::load(&device, PTX).unwrap().kernel("wait_or_expire", 0).unwrap();
+        let ends = Ends(Memory::alloc(&device, 8, MemoryKind::MappedHost, "word").unwrap());
         let blocks: Vec<_> = (0..6).map(take).collect();
         // The last user of block `n` ends after `n + 1` seconds.
         let readers: Vec<_> = (1u64..)
             .zip(blocks)
             .map(|(seconds, block)| {
                 let (reader, ns) = (Stream::new(&device).unwrap(), seconds * 1_000_000_000);
-                let params: [&[u8]; 2] = [&ends.0.ptr().0.to_le_bytes(), &ns.to_le_bytes()];
-                // SAFETY: the kernel takes the address of a word that is freed behind it, and a
-                // number.
+                let (word, out) = (ends.0.ptr(), ends.0.ptr().add(4));
+                let params: [&[u8]; 4] =
+                    [&word.0.to_le_bytes(), &1u32.to_le_bytes(), &out.0.to_le_bytes(), &ns.to_le_bytes()];
+                // SAFETY: the kernel takes the addresses of two words that are freed behind it, and
+                // numbers.
                 unsafe { reader.launch(&kernel, &ONE_THREAD, &params) }.unwrap();
                 drop(block);
                 reader
