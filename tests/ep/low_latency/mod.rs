@@ -13,6 +13,7 @@ pub mod ones;
 mod payloads;
 mod pooled;
 mod property;
+mod readers;
 mod regroup;
 mod rounds;
 mod shapes;

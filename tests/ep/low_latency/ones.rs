@@ -118,7 +118,7 @@ impl Ones {
     }
 }
 
-fn numbers(count: u64, value: f32) -> Vec<bf16> {
+pub fn numbers(count: u64, value: f32) -> Vec<bf16> {
     vec![bf16::from_f32(value); count as usize]
 }
 

@@ -245,6 +245,29 @@ fn a_rank_that_cannot_go_on_gives_the_others_its_reason() {
     });
 }
 
+/// Some ranks give the values that the others leave out: those of a buffer of three ranks.
+#[test]
+fn two_of_three_ranks_have_the_same_options_as_before() {
+    run_ranks(3, |number, group| {
+        let device = VirtualGpu::new(VirtConfig { ordinal: number, ..VirtConfig::default() });
+        let shape = Shape { max_tokens: 128, hidden: HIDDEN, num_topk: 1, num_experts: 3 };
+        let options = |options: Options| match number {
+            0 => options.packet_tokens(Options::default_packet_tokens(3)).ranks_per_node(3),
+            _ => options,
+        };
+        let mut rank = Ones::new(device, group.clone(), shape, options, &[0, 1])?;
+        let survivors = group.split((number == 2).into())?;
+        if number != 2 {
+            rank.buffer.regroup(&*survivors)?;
+            let mut place = rank.buffer.place(0)?;
+            let received = rank.dispatch(&mut place)?;
+            let combined = rank.combine(received)?;
+            assert_eq!(combined.x.to_host::<bf16>(&rank.stream)?, rank.sums(1.0)?);
+        }
+        group.barrier(PATIENCE)
+    });
+}
+
 /// A recording that was given up between the halves is forgotten, as a half that ran is.
 #[test]
 fn a_half_that_was_recorded_alone_is_discarded() {

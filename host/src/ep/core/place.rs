@@ -237,8 +237,14 @@ impl<R> PlaceState<R> {
         Arc::new(Lease { place: self.clone(), dispatch: AtomicU64::new(0), detached, recorded })
     }
 
-    /// Records a fence behind all work enqueued by now if a lease has not ended: it is detached,
-    /// and its tensors may be in use.
+    /// Makes `stream` wait for all work that could read the rows that are here, enqueued by now.
+    pub fn order_behind_readers(&self, stream: &Stream) -> Result<()> {
+        self.fence_readers(&mut lock(&self.lease))?;
+        self.order_before(stream)
+    }
+
+    /// Records a fence behind all work enqueued by now if a lease has not ended: its tensors may be
+    /// in use.
     fn fence_readers(&self, state: &mut LastLease<R>) -> Result<()> {
         if state.live != 0 { self.fence(state) } else { Ok(()) }
     }
@@ -289,8 +295,7 @@ impl<R: Send + Sync + Debug> Overwrites for Lease<R> {
         // Rows of the run before are the step's own: `Step::launch` leaves their readers to its
         // caller.
         if self.check_current().is_err() {
-            self.place.fence_readers(&mut lock(&self.place.lease))?;
-            self.place.order_before(stream)?;
+            self.place.order_behind_readers(stream)?;
         }
         let mut state = lock(&self.place.lease);
         if state.last_dispatch != self.dispatch() {

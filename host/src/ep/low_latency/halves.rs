@@ -194,8 +194,12 @@ impl Buffer {
                 rows.check_current()?;
                 operation.sums.iter().for_each(|sums| sums.hold(rows.dispatch()));
                 // Readers on other streams must finish first: peers may overwrite the rows once
-                // this rank has entered the combine. Until here steps found the place in use.
-                drop(rows);
+                // this rank has entered the combine. Until here steps found the place in use. The
+                // last right to the rows makes a fence as it ends; a clone of them has another.
+                let is_shared = Arc::into_inner(rows).is_none();
+                if is_shared && !capturing {
+                    operation.place.order_behind_readers(stream)?;
+                }
             }
             // Not before: a dispatch that is rejected until here leaves the rows that are there.
             if let Some(lease) = operation.fills.as_ref().filter(|_| halves != Halves::Receive) {

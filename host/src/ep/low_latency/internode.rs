@@ -1,5 +1,7 @@
 //! Low latency across nodes: where the messages of each pair of ranks are, and what carries them.
 
+use std::sync::Arc;
+
 use epoxide_gpu::layout::{
     DISPATCH_HEADER, DevicePtr, LowLatencyCopies, LowLatencyMessage, LowLatencyMessages, LowLatencyRoute,
     LowLatencySlot, LowLatencyWords, MAX_MEMBERS, QueueHandle, answer_slot_bytes, low_latency_head_bytes,
@@ -79,10 +81,10 @@ fn among_others(topology: Topology, owner: u32, peer: u32) -> u32 {
     if topology.node(peer) < of_owner { peer } else { peer - topology.ranks_per_node }
 }
 
-/// The tables of a buffer's messages.
+/// The tables of a buffer's messages, among them the received rows.
 #[derive(Debug)]
 pub struct Messages {
-    tables: Memory,
+    tables: Arc<Memory>,
     /// Arguments of the kernels, by place.
     places: Vec<LowLatencyMessages>,
 }
@@ -137,7 +139,7 @@ impl Messages {
             tables.write_at(stream, place.num_slots, &[0; MAX_MEMBERS * 4])?;
             tables.write_at(stream, place.copies, &[0; size_of::<LowLatencyCopies>()])?;
         }
-        let messages = Messages { places, tables };
+        let messages = Messages { places, tables: Arc::new(tables) };
         messages.forget_unfinished(stream)?;
         Ok(messages)
     }
@@ -145,6 +147,11 @@ impl Messages {
     /// Arguments of the kernels, by place.
     pub fn places(&self) -> &[LowLatencyMessages] {
         &self.places
+    }
+
+    /// The memory of the tables and the received rows.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.tables
     }
 
     /// Clears the records of an operation's written tokens and returned rows.

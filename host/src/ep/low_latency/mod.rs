@@ -22,6 +22,7 @@ mod options;
 mod regroup;
 mod results;
 
+use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -266,7 +267,7 @@ impl Buffer {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.validate(nodes)?;
-        agree(group, &options)?;
+        agree(group, &options, group.size())?;
         let ranks = nodes.ranks();
         // Within a node a pool holds the places; across nodes, the messages of the ranks of this
         // one.
@@ -313,6 +314,8 @@ impl Buffer {
             // Kernels across nodes find memory by routes.
             let comm = Comm { pool_table, rank, num_ranks: ranks, ..core.comm(tables.ptr()) };
             let tables = Arc::new(tables);
+            let of_messages = messages.iter().map(Messages::memory);
+            let memory: Vec<_> = iter::once(&tables).chain(of_messages).cloned().collect();
             let at_pool = |offset| core.pool().ptr().add(offset);
             let within = |at: LowLatencyPlace| {
                 let combine_rows = (options.combine_dtype == DType::Bf16).then(|| at_pool(at.returned_x));
@@ -327,7 +330,7 @@ impl Buffer {
             };
             let room = |(own, spot)| {
                 let (at, messages, recv_x, recv_scales, combine_rows) = spot;
-                Room { at, recv_x, recv_scales, combine_rows, messages, own, _tables: tables.clone() }
+                Room { at, recv_x, recv_scales, combine_rows, messages, own, _memory: memory.clone() }
             };
             core.make_places(of_places.into_iter().zip(spots).map(room));
             let generation = Generation::new(core.faults());
@@ -447,8 +450,9 @@ impl HasCore for Buffer {
     }
 }
 
-/// Checks that all ranks run the same version with the same options.
-fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
+/// Checks that all ranks of the group run the same version with the same options, those of a buffer
+/// of `num_ranks` ranks.
+fn agree(group: &dyn ProcessGroup, options: &Options, num_ranks: u32) -> Result<()> {
     let ours = vec![
         ("max_tokens", options.shape.max_tokens.to_string()),
         ("hidden", options.shape.hidden.to_string()),
@@ -458,8 +462,8 @@ fn agree(group: &dyn ProcessGroup, options: &Options) -> Result<()> {
         ("max_scales", options.max_scales.to_string()),
         ("combine_dtype", options.combine_dtype.to_string()),
         ("chunk_tokens", options.chunk_tokens.to_string()),
-        ("packet_tokens", options.most_in_packets(group.size()).to_string()),
-        ("ranks_per_node", options.ranks_per_node.unwrap_or(group.size()).to_string()),
+        ("packet_tokens", options.most_in_packets(num_ranks).to_string()),
+        ("ranks_per_node", options.ranks_per_node.unwrap_or(num_ranks).to_string()),
         ("keep_nodes", options.keep_nodes.to_string()),
         ("transport", options.transport.kind.to_string()),
     ];

@@ -111,7 +111,7 @@ impl Buffer {
     /// # Errors
     /// The same as [`Buffer::regroup`].
     pub(crate) fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
-        agree(group, &self.options)?;
+        agree(group, &self.options, self.num_ranks())?;
         // The others wait for a rank that fails here, so all of them get its reason.
         let ours = agree_on_part(group, self.propose())?;
         let (members, epoch) =

@@ -78,8 +78,8 @@ pub struct Room {
     pub messages: Option<LowLatencyMessages>,
     /// This rank's private tables for it.
     pub own: PlaceTables,
-    /// The memory of its tables.
-    pub _tables: Arc<Memory>,
+    /// The memory of its tables; across nodes also that of its rows.
+    pub _memory: Vec<Arc<Memory>>,
 }
 
 /// The result of a dispatch. The tensors are in the dispatch's place and keep its borrow;
@@ -90,7 +90,8 @@ pub struct Room {
 pub struct Received<'p> {
     /// `[rows, hidden]`: token t of rank s is row `s * max_tokens + t`, if it was sent here; other
     /// rows are undefined. Rows are `row_stride()` bytes apart, a multiple of 128. A clone can be
-    /// read until the combine: peers may overwrite the rows behind it.
+    /// read by work that is enqueued before the combine, which runs behind that work on any stream:
+    /// peers may overwrite the rows behind it.
     pub x: Tensor<'p>,
     /// f32 `[hidden / 128 rounded up, rows]`, of fp8 rows: a row's scales are a column. `None` of
     /// rows that were [quantised as MXFP8](crate::low_latency::Quantise::Mxfp8).
