@@ -502,6 +502,10 @@ fn wrong_payloads_are_refused() {
         let rows = tensor(DType::Bf16, HIDDEN)?;
         let quantised = DispatchRequest::new(&rows, &ids).quantise(Quantise::Fp8).column(&words);
         refuse(quantised, &["columns = given", "in the place of scales"]);
+        let (e5m2, scales) =
+            (tensor(DType::Fp8E5m2, HIDDEN)?, TypedTensor::from_host(&stream, &[4, 4], &[0f32; 16])?);
+        let with_scales = DispatchRequest::new(&e5m2, &ids).scales(&scales);
+        refuse(with_scales, &["scales = given", "only e4m3 rows", "x is fp8_e5m2", "`column`"]);
         Ok(())
     });
 }

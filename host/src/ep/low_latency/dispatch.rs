@@ -172,7 +172,8 @@ impl<'a> DispatchRequest<'a> {
         /// experts of the buffer. The device translates ids in the call, and again in each replay
         /// of a graph. Ranks may have different maps.
         map: &'a ExpertMap;
-        /// Sends scales `[num_tokens, hidden / 128 rounded up]` with fp8 rows.
+        /// Sends scales `[num_tokens, hidden / 128 rounded up]` with e4m3 rows. Scales of other rows
+        /// are a [`column`](DispatchRequest::column).
         scales: &'a TypedTensor<'a, f32>;
         /// Quantises bf16 rows on their way; hidden must be a multiple of 128. The same on every
         /// rank, except that f32 scales may be powers of two on some. If some ranks convert rows to
@@ -280,11 +281,11 @@ impl Buffer {
         quantise.check(hidden, x.dtype(), SCALE_BLOCK)?;
         if let Some(scales) = scales {
             if !is_fp8 {
-                return Err(Error::argument(
-                    "scales",
-                    "given",
-                    format!("only fp8 rows have them; x is {}", x.dtype()),
-                ));
+                let rule = format!(
+                    "only e4m3 rows have them, and x is {}: give them with `column`, or leave them out",
+                    x.dtype()
+                );
+                return Err(Error::argument("scales", "given", rule));
             }
             scales.expect(
                 "scales",
