@@ -16,9 +16,9 @@ use epoxide_testing::tier;
 use epoxide_vgpu::for_each_seed;
 use half::bf16;
 
-use super::ones::Ones;
+use super::ones::{Ones, numbers};
 use crate::failing::{FailingDevice, REFUSAL};
-use crate::promises::status;
+use crate::promises::{found, status};
 use crate::shapes::routing;
 use crate::valid::{expect_gone, refused};
 
@@ -414,6 +414,41 @@ fn make_different_calls(rank: &mut Ones, is_first: bool) -> Result<Error> {
 #[test]
 fn ranks_that_make_different_calls() {
     run(|rank| make_different_calls(rank, false).map(drop));
+}
+
+/// No combine has answered the dispatches into two places. Rank 1 dispatches into the second one
+/// again, and reads the rows of the first one still.
+#[test]
+fn rows_of_a_place_stay_where_peers_dispatch_into_it_in_another_call() {
+    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+    for_each_seed(tier::pick(4, 20), |seed| {
+        run_ranks(2, |ordinal, group| {
+            let device =
+                open_device(VirtConfig { ordinal, schedule_seed: Some(seed), ..VirtConfig::default() });
+            let options = |options: Options| options.timeout(DEADLINE).places(2);
+            let mut rank = Ones::new(device?, group.clone(), shape, options, &[0, 1, 1, 0])?;
+            let (mut used, mut other) = (rank.buffer.place(0)?, rank.buffer.place(1)?);
+            let received = rank.dispatch(&mut used)?;
+            let others = rank.dispatch(&mut other)?;
+            rank.outcome()?;
+            group.barrier(PATIENCE)?;
+            rank.x.write(&rank.stream, &numbers(2 * HIDDEN, 2.0))?;
+            if rank.rank == 0 {
+                drop((received, others));
+                drop(rank.dispatch(&mut used)?);
+                assert!(matches!(rank.outcome(), Err(Error::OtherCall { .. })));
+                group.barrier(PATIENCE)?;
+                return group.barrier(PATIENCE);
+            }
+            drop(others);
+            drop(rank.dispatch(&mut other)?);
+            assert!(matches!(rank.outcome(), Err(Error::OtherCall { .. })));
+            group.barrier(PATIENCE)?;
+            let ones: Vec<u8> = bytemuck::cast_slice(&numbers(HIDDEN, 1.0)).to_vec();
+            assert_eq!(found(&rank.stream, &received.x)?, vec![ones; 4], "seed {seed}");
+            group.barrier(PATIENCE)
+        });
+    });
 }
 
 /// A block of the others reads rank 1's call before the block that publishes their call begins.

@@ -472,7 +472,7 @@ unsafe fn send<R: Ranks, const MX: bool, const PACKS: bool, const BATCH: bool>(
     // A place that no combine has answered since its last dispatch may be in use: then all wait
     // for all.
     if !opened.is_answered() {
-        let is_ready = !takes_part || warp != 0 || wait_node_members_ready(comm, opened);
+        let is_ready = !takes_part || warp != 0 || wait_node_members_ready(common, opened);
         takes_part &= !barrier_any(!is_ready);
     }
     // The kernel that waits for rows may be another one, of another grid: the turn belongs to

@@ -658,15 +658,16 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
     PeerWait::new(comm, peer, epoch, what).packet::<false>(packet)
 }
 
-/// Publishes this rank's entry into a dispatch and waits for the entry of all members. The place
-/// may still be in use. One warp of a block calls it, each block before it sends.
+/// Publishes this rank's entry into a dispatch and waits until all members have entered it with the
+/// same call. The place may still be in use, and a rank in another call may go on using it. One warp
+/// of a block calls it, each block before it sends.
 ///
 /// # Safety
 /// Pools are mapped; the word at a peer has this rank as its only writer, whichever block stores
 /// it.
 #[device]
-unsafe fn wait_node_members_ready<R: Ranks>(comm: &Comm, opened: &Opened<R>) -> bool {
-    let (lane, epoch) = (laneid(), opened.epoch());
+unsafe fn wait_node_members_ready<R: Ranks>(args: &LowLatencyArgs, opened: &Opened<R>) -> bool {
+    let (comm, lane, epoch) = (&args.comm, laneid(), opened.epoch());
     let mut ready = true;
     // Publish to all ranks before waiting for any rank.
     if R::MANY && ctaid() == 0 && opened.has_member(lane + 32) {
@@ -678,11 +679,11 @@ unsafe fn wait_node_members_ready<R: Ranks>(comm: &Comm, opened: &Opened<R>) -> 
                 st_release_sys_u64(R::pool(comm, rank) + ready_offset(comm.rank), epoch);
             }
             let pool = R::pool(comm, comm.rank);
-            let packet = || pool + call_offset(R::ROOM, rank, epoch);
-            let is_in_other_call = || is_other_call(comm, packet(), rank, epoch);
+            let is_in_other_call = || is_other_call(comm, call_of::<R>(comm, rank, epoch), rank, epoch);
             let word = pool + ready_offset(rank);
             let wait = PeerWait::new(comm, rank, epoch, Wait::LowLatencyReady);
-            ready &= wait.at_least_unless(word, epoch, is_in_other_call);
+            let is_here = wait.at_least_unless(word, epoch, is_in_other_call);
+            ready &= is_here && wait_call::<R>(args, rank, epoch).is_some();
         }
     });
     ballot(!ready) == 0
