@@ -104,7 +104,9 @@ impl MemoryPool {
         check_alloc(current, result, "cuMemAllocFromPoolAsync", bytes, label)?;
         // Other streams are not ordered behind this one, which has only allocations. SAFETY: the
         // stream is live.
-        unsafe { ffi::cuStreamSynchronize(self.allocate) }.check("cuStreamSynchronize")?;
+        let waited = unsafe { ffi::cuStreamSynchronize(self.allocate) }.check("cuStreamSynchronize");
+        // A capture by other code forbids the wait. The next free has the memory.
+        waited.inspect_err(|_| lock(&self.freed).push(ptr))?;
         Ok(ptr)
     }
 
