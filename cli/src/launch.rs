@@ -55,6 +55,11 @@ pub struct Args {
     #[arg(long, value_name = "K", default_value_t = 0)]
     max_restarts: u32,
 
+    /// Let the other ranks go on when one has failed, as those do that regroup. The exit code is that
+    /// of the first failure, once all have ended. On one node, without restarts.
+    #[arg(long)]
+    keep_survivors: bool,
+
     /// Also write each rank's output to DIR/attempt_N/RANK/stdout.log and stderr.log.
     #[arg(long, value_name = "DIR")]
     log_dir: Option<PathBuf>,
@@ -118,6 +123,7 @@ fn run_with(args: Args, signals: Option<&mut Signals>, sinks: Sinks) -> Result<(
     let launch = Launch {
         nodes: Nodes { count: args.nnodes, rank: args.node_rank, endpoint: args.rdzv_endpoint },
         max_restarts: args.max_restarts,
+        keep_survivors: args.keep_survivors,
         grace: Duration::from_secs(args.grace),
         node_timeout: node_timeout.unwrap_or(default.node_timeout),
         log_dir: args.log_dir,
@@ -221,6 +227,7 @@ mod tests {
         for (line, named) in [
             (&["--nnodes", "2"][..], "rendezvous endpoint"),
             (&["--nnodes", "2", "--node-rank", "2"], "node rank = 2"),
+            (&["--keep-survivors", "--max-restarts", "1"], "keep_survivors = with 1 nodes and 1 restarts"),
         ] {
             let line = [&["--nproc-per-node", "1"], line, &["--", "true"]].concat();
             let error = launch(&line).unwrap_err();

@@ -153,7 +153,7 @@ impl MeshGroup {
 
     /// A group without the `dead` ranks of this one, the others renumbered in order. All survivors
     /// make the call, with the same list, and find each other through the store again; this group
-    /// ends.
+    /// ends. The store must outlive the dead: with `MASTER_ADDR` alone, rank 0 serves it.
     ///
     /// # Errors
     /// When this rank is in the list, the survivors' lists differ, or one of them does not join

@@ -40,7 +40,7 @@ impl Nodes {
 /// When a rank fails, the store of the launch is poisoned and the other ranks get
 /// [`Launch::settle`] to end by themselves. Ranks still running then are sent SIGTERM and, after
 /// [`Launch::grace`], SIGKILL, with all processes of their groups. If restarts are left, all ranks
-/// are started again, on all hosts.
+/// are started again, on all hosts. With [`Launch::keep_survivors`] the other ranks go on.
 ///
 /// SIGINT, SIGTERM, SIGHUP and SIGQUIT end the launch: the ranks get the signal, and SIGKILL after
 /// [`Launch::grace`]. SIGINT or SIGQUIT behind the first signal kills them at once; another SIGTERM
@@ -57,6 +57,10 @@ pub struct Launch {
     pub nodes: Nodes,
     /// How often all ranks are started again after a failure.
     pub max_restarts: u32,
+    /// The other ranks go on when one has failed, as those do that regroup: the store is not
+    /// poisoned, and no rank is ended. The launch fails once all have ended. On one host, without
+    /// restarts.
+    pub keep_survivors: bool,
     /// How long the other ranks get to end by themselves when one has failed.
     pub settle: Duration,
     /// How long a rank may then take to end after SIGTERM.
@@ -97,6 +101,7 @@ impl Launch {
             ranks_per_node: ranks,
             nodes: Nodes::one(),
             max_restarts: 0,
+            keep_survivors: false,
             settle: Duration::from_secs(1),
             grace: Duration::from_secs(5),
             kill_timeout: Duration::from_secs(10),
@@ -152,6 +157,11 @@ impl Launch {
         if nodes.count > 1 && nodes.endpoint.is_none() {
             let rule = "several nodes need the host and port of the first, the same on every node";
             return Err(Error::argument("rendezvous endpoint", "none", rule));
+        }
+        if self.keep_survivors && (nodes.count > 1 || self.max_restarts > 0) {
+            let value = format!("with {} nodes and {} restarts", nodes.count, self.max_restarts);
+            let rule = "the ranks of one node alone go on, and are not started again: leave out nodes and restarts, or keep_survivors";
+            return Err(Error::argument("keep_survivors", value, rule));
         }
         if self.node_timeout < SHORTEST {
             let rule =

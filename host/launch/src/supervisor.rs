@@ -322,7 +322,8 @@ impl Launch {
         })
     }
 
-    /// Waits until all ranks have ended. Ends them once one has failed or on a signal.
+    /// Waits until all ranks have ended. Ends them on a signal, and once one has failed unless
+    /// survivors are kept.
     fn watch(
         &self,
         ranks: &mut Watched,
@@ -362,9 +363,11 @@ impl Launch {
                 && !ended_elsewhere
             {
                 tracing::info!(rank = first.rank, "{}", first.exit);
-                report(Trouble::Rank(first.clone()));
+                if !self.keep_survivors {
+                    report(Trouble::Rank(first.clone()));
+                    phase = Phase::Settling(deadline(self.settle));
+                }
                 failure = Some(first);
-                phase = Phase::Settling(deadline(self.settle));
             }
             if matches!(phase, Phase::Running) && elsewhere()? {
                 ended_elsewhere = true;

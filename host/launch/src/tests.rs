@@ -134,6 +134,36 @@ fn waits_may_be_longer_than_the_clock_can_tell() {
     }
 }
 
+/// Rank 0 works on behind the failure of rank 1, in a process and by the store.
+#[test]
+fn survivors_go_on_where_they_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let done = folder.path().join("done");
+    let script = format!(
+        r#"store="${{EPOXIDE_STORE#file://}}"
+        case $RANK in
+            0) while [ ! -e {folder}/failed ]; do sleep 0.02; done
+                sleep 0.3; ls -A "$store" > {folder}/after; mv {folder}/after {folder}/done;;
+            1) ls -A "$store" > {folder}/before; touch {folder}/failed; exit 7;;
+        esac"#,
+        folder = folder.path().display()
+    );
+    for keep_survivors in [false, true] {
+        let launch = Launch { keep_survivors, settle: Duration::ZERO, relay: false, ..Launch::new(2) };
+        let ended = launch.run(None, |_| {
+            let mut command = Command::new("sh");
+            command.args(["-c", &script]);
+            Ok(command)
+        });
+        let ended = ended.unwrap();
+        assert_eq!((ended.code(), ended.exits.get(1)), (7, Some(&RankExit::Code(7))));
+        assert_eq!(done.exists(), keep_survivors);
+        std::fs::remove_file(folder.path().join("failed")).unwrap();
+    }
+    let read = |name: &str| std::fs::read_to_string(folder.path().join(name)).unwrap();
+    assert_eq!(read("done"), read("before"), "the store is poisoned");
+}
+
 /// A reader of output that stalls: a write makes the file and lasts until the sender is dropped.
 struct Stalled(PathBuf, Receiver<()>);
 

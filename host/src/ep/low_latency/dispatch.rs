@@ -55,9 +55,9 @@ pub struct DispatchRequest<'a> {
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, bf16, f16 or fp8, of fp4 `[num_tokens, hidden /
-    /// 2]`, or as u8 rows of any number of bytes up to those of bf16. Their experts are `topk_idx`,
-    /// `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
+    /// Rows `x` to send, `[num_tokens, hidden]`, contiguous, bf16, f16 or fp8, of fp4 `[num_tokens,
+    /// hidden / 2]`, or as u8 rows of any number of bytes up to those of bf16. Their experts are
+    /// `topk_idx`, `[num_tokens, num_topk]`: global ids, i64 or i32, or -1 for none. Weights are 1.
     pub fn new(x: &'a Tensor<'a>, topk_idx: &'a TypedTensor<'a, impl ExpertId>) -> Self {
         DispatchRequest {
             x,

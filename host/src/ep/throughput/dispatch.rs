@@ -80,8 +80,8 @@ pub struct DispatchRequest<'a> {
 }
 
 impl<'a> DispatchRequest<'a> {
-    /// Rows `x` to send, `[num_tokens, hidden]`, of any dtype but i64 and bool, along the routing
-    /// of `layout`. A row is a multiple of 16 bytes, below 16 MiB. Without scales, columns and
+    /// Rows `x` to send, `[num_tokens, hidden]`, contiguous, of any dtype but i64 and bool, along the
+    /// routing of `layout`. A row is a multiple of 16 bytes, below 16 MiB. Without scales, columns and
     /// top-k, alignment 1, exact counts.
     pub fn new(x: &'a Tensor<'a>, layout: &'a DispatchLayout<'a>) -> Self {
         DispatchRequest {
