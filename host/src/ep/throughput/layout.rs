@@ -40,7 +40,7 @@ pub struct LayoutTables {
     pub num_tokens_per_rdma_rank: DevicePtr,
     pub num_tokens_per_expert: DevicePtr,
     pub is_token_in_rank: DevicePtr,
-    /// Null without a map.
+    /// Without a map, the ids themselves, or -1 for those out of range.
     pub physical: DevicePtr,
 }
 
@@ -57,12 +57,10 @@ impl<'a> DispatchLayout<'a> {
         self.map.as_ref().map(|_| self.tensor("physical_topk_idx", self.tables.physical, &shape))
     }
 
-    /// The ids of physical experts that dispatch reads, with whether they are i32.
+    /// The ids of physical experts that dispatch reads, with whether they are i32. They are the
+    /// layout's own, which counts were made of: the caller may have overwritten `topk_idx` since.
     pub(super) fn ids(&self) -> (DevicePtr, u32) {
-        match self.map {
-            Some(_) => (self.tables.physical, 1),
-            None => (self.topk_idx.ptr(), is_narrow(&self.topk_idx)),
-        }
+        (self.tables.physical, 1)
     }
 
     /// `[num_ranks]`: tokens for each rank, each token once per rank. Ids out of range are not
@@ -210,8 +208,7 @@ impl Buffer {
             num_tokens_per_rdma_rank: pieces.array("num_tokens_per_rdma_rank", nodes, 4),
             num_tokens_per_expert: pieces.array("num_tokens_per_expert", num_experts as u64, 4),
             is_token_in_rank: pieces.array("is_token_in_rank", tokens * ranks, 1),
-            physical: map
-                .map_or(DevicePtr::NULL, |_| pieces.array("physical_topk_idx", tokens * num_topk, 4)),
+            physical: pieces.array("physical_topk_idx", tokens * num_topk, 4),
         })?;
         let args = LayoutArgs {
             topk_idx: topk_idx.ptr(),
