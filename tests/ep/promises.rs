@@ -3,21 +3,25 @@
 
 use std::time::Duration;
 
+use epoxide::driver::virt::VirtConfig;
 use epoxide::driver::{DevicePtr, Event, Stream};
 use epoxide::internal::driver::unfenced_stream;
 use epoxide::internal::{VirtualTime, as_member, run_ahead};
 use epoxide::throughput::{
-    CachedDispatchRequest, CombineRequest, Combined, Counts, DispatchHandle, DispatchRequest, Place, Step,
+    Buffer, CachedDispatchRequest, CombineRequest, Combined, Config, Counts, DispatchHandle, DispatchRequest,
+    Options, Place, Shape, Step,
 };
-use epoxide::transport::TransportKind;
+use epoxide::transport::{TransportKind, TransportOptions};
 use epoxide::{DType, StreamOrder, Tensor, TypedTensor};
 use epoxide::{Error, Result, Scope};
-use epoxide_testing::harness::{NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names, keep, run_ranks};
+use epoxide_testing::harness::{
+    NodeLinks, PATIENCE, POISON, Rank, Setup, assert_names, keep, open_device, run_ranks,
+};
 use epoxide_testing::oracle;
 use epoxide_testing::payload::values_of;
 use epoxide_testing::roundtrip::Case;
 
-use half::f16;
+use half::{bf16, f16};
 
 use crate::gate::Gate;
 use crate::turns::{HIDDEN, Inputs, ROW, TOPK, Turn, check_rows, check_sums, echo, echo_on};
@@ -1188,5 +1192,148 @@ fn a_place_is_handed_out_once() {
         refused(rank.buffer.place(1), &["place = 1", "the buffer has 1"]);
         drop(place);
         rank.place().map(drop)
+    });
+}
+
+/// A dispatch goes by the ids that its layout counted, which the caller has overwritten since. Each
+/// rank has two experts, and a token for the first one of each rank.
+#[test]
+fn a_layout_keeps_the_ids_that_it_counted() {
+    run_ranks(2, |number, group| {
+        let device = open_device(VirtConfig { ordinal: number, ..VirtConfig::default() })?;
+        let stream = Stream::new(&device)?;
+        let shape = Shape { max_tokens: 2, hidden: 16, dtype: DType::F32, max_topk: 1, max_scales: 0 };
+        let mut buffer = Buffer::new(device, &*group, Options::new(shape).rows_by_expert(4))?;
+        let (mut place, order) = (buffer.place(0)?, StreamOrder::on(&stream));
+        let row = |rank: u32, token: u32| [(2 * rank + token) as f32; 16];
+        let x = [row(number, 0), row(number, 1)].concat();
+        let x = Tensor::from_host(&stream, DType::F32, &[2, 16], &x)?;
+        let weights = TypedTensor::from_host(&stream, &[2, 1], &[1.0, 1.0])?;
+        let want = [row(0, number), row(1, number)].concat();
+        for by_expert in [false, true] {
+            let ids = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 2])?;
+            let layout = buffer.get_dispatch_layout(&ids, 4, order)?;
+            ids.write(&stream, &[3i64; 2])?;
+            let request = DispatchRequest::new(&x, &layout).topk_weights(&weights);
+            let request = if by_expert { request.by_expert(1) } else { request };
+            let received = buffer.dispatch(&mut place, request, order)?;
+            let rows = received.recv_x.to_host::<f32>(&stream)?;
+            assert_eq!(rows[..32], want, "by expert: {by_expert}");
+            if let Some(ids) = &received.recv_topk_idx {
+                assert_eq!(ids.values(&stream)?, [0, 0]);
+            }
+        }
+        stream.synchronize()?;
+        group.barrier(PATIENCE)
+    });
+}
+
+/// Clones of the rows are a right to them as well. Behind the last one, another stream may still
+/// read what a combine of a tensor overwrites.
+#[test]
+fn combine_rows_are_given_out_until_their_last_clone_is_dropped() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
+        let (inputs, mut place) = turn.begin(rank)?;
+        let received = inputs.dispatch(rank, &mut place)?;
+        let rows = received.combine_rows(DType::Bf16, HIDDEN as u64)?;
+        let clone = rows.tensor().clone();
+        let want = vec![bf16::from_f32(7.0); rows.tensor().rows() as usize * HIDDEN];
+        clone.write(&rank.stream, &want)?;
+        rank.combine(CombineRequest::new(&rows, &received.handle))?;
+        drop(rows);
+        refused(received.combine_rows(DType::Bf16, HIDDEN as u64), &["place = 0", "given out already"]);
+        let request = CombineRequest::new(&received.recv_x, &received.handle);
+        refused(rank.combine(request), &["place = 0", "combine rows are given out"]);
+
+        gate.hold(&side)?;
+        let kept = keep(&side, &clone, clone.rows())?;
+        drop(clone);
+        let back = rank.combine(request)?;
+        must_wait(rank, &rank.stream.clone(), "a combine over rows that a stream still reads")?;
+        gate.open();
+        assert_eq!(kept.to_host::<bf16>(&side)?, want);
+        check_sums(rank, "combined_x", &back, &turn)
+    });
+}
+
+/// Results of earlier calls may take the sums of another one, and then have its error.
+#[test]
+fn sums_in_a_result_have_the_error_of_their_own_combine() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let (inputs, mut place) = turn.begin(rank)?;
+        let sums = echo(rank, &mut place, &inputs)?.1.combined_x;
+        let layout = inputs.layout(rank)?;
+        let request = DispatchRequest::new(&inputs.x, &layout).counts(Counts::OnDevice { capacity: 1 });
+        let received = rank.dispatch(&mut place, request)?;
+        let handle = received.handle.clone();
+        rank.combine_into(CombineRequest::new(&received.recv_x, &handle), &sums, None)?;
+        let read = sums.to_host::<bf16>(&rank.stream);
+        assert!(matches!(read, Err(Error::Capacity { .. })), "{read:?}");
+        Ok(())
+    });
+}
+
+/// A write is behind the operation that fills a tensor, which ends later than the call.
+#[test]
+fn a_write_is_behind_the_combine_that_fills_the_tensor() {
+    let [turn] = turns();
+    setup().run(|rank| {
+        let (gate, side) = (Gate::new(rank.device())?, Stream::new(rank.device())?);
+        let stream = rank.stream.clone();
+        let (inputs, mut place) = turn.begin(rank)?;
+        let received = inputs.dispatch(rank, &mut place)?;
+        let tokens = inputs.x.rows();
+        let out = Tensor::alloc(rank.device(), DType::Bf16, &[tokens, HIDDEN as u64])?;
+        gate.hold(&side)?;
+        let held = event(&side)?;
+        let order = StreamOrder::comm(&stream).after(&held).asynchronous();
+        let request = CombineRequest::new(&received.recv_x, &received.handle);
+        let event = rank.buffer.combine_into(request, &out, None, order)?.expect("of an asynchronous call");
+        let zeros = vec![bf16::ZERO; tokens as usize * HIDDEN];
+        let mut written = Ok(());
+        while_held(&gate, || written = out.write(&stream, &zeros));
+        written?;
+        stream.wait(&event)?;
+        assert_eq!(out.to_host::<bf16>(&stream)?, zeros);
+        Ok(())
+    });
+}
+
+/// The buffer's own stream has work that no other stream waits for.
+#[test]
+fn missing_tokens_are_those_of_asynchronous_combines_too() {
+    let [turn] = turns();
+    setup().timeout(Duration::from_millis(150)).run(|rank| {
+        let stream = rank.stream.clone();
+        let (inputs, mut place) = turn.begin(rank)?;
+        let received = inputs.dispatch(rank, &mut place)?;
+        stream.synchronize()?;
+        if rank.rank == 1 {
+            return Ok(());
+        }
+        let request = CombineRequest::new(&received.recv_x, &received.handle);
+        rank.buffer.combine(request, StreamOrder::comm(&stream).asynchronous())?;
+        let missing = rank.buffer.missing_tokens()?;
+        assert!(!missing.is_empty());
+        Ok(())
+    });
+}
+
+/// Ranks give options as the hints and `Config::for_nodes` make them, or leave them out.
+#[test]
+fn options_that_change_nothing_are_accepted() {
+    run_ranks(3, |number, group| {
+        let device = open_device(VirtConfig { ordinal: number, ..VirtConfig::default() })?;
+        let shape = Shape { max_tokens: 2, hidden: 16, dtype: DType::F32, max_topk: 1, max_scales: 0 };
+        let options = Options::new(shape).num_rdma_bytes(number.into());
+        drop(Buffer::new(device.clone(), &*group, options)?);
+        let transport = TransportOptions::new(TransportKind::Shm);
+        let options = Options::new(shape).ranks_per_node(1).transport(transport);
+        let options = if number == 0 { options.config(Config::default().for_nodes(3)) } else { options };
+        drop(Buffer::new(device, &*group, options)?);
+        group.barrier(PATIENCE)
     });
 }

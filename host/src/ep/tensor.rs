@@ -216,8 +216,9 @@ pub struct Tensor<'a> {
     place: PhantomData<&'a ()>,
 }
 
-/// The operation that has filled a tensor of the caller's, if one has: the same for all its clones.
-type Filled = Option<Arc<Mutex<Option<Arc<dyn Outcome>>>>>;
+/// The operation that has filled a tensor on the caller's request, if one has: the same for all its
+/// clones.
+type Filled = Arc<Mutex<Option<Arc<dyn Outcome>>>>;
 
 impl fmt::Debug for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -237,7 +238,9 @@ fn bytes_of(dtype: DType, shape: &[u64]) -> Result<u64> {
         let rule = "must be [rows] or [rows, columns]: multiply further dimensions";
         return Err(Error::argument("shape", format!("{shape:?}"), rule));
     }
-    let bytes = shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul(*dim));
+    let product = |dims: &[u64]| dims.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul(*dim));
+    // No rows can be of any length.
+    let bytes = product(&shape[1..]).and(product(shape));
     bytes.filter(|bytes| *bytes <= i64::MAX as u64).ok_or_else(|| {
         let rule = format!("must have at most 2^63 bytes, as {dtype}");
         Error::argument("shape", format!("{shape:?}"), rule)
@@ -253,8 +256,7 @@ impl Tensor<'static> {
     pub fn alloc(device: &Device, dtype: DType, shape: &[u64]) -> Result<Tensor<'static>> {
         let bytes = bytes_of(dtype, shape)?;
         let memory = Memory::alloc(device, bytes.max(1), MemoryKind::Device, "tensor")?;
-        let tensor = Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory));
-        Ok(Tensor { filled: Some(Arc::default()), ..tensor })
+        Ok(Tensor::in_memory(memory.ptr(), dtype, shape, Arc::new(memory)))
     }
 
     /// A tensor of its own memory with the values of `data`.
@@ -282,7 +284,7 @@ impl<'a> Tensor<'a> {
     /// on, and holds `shape` contiguous elements of `dtype`. It is live for `'a` and until the
     /// streams that use the tensor meanwhile have passed.
     pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
-        Tensor { filled: Some(Arc::default()), ..Tensor::new(ptr, dtype, shape, None) }
+        Tensor::new(ptr, dtype, shape, None)
     }
 
     /// A contiguous tensor inside memory that `owner` keeps alive.
@@ -293,7 +295,8 @@ impl<'a> Tensor<'a> {
     fn new(ptr: DevicePtr, dtype: DType, shape: &[u64], owner: Option<Owner>) -> Tensor<'a> {
         let row_stride = shape.get(1).copied().unwrap_or(1) * dtype.size();
         let (shape, name) = (shape.to_vec(), Cow::Borrowed(""));
-        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, filled: None, place: PhantomData }
+        let filled = Filled::default();
+        Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, filled, place: PhantomData }
     }
 
     /// The same tensor with a name, which errors about it give. Results of a call have the name of
@@ -314,15 +317,12 @@ impl<'a> Tensor<'a> {
     }
 
     fn set_filled(&self, by: Option<Arc<dyn Outcome>>) {
-        if let Some(filled) = &self.filled {
-            *lock(filled) = by;
-        }
+        *lock(&self.filled) = by;
     }
 
     /// The operations that wrote the elements.
     fn outcomes(&self) -> impl Iterator<Item = Arc<dyn Outcome>> {
-        let filled = self.filled.as_ref().map(|filled| lock(filled));
-        let filled = filled.and_then(|filled| filled.clone());
+        let filled = lock(&self.filled).clone();
         self.outcome.clone().into_iter().chain(filled)
     }
 
@@ -454,7 +454,8 @@ impl<'a> Tensor<'a> {
         self.outcomes().try_for_each(|outcome| outcome.check_behind(stream))
     }
 
-    /// Copies elements from the host, row after row, and waits for it.
+    /// Copies elements from the host, row after row, and waits for it. The copy runs behind the
+    /// operations of buffers that fill the tensor.
     ///
     /// # Errors
     /// [`Error::DType`] where `T` does not fit, [`Error::Shape`] where `data` has another number of
@@ -467,6 +468,9 @@ impl<'a> Tensor<'a> {
                 have: self.shape.clone(),
                 expected: format!("{} elements, as the host data has", data.len()),
             });
+        }
+        for outcome in self.outcomes() {
+            outcome.order_before(stream)?;
         }
         let bytes: &[u8] = bytemuck::cast_slice(data);
         if self.is_contiguous() && !bytes.is_empty() {
@@ -666,6 +670,15 @@ impl<'a, T: Element> TypedTensor<'a, T> {
 mod tests {
     use super::*;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
+
+    /// No rows can be of any length.
+    #[test]
+    fn rows_are_not_longer_than_memory() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let made = Tensor::alloc(&device, DType::F32, &[0, u64::MAX]);
+        assert!(matches!(&made, Err(Error::Argument { argument, .. }) if argument == "shape"), "{made:?}");
+        Tensor::alloc(&device, DType::F32, &[u64::MAX, 0]).unwrap();
+    }
 
     #[test]
     fn errors_give_the_name_of_a_tensor() {

@@ -263,7 +263,9 @@ impl<R> Core<R> {
 
     /// The tokens that a combine has left without their sums.
     pub fn missing_tokens(&self) -> Result<Vec<u32>> {
-        if !self.wait_all()? {
+        // A fence leaves out the buffer's own stream.
+        let ended = self.wait_all()? && self.sequence().wait(self.patience())?;
+        if !ended {
             return Err(Error::timeout(
                 "missing_tokens",
                 self.unended("what the device's streams were given"),

@@ -243,6 +243,12 @@ impl<R> PlaceState<R> {
         self.order_before(stream)
     }
 
+    /// Makes `stream` wait for all work enqueued by now.
+    pub fn order_behind_all(&self, stream: &Stream) -> Result<()> {
+        self.fence(&mut lock(&self.lease))?;
+        self.order_before(stream)
+    }
+
     /// Records a fence behind all work enqueued by now if a lease has not ended: its tensors may be
     /// in use.
     fn fence_readers(&self, state: &mut LastLease<R>) -> Result<()> {

@@ -533,6 +533,9 @@ impl Buffer {
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             if !launch.stage.x.is_null() {
                 let place = buffer.core.places()[launch.handle.place as usize].clone();
+                if halves != Halves::Receive && !capturing {
+                    place.order_behind_rows(stream)?;
+                }
                 buffer.core.overwrites(place);
             }
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all

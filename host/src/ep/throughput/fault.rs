@@ -147,7 +147,10 @@ impl Plans {
             let remedy = if needed <= limits.rows {
                 format!("dispatch with capacity >= {needed}, or with exact counts")
             } else if limits.by_expert {
-                format!("create the buffer with rows_by_expert >= {needed}")
+                let bytes = pool_bytes(&limits.shape, self.faults.topology(), limits.places, true, needed);
+                format!(
+                    "create the buffer with rows_by_expert >= {needed}, and num_nvl_bytes >= {bytes} or none"
+                )
             } else {
                 format!(
                     "create the buffer with max_tokens >= {} or with num_nvl_bytes >= {}",

@@ -184,11 +184,12 @@ impl Buffer {
             pool_layouts(&options.shape, topology, options.places, by_expert, limit)
         };
         let (layouts, joined_layouts) = (lay_out(nodes)?, joined.map(lay_out).transpose()?);
-        let wire_layout =
-            wire_layout(&options.shape, nodes, options.rows_by_expert.is_some(), options.num_rdma_bytes)?;
+        // One node has no wire memory.
+        let wire_limit = options.num_rdma_bytes.filter(|_| nodes.nodes > 1);
+        let wire_layout = wire_layout(&options.shape, nodes, options.rows_by_expert.is_some(), wire_limit)?;
         let rows =
             [Some(&layouts), joined_layouts.as_ref()].map(|of| of.map_or(0, |layouts| layouts[0].rows));
-        agree(group, nodes, rows, &wire_layout, &options)?;
+        agree(group, nodes, rows, &wire_layout, (&options, &config))?;
 
         let largest = options.shape.max_row_bytes();
         let row_bytes = RowBytes { recv: largest, combine: largest };
@@ -247,6 +248,7 @@ impl Buffer {
                 layout,
                 max_row_bytes: largest,
                 rows_given: AtomicBool::new(false),
+                rows_used: AtomicBool::new(false),
             }));
             let limits = Limits {
                 shape: options.shape,
@@ -550,16 +552,17 @@ const EXPERT_MESSAGE: &[Section] = &[
     Section::one("rows", 8).at(expert_message::ROWS as u64 * 8),
 ];
 
-/// Checks that all ranks run the same version with the same options. Rows are those of a pool of
-/// one of the nodes, and of one of all ranks as one node.
+/// Checks that all ranks run the same version with the same options, and the configuration that the
+/// buffer goes by. Rows are those of a pool of one of the nodes, and of one of all ranks as one
+/// node.
 fn agree(
     group: &dyn ProcessGroup,
     topology: Topology,
     [rows, joined_rows]: [u64; 2],
     wire: &WireLayout,
-    options: &Fields,
+    (options, config): (&Fields, &Config),
 ) -> Result<()> {
-    let (config, transport) = (options.config, &options.transport);
+    let transport = &options.transport;
     let ours = vec![
         ("ranks_per_node", topology.ranks_per_node.to_string()),
         ("keep_nodes", options.keep_nodes.to_string()),

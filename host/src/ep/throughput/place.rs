@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use epoxide_gpu::layout::{DevicePtr, PoolLayout, row_stride};
 
-use crate::driver::Stream;
-use crate::ep::core::{Held, Overwrites, PlaceState};
-use crate::ep::tensor::{Element, Owner};
+use crate::driver::{Device, Stream};
+use crate::ep::core::{Arena, Held, Overwrites, PlaceState};
+use crate::ep::tensor::{Element, Owner, Owns};
 use crate::ep::{DType, Tensor, TypedTensor};
 use crate::error::{Error, Result, Scope};
 
@@ -65,6 +65,8 @@ pub struct Room {
     pub max_row_bytes: u64,
     /// The combine rows are in use.
     pub rows_given: AtomicBool,
+    /// Streams may still use combine rows that were given out.
+    pub rows_used: AtomicBool,
 }
 
 impl PlaceState<Room> {
@@ -110,8 +112,43 @@ impl PlaceState<Room> {
             let rule = "its combine rows are given out already: drop those first";
             return Err(Error::argument("place", self.index(), rule));
         }
-        let rows = self.rows(owner, self.room().layout.combine_x, dtype, rows, hidden).named("rows");
+        let lease = Arc::new(RowsLease { owner, place: self.clone() });
+        let rows = self.rows(lease, self.room().layout.combine_x, dtype, rows, hidden).named("rows");
         Ok(PoolRows { rows, place: self.clone() })
+    }
+
+    /// Makes `stream` wait for all work that may use combine rows that were given out.
+    pub fn order_behind_rows(&self, stream: &Stream) -> Result<()> {
+        let used = &self.room().rows_used;
+        if !used.swap(false, Ordering::AcqRel) {
+            return Ok(());
+        }
+        self.order_behind_all(stream).inspect_err(|_| used.store(true, Ordering::Release))
+    }
+}
+
+/// The right to the combine rows of a place, shared by the tensors of them.
+#[derive(Debug)]
+struct RowsLease {
+    /// Keeps the memory.
+    owner: Owner,
+    place: Arc<PlaceState<Room>>,
+}
+
+impl Owns for RowsLease {
+    fn device(&self) -> &Device {
+        self.owner.device()
+    }
+
+    fn arena(&self) -> Option<&Arc<Arena>> {
+        self.owner.arena()
+    }
+}
+
+impl Drop for RowsLease {
+    fn drop(&mut self) {
+        self.place.room().rows_used.store(true, Ordering::Release);
+        self.place.room().rows_given.store(false, Ordering::Release);
     }
 }
 
@@ -121,8 +158,8 @@ impl Overwrites for PlaceState<Room> {
         self.check_rows_free()
     }
 
-    fn begin_again(self: Arc<Self>, _: &Stream) -> Result<()> {
-        Ok(())
+    fn begin_again(self: Arc<Self>, stream: &Stream) -> Result<()> {
+        self.order_behind_rows(stream)
     }
 }
 
@@ -131,7 +168,9 @@ impl Overwrites for PlaceState<Room> {
 /// `row_stride()` bytes apart.
 ///
 /// The caller may write them from the end of one combine to the start of the next. Peers may still
-/// gather those of a combine that has failed.
+/// gather those of a combine that has failed. They are given out until this and all clones of its
+/// tensor are dropped. A combine of a tensor then copies its rows here, behind all work enqueued so
+/// far.
 #[derive(Debug)]
 pub struct PoolRows<'p> {
     rows: Tensor<'p>,
@@ -142,11 +181,5 @@ impl<'p> PoolRows<'p> {
     /// The rows.
     pub fn tensor(&self) -> &Tensor<'p> {
         &self.rows
-    }
-}
-
-impl Drop for PoolRows<'_> {
-    fn drop(&mut self) {
-        self.place.room().rows_given.store(false, Ordering::Release);
     }
 }
