@@ -22,8 +22,8 @@ pub struct CheckConfig {
     /// Weak memory: this seed draws the reads that return an older value where they may. So a
     /// missing fence shows as a wrong result as well.
     pub weak_memory: Option<u64>,
-    /// Report a block barrier for all threads if some warps wait at it and others end before it,
-    /// which the hardware allows.
+    /// Report a block barrier for all threads if some threads wait at it and others end before it,
+    /// which CUDA allows.
     pub strict_exits: bool,
     /// The number of reports that are collected ([`Checker::reports`]) before one is a fault. A
     /// race and a read of unwritten memory are collected: the access then happens as it would

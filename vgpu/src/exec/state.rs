@@ -57,6 +57,11 @@ impl Group {
     pub(super) fn waits_for_its_warp(&self) -> bool {
         matches!(self.state, GroupState::Barrier { arrived: false, .. })
     }
+
+    /// The same at this barrier.
+    pub(super) fn waits_at(&self, barrier: u32) -> bool {
+        matches!(self.state, GroupState::Barrier { id, arrived: false, .. } if id == barrier)
+    }
 }
 
 /// A load that a warp repeats, waiting for the value to change.
@@ -160,6 +165,8 @@ pub(crate) struct Warp {
     /// The regions used last, latest first, for loads and for stores.
     pub(super) regions: [[Found; 4]; 2],
     pub(crate) index: u32,
+    /// Lanes that it began with.
+    pub(super) threads: u32,
     /// Lanes that have not exited.
     pub(crate) live: u32,
     pub(super) converged: Converged,
@@ -190,7 +197,7 @@ impl Warp {
     /// Prepares a warp to start at the first instruction. Registers must have been set already.
     pub(crate) fn start(&mut self, index: u32, live: u32) {
         self.index = index;
-        self.live = live;
+        (self.threads, self.live) = (live, live);
         self.converged.start(live);
         self.groups.clear();
         self.groups.push(Group {

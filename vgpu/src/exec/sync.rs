@@ -236,8 +236,6 @@ impl<W: Hooks> Exec<'_, W> {
         }
         if aligned {
             self.one_aligned_barrier(number)?;
-        } else if !(self.kernel.reads_workspace && threads.is_none()) {
-            self.comes_together(number)?;
         }
         let arrive_only = kind == BarrierKind::Arrive;
         self.push(
@@ -250,18 +248,45 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(Flow::Gone)
     }
 
-    /// Checks that the lanes of a warp are sure to reach a barrier together, unless it is aligned.
-    /// By the manual each lane waits. On GPUs, lanes of a diverged warp have passed such a barrier
-    /// (docs/KERNELS.md). In front of an aligned barrier the assembler converges the warp itself.
-    /// CUDA's `this_grid().sync()` relies on the manual, so its barriers pass.
-    fn comes_together(&self, barrier: u32) -> Run<()> {
-        let first = self.mask.trailing_zeros();
-        let (together, live) = (self.warp.converged.with(first) & self.warp.live, self.warp.live);
-        if together == live {
+    /// Checks that the lanes of a warp, which have all reached a barrier, were sure to reach it
+    /// together, unless it is aligned. By the manual each lane waits. On GPUs, lanes of a diverged
+    /// warp have passed such a barrier (docs/KERNELS.md). In front of an aligned barrier the
+    /// assembler converges the warp itself. CUDA's `this_grid().sync()` relies on the manual, so
+    /// its barriers pass. Lanes that have exited meanwhile miss nothing behind the barrier.
+    fn came_together(&mut self, barrier: u32, threads: Option<u32>) -> Run<()> {
+        let live = self.warp.live;
+        if self.warp.converged.with(live.trailing_zeros()) & live == live
+            || self.kernel.reads_workspace && threads.is_none()
+        {
             return Ok(());
         }
+        let code = &self.kernel.code;
+        let apart = |g: &&super::Group| {
+            g.waits_at(barrier) && matches!(code[g.pc as usize].op, Op::Barrier { aligned: false, .. })
+        };
+        // The lanes that came last.
+        let Some(g) = self.warp.groups.iter().rev().find(apart) else { return Ok(()) };
+        let first = g.mask.trailing_zeros();
+        self.pc = g.pc;
+        let together = self.warp.converged.with(first) & live;
         let parted_on = self.kernel.origin(self.warp.converged.parted_at).0;
         stop(FaultKind::ApartAtBarrier { barrier, together, live, parted_on }, Some(first as usize))
+    }
+
+    /// [`CheckConfig::strict_exits`]: checks that no lane of the warp has exited in front of a
+    /// barrier for all threads.
+    ///
+    /// [`CheckConfig::strict_exits`]: crate::CheckConfig::strict_exits
+    fn none_has_exited(&mut self, barrier: u32) -> Run<()> {
+        let exited = self.warp.threads & !self.warp.live;
+        let Some(g) = self.warp.groups.iter().find(|g| g.waits_at(barrier)).filter(|_| exited != 0) else {
+            return Ok(());
+        };
+        let first = lanes(g.mask).next();
+        self.pc = g.pc;
+        let message =
+            format!("a warp waits for all threads of the block, but lanes {exited:#010x} of it have ended");
+        stop(FaultKind::BadBarrier { barrier, message }, first)
     }
 
     /// An aligned barrier is one instruction for all lanes of the warp. Lanes may reach it late,
@@ -274,16 +299,16 @@ impl<W: Hooks> Exec<'_, W> {
         Ok(())
     }
 
-    /// The lanes `leaving` exit. A fault if other lanes of the warp already wait for them at a
-    /// barrier, which is an aligned one. The barrier of the cluster waits for no thread that has
-    /// exited.
+    /// The lanes `leaving` exit. A fault if other lanes of the warp already wait for them at an
+    /// aligned instruction of the cluster's barrier, which by the manual all threads of the warp
+    /// execute. Barriers of the block wait for the threads that have not exited.
     pub(super) fn none_waits(&mut self, leaving: u32) -> Run<()> {
         let code = &self.kernel.code;
         let alone = |pc: u32| matches!(code[pc as usize].op, Op::ClusterArrive { aligned: false, .. });
-        let mut waiting = self.warp.groups.iter().filter(|g| g.waits_for_its_warp() && !alone(g.pc));
-        let Some(g) = waiting.next() else { return Ok(()) };
-        let GroupState::Barrier { id, .. } = g.state else { return Ok(()) };
-        let kind = FaultKind::DivergentBarrier { barrier: id, lanes: g.mask, live: self.warp.live | leaving };
+        let waits = |g: &&super::Group| g.waits_at(CLUSTER_BARRIER) && !alone(g.pc);
+        let Some(g) = self.warp.groups.iter().find(waits) else { return Ok(()) };
+        let (barrier, live) = (CLUSTER_BARRIER, self.warp.live | leaving);
+        let kind = FaultKind::DivergentBarrier { barrier, lanes: g.mask, live };
         let lane = lanes(g.mask).next();
         self.pc = g.pc;
         stop(kind, lane)
@@ -304,6 +329,12 @@ impl<W: Hooks> Exec<'_, W> {
         }
         if union == 0 || union != self.warp.live {
             return Ok(());
+        }
+        if number != CLUSTER_BARRIER {
+            self.came_together(number, threads)?;
+            if self.block.strict_exits && threads.is_none() {
+                self.none_has_exited(number)?;
+            }
         }
         self.warp.converged.meet(union);
         let relaxed = if number == CLUSTER_BARRIER { self.relaxed_arrivals() } else { 0 };

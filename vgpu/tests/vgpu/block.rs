@@ -67,18 +67,10 @@ fn lanes_may_come_late_to_an_aligned_barrier() {
         st.global.u64 [%rd42], %rd1;";
     let got = run_all(".shared .align 4 .b8 S[4];", body, 64, &[0; 64]);
     assert_eq!(got, vec![5; 64]);
-    // Lanes that leave do not make it complete.
+    // A lane that leaves completes it, as CUDA's guide says of `__syncthreads`.
     let gone = body.replace("SKIP:", "exit; SKIP:");
-    let mut run = Run::new(
-        &kernel(".shared .align 4 .b8 S[4];", &gone),
-        &[0; 64],
-        launch(1, 64),
-        &DeviceConfig::default(),
-    );
-    let fault = run.finish().unwrap_err();
-    let kind = FaultKind::DivergentBarrier { barrier: 0, lanes: u32::MAX - 1, live: u32::MAX };
-    assert_eq!(format!("{:?}", fault.kind), format!("{kind:?}"));
-    assert!(fault.ptx_text.contains("bar.sync"), "{fault}");
+    let got = run_all(".shared .align 4 .b8 S[4];", &gone, 64, &[0; 64]);
+    assert_eq!(got, (0..64).map(|i| if i == 0 { 0 } else { 5 }).collect::<Vec<u64>>());
 }
 
 #[test]
