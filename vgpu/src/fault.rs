@@ -686,12 +686,12 @@ pub enum FaultKind {
         /// Lanes that executed the instruction with it.
         lanes: u32,
     },
-    /// Check mode: a shuffle, vote, match, reduction or election whose member mask names lanes that
-    /// have exited or never existed.
+    /// Check mode: an election or a matrix product whose member mask names lanes that have exited
+    /// or never existed, or a shuffle that reads from such lanes.
     AbsentMembers {
         /// The mask.
         mask: u32,
-        /// Lanes of it that are not there.
+        /// Lanes of it that are not there, of a shuffle those that it reads from.
         absent: u32,
     },
     /// An mbarrier was misused.

@@ -456,6 +456,14 @@ pub(crate) enum WarpOp {
     },
 }
 
+impl WarpOp {
+    /// Whether all lanes of the mask must be there. By the PTX manual votes, matches, reductions
+    /// and shuffles wait for those that have not exited, and so does the barrier in practice.
+    pub(crate) fn needs_all_members(&self) -> bool {
+        matches!(self, WarpOp::Elect { .. } | WarpOp::Mma { .. } | WarpOp::Product { .. })
+    }
+}
+
 /// Modes of `shfl.sync`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ShflMode {

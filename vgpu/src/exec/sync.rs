@@ -12,6 +12,13 @@ use crate::ir::{
 };
 use crate::mbarrier::Mbarrier;
 
+/// Lanes of a shuffle that read from absent lanes of its mask, and these absent lanes.
+#[derive(Clone, Copy, Default)]
+struct Missed {
+    readers: u32,
+    sources: u32,
+}
+
 impl<W: Hooks> Exec<'_, W> {
     /// Executes a warp-wide instruction for every member mask whose lanes have all arrived; the
     /// other lanes wait.
@@ -32,11 +39,9 @@ impl<W: Hooks> Exec<'_, W> {
                 return stop(kind, lanes(here & !mask).next());
             }
             let needed = mask & self.warp.live;
-            // The PTX manual leaves the result of a collective with absent members open. Only the
-            // barrier permits exited lanes.
-            if W::ON && needed != mask && !matches!(op, WarpOp::Sync) {
-                let kind = FaultKind::AbsentMembers { mask, absent: mask & !needed };
-                return stop(kind, lanes(here).next());
+            let absent = mask & !needed;
+            if W::ON && absent != 0 && op.needs_all_members() {
+                return stop(FaultKind::AbsentMembers { mask, absent }, lanes(here).next());
             }
             let elsewhere = needed & !here;
             if elsewhere == 0 || self.wait_elsewhere(op, elsewhere, mask) {
@@ -48,10 +53,17 @@ impl<W: Hooks> Exec<'_, W> {
                 } else if W::ON {
                     self.watch.in_step(needed);
                 }
-                match *op {
-                    WarpOp::Product { product } => self.warp_product(product),
+                let missed = match *op {
+                    WarpOp::Product { product } => {
+                        self.warp_product(product);
+                        Missed::default()
+                    }
                     _ if elsewhere != 0 => self.execute_with_elsewhere(op, needed, elsewhere, mask),
                     _ => self.execute_warp_op(op, here, mask),
+                };
+                if W::ON && missed.sources & absent != 0 {
+                    let absent = missed.sources & absent;
+                    return stop(FaultKind::AbsentMembers { mask, absent }, lanes(missed.readers).next());
                 }
                 done |= here;
             } else {
@@ -96,7 +108,7 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Executes a warp-wide instruction for the lanes `all`. The lanes `elsewhere` of these wait at
     /// other places, with other registers, and continue behind it.
-    fn execute_with_elsewhere(&mut self, op: &WarpOp, all: u32, elsewhere: u32, mask: u32) {
+    fn execute_with_elsewhere(&mut self, op: &WarpOp, all: u32, elsewhere: u32, mask: u32) -> Missed {
         let Operands { inputs, outputs } = op.operands();
         let own: Vec<_> = inputs.iter().chain(&outputs).map(|&r| (r, self.warp.regs.row(r))).collect();
         let mut rows: Vec<_> = inputs.iter().map(|&r| self.warp.regs.row(r)).collect();
@@ -118,27 +130,30 @@ impl<W: Hooks> Exec<'_, W> {
             g.apart = false;
             g.pc += 1;
         }
-        match *op {
+        let missed = match *op {
             // Two inputs of a shuffle may be one register here, and differ at the other places.
             WarpOp::Shfl { mode, d, p, .. } => {
                 let [src, b, c] = std::array::from_fn(|k| rows[k].map(|v| v as u32));
-                self.warp.regs.shuffle(mode, [d, p], [&src, &b, &c], all, self.env.poison as u32);
+                let (absent, poison) = (mask & !self.warp.live, self.env.poison as u32);
+                self.warp.regs.shuffle(mode, [d, p], [&src, &b, &c], [all, absent], poison)
             }
             // Other instructions have one input at most.
             _ => {
                 inputs.iter().zip(&rows).for_each(|(&r, row)| self.warp.regs.set_row(r, elsewhere, row));
-                self.execute_warp_op(op, all, mask);
+                self.execute_warp_op(op, all, mask)
             }
-        }
+        };
         let results: Vec<_> = outputs.iter().map(|&r| self.warp.regs.row(r)).collect();
         // The other lanes' registers of this instruction hold something else.
         own.iter().for_each(|(r, row)| self.warp.regs.set_row(*r, elsewhere, row));
         for (lanes, outputs) in released {
             outputs.iter().zip(&results).for_each(|(&r, row)| self.warp.regs.set_row(r, lanes, row));
         }
+        missed
     }
 
-    fn execute_warp_op(&mut self, op: &WarpOp, here: u32, mask: u32) {
+    fn execute_warp_op(&mut self, op: &WarpOp, here: u32, mask: u32) -> Missed {
+        let absent = mask & !self.warp.live;
         let regs = &mut self.warp.regs;
         let flag = |pred: &[u32], p: u32| pred[p as usize] & here;
         let set = |pred: &mut Vec<u32>, p: u32, v: bool| {
@@ -150,7 +165,8 @@ impl<W: Hooks> Exec<'_, W> {
             WarpOp::Shfl { mode, d, p, a, lane, clamp } => {
                 let src = regs.r32[a as usize];
                 let (b, c) = (regs.r32[lane as usize], regs.r32[clamp as usize]);
-                regs.shuffle(mode, [d, p], [&src, &b, &c], here, self.env.poison as u32);
+                let poison = self.env.poison as u32;
+                return regs.shuffle(mode, [d, p], [&src, &b, &c], [here, absent], poison);
             }
             WarpOp::VoteAll { d, p } => {
                 let v = flag(&regs.pred, p) == here;
@@ -206,6 +222,7 @@ impl<W: Hooks> Exec<'_, W> {
                 *old = *old & !here | 1 << leader;
             }
         }
+        Missed::default()
     }
 
     /// `barrier.sync` and `barrier.arrive`: a warp counts once all of its live lanes are there.
@@ -744,26 +761,31 @@ impl WarpOp {
 
 impl Regs {
     /// Executes a shuffle into `d` and `p` with the values, lane operands and clamp operands of all
-    /// lanes.
+    /// lanes. The lanes `here` take part, and the lanes `absent` of the mask are not there.
     #[inline(always)]
     fn shuffle(
         &mut self,
         mode: ShflMode,
         [d, p]: [u32; 2],
         [src, b, c]: [&[u32; 32]; 3],
-        here: u32,
+        [here, absent]: [u32; 2],
         poison: u32,
-    ) {
+    ) -> Missed {
         let (row, mut in_range) = (&mut self.r32[d as usize], 0);
+        let mut missed = Missed::default();
         for i in lanes(here) {
             let (from, ok) = shuffle_source(mode, i as u32, b[i], c[i]);
             // A value read from a lane outside of the mask is undefined.
             let took_part = here >> from & 1 != 0;
             row[i] = if took_part { src[from as usize & 31] } else { poison };
             in_range |= u32::from(ok) << i;
+            let misses = absent >> from & 1;
+            missed.readers |= misses << i;
+            missed.sources |= misses << from;
         }
         let old = &mut self.pred[p as usize];
         *old = *old & !here | in_range;
+        missed
     }
 
     /// A register of all lanes, whatever its width.
