@@ -23,7 +23,7 @@ use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
 use crate::float_mode::IeeeMode;
-use crate::ir::{BARRIERS, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special, WgmmaOp};
+use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special, WgmmaOp};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
 use crate::seeds::{Rng, mix};
@@ -409,11 +409,9 @@ impl Grid {
                     });
                 }
                 drop(world);
-                let has_fences = env
-                    .kernel
-                    .code
-                    .iter()
-                    .any(|i| matches!(i.op, Op::Fence(fence) if fence.releases().is_some()));
+                let orders = |fence: Fence| fence.releases().is_some() || fence.acquires().is_some();
+                let has_fences =
+                    env.kernel.code.iter().any(|i| matches!(i.op, Op::Fence(fence) if orders(fence)));
                 let (end, host_acquires_end) = (start.clone(), order.is_none());
                 let checker = checker.clone();
                 Some(GridCheck { checker, number, start, end, host_acquires_end, has_fences, strict_exits })
