@@ -12,6 +12,8 @@ pub(crate) struct Config {
     /// Assumptions of check mode beyond the memory model.
     pub(crate) assume: Assumptions,
     pub(crate) seed: Option<u64>,
+    /// `DeviceConfig::livelock_limit`; `None`: the default of the mode.
+    pub(crate) livelock_limit: Option<u64>,
     /// How long kernels may only wait while nothing else happens; `None`: for ever.
     pub(crate) stuck_seconds: Option<u64>,
     /// Whether a kernel's code is loaded at its first use, behind all that runs.
@@ -42,12 +44,14 @@ impl Config {
             assume.state(name).map_err(|error| format!("EPOXIDE_VGPU_ASSUME is '{names}': {error}"))?;
         }
         let seed = number("EPOXIDE_VGPU_SEED", 0, u64::MAX)?;
+        let steps = number("EPOXIDE_VGPU_STEPS", 0, u64::MAX)?;
+        let livelock_limit = steps.map(|steps| if steps == 0 { u64::MAX } else { steps });
         let stuck = number("EPOXIDE_VGPU_STUCK_SECONDS", 0, u64::from(u32::MAX))?.unwrap_or(300);
         let stuck_seconds = Some(stuck).filter(|seconds| *seconds > 0);
         // The driver's own variable. Lazy loading, its default, adds waits that affect few
         // programs.
         let loads_lazily = variable("CUDA_MODULE_LOADING").as_deref() == Some("LAZY");
-        Ok(Config { devices, memory_bytes, check, assume, seed, stuck_seconds, loads_lazily })
+        Ok(Config { devices, memory_bytes, check, assume, seed, livelock_limit, stuck_seconds, loads_lazily })
     }
 }
 
@@ -67,6 +71,8 @@ mod tests {
         assert_eq!(read("EPOXIDE_VGPU_DEVICES", "4").unwrap().devices, 4);
         assert!(read("EPOXIDE_VGPU_CHECK", "1").unwrap().check);
         assert_eq!(read("EPOXIDE_VGPU_STUCK_SECONDS", "0").unwrap().stuck_seconds, None);
+        let steps = |value: &str| read("EPOXIDE_VGPU_STEPS", value).unwrap().livelock_limit;
+        assert_eq!([steps(""), steps("0"), steps("7")], [None, Some(u64::MAX), Some(7)]);
         let assume = |value: &str| read("EPOXIDE_VGPU_ASSUME", value).map(|config| config.assume);
         assert!(assume("ConvergedWarps, ClusterArrivals").unwrap().cluster_arrivals);
         assert!(assume("Luck").unwrap_err().starts_with("EPOXIDE_VGPU_ASSUME is 'Luck': no assumption"));

@@ -299,7 +299,7 @@ impl Job {
                     }
                     Ok(Turn::Ended)
                 }
-                Err(fault) => Err((fault_code(&fault), fault.to_string())),
+                Err(fault) => Err((fault_code(&fault), report_of(&fault))),
             },
             Running::Transfer(transfer) => {
                 let run = || transfer.run(&world.all);
@@ -317,6 +317,16 @@ impl Job {
             }
             Running::Nothing => Ok(Turn::Ended),
         }
+    }
+}
+
+/// The report of a fault, with the remedy that users of the library have.
+fn report_of(fault: &Fault) -> String {
+    let report = fault.to_string();
+    match fault.kind {
+        FaultKind::Livelock { .. } => report
+            .replace("raise the device's livelock limit", "EPOXIDE_VGPU_STEPS sets the limit, 0 lifts it"),
+        _ => report,
     }
 }
 

@@ -129,9 +129,13 @@ impl World {
             if let Some(checker) = &checker {
                 checker.number_device(&memory, number);
             }
-            let (schedule_seed, assume) = (config.seed, config.assume);
-            let config =
-                DeviceConfig { schedule_seed, assume, clock: Clock::Real, ..DeviceConfig::default() };
+            let config = DeviceConfig {
+                schedule_seed: config.seed,
+                assume: config.assume,
+                livelock_limit: config.livelock_limit,
+                clock: Clock::Real,
+                ..DeviceConfig::default()
+            };
             Device { memory, config }
         };
         World {
@@ -954,6 +958,7 @@ mod tests {
             check: false,
             assume: epoxide_vgpu::Assumptions::default(),
             seed: None,
+            livelock_limit: None,
             stuck_seconds: None,
             loads_lazily: false,
         };

@@ -169,6 +169,16 @@ fn null_arguments_are_errors_and_never_crash() {
     assert!(lines.len() > 200 && names.len() == lines.len(), "{report}");
 }
 
+/// A kernel that counts a number of turns down.
+const COUNTS: &str = ".version 8.4 .target sm_90 .address_size 64
+    .visible .entry count_down(.param .u32 turns) {
+        .reg .b32 %r<2>; .reg .pred %p<1>;
+        ld.param.u32 %r0, [turns];
+    TURN:
+        sub.u32 %r0, %r0, 1; setp.ne.u32 %p0, %r0, 0; @%p0 bra TURN;
+        ret;
+    }";
+
 #[test]
 fn kernels_that_only_wait_end_after_the_time_that_is_set() {
     if std::env::var_os(CHILD).is_some() {
@@ -186,6 +196,36 @@ fn kernels_that_only_wait_end_after_the_time_that_is_set() {
     let report = String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success() && report.contains("kernel 'wait': 1 groups of lanes"), "{report}");
     assert!(report.contains("spins on") && report.contains("EPOXIDE_VGPU_STUCK_SECONDS"), "{report}");
+}
+
+/// The limit of check mode can be set and lifted, and the report says how.
+#[test]
+fn the_limit_of_warp_instructions_is_set() {
+    if let Some(limit) = std::env::var_os(CHILD) {
+        let _context = Context::on(0);
+        let mut turns = 100_000u32;
+        let mut params = [(&raw mut turns).cast()];
+        assert_eq!(Module::of(COUNTS).try_launch("count_down", 0, [1, 32], &mut params), 0);
+        let code = if limit == "1000" { 702 } else { 0 };
+        assert_eq!(cu!(cuCtxSynchronize()), code, "CUDA_ERROR_LAUNCH_TIMEOUT");
+        return;
+    }
+    let program = std::env::current_exe().expect("this program has a path");
+    for check in ["0", "1"] {
+        for limit in ["", "0", "1000", "10000000"] {
+            let child = Command::new(&program)
+                .args(["faults::the_limit_of_warp_instructions_is_set", "--exact", "--nocapture"])
+                .envs([(CHILD, limit), ("EPOXIDE_VGPU_STEPS", limit), ("EPOXIDE_VGPU_CHECK", check)])
+                .output()
+                .expect("the program starts again");
+            let report = String::from_utf8_lossy(&child.stderr);
+            assert!(child.status.success(), "limit {limit:?}: {report}");
+            let remedy = "EPOXIDE_VGPU_STEPS sets the limit, 0 lifts it";
+            assert_eq!(report.contains("livelock"), limit == "1000", "limit {limit:?}: {report}");
+            assert_eq!(report.contains(remedy), limit == "1000", "limit {limit:?}: {report}");
+            assert!(!report.contains("the device's livelock limit"), "limit {limit:?}: {report}");
+        }
+    }
 }
 
 #[test]
