@@ -7,7 +7,7 @@ use epoxide_vgpu::{Cluster, ClusterSizes, DeviceConfig, GridConfig, Kernel, Resi
 
 use super::api;
 use super::device::MAX_SHARED_BYTES;
-use super::module::resolve_function;
+use super::module::{kernel_in, resolve_function};
 use super::stream::submit;
 use crate::abi::*;
 use crate::engine::launch_code;
@@ -198,7 +198,16 @@ struct Shape {
 
 fn launch(function: Handle, shape: &Shape, params: In<In<u8>>, extra: In<usize>) -> Res {
     let world = world()?;
-    let (mut tables, function) = load(world, world.lock(), function)?;
+    let mut tables = world.lock();
+    // A kernel of a library has no context, so that of the stream counts.
+    let function = if tables.kernels.contains_key(&function) {
+        let stream = tables.resolve(shape.stream)?;
+        let context = tables.stream(stream)?.context;
+        kernel_in(world, &mut tables, function, context)?
+    } else {
+        function
+    };
+    let (mut tables, function) = load(world, tables, function)?;
     let stream = tables.resolve(shape.stream)?;
     let owner = tables.modules.get(&function.module).map(|module| module.context);
     if owner != Some(tables.stream(stream)?.context) {

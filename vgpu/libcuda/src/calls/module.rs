@@ -168,6 +168,11 @@ fn variable(world: &World, tables: &Tables, module: Handle, name: &str) -> Res<(
 /// The module of a library in the current context, loaded if it is not yet.
 fn module_of(world: &World, tables: &mut Tables, library: Handle) -> Res<Handle> {
     let context = tables.current()?;
+    module_in(world, tables, library, context)
+}
+
+/// The module of a library in a context, loaded if it is not yet.
+fn module_in(world: &World, tables: &mut Tables, library: Handle, context: Handle) -> Res<Handle> {
     let own = tables.libraries.get(&library).ok_or(INVALID_HANDLE)?;
     if let Some(module) = own.modules.get(&context) {
         return Ok(*module);
@@ -185,8 +190,17 @@ pub(crate) fn resolve_function(world: &World, tables: &mut Tables, handle: Handl
     if tables.functions.contains_key(&handle) {
         return Ok(handle);
     }
-    let (library, name) = tables.kernels.get(&handle).ok_or(INVALID_HANDLE)?.clone();
-    let module = module_of(world, tables, library)?;
+    if !tables.kernels.contains_key(&handle) {
+        return Err(INVALID_HANDLE);
+    }
+    let context = tables.current()?;
+    kernel_in(world, tables, handle, context)
+}
+
+/// The function that a `CUkernel` stands for in a context.
+pub(crate) fn kernel_in(world: &World, tables: &mut Tables, kernel: Handle, context: Handle) -> Res<Handle> {
+    let (library, name) = tables.kernels.get(&kernel).ok_or(INVALID_HANDLE)?.clone();
+    let module = module_in(world, tables, library, context)?;
     function(tables, module, &name)
 }
 

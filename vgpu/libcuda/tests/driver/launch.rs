@@ -287,6 +287,54 @@ fn libraries_are_loaded_into_each_context_that_uses_them() {
     ok!(cuLibraryUnload(library => Handle));
 }
 
+/// A kernel of a library has no context. By CUDA's documentation its launch takes that of the
+/// stream, and the current one for the null stream.
+#[test]
+fn a_kernel_of_a_library_is_launched_in_the_context_of_the_stream() {
+    let text = CString::new(PTX).unwrap();
+    let (mut library, mut kernel) = (0, 0);
+    let (keys, values): (*const i32, *const usize) = (std::ptr::null(), std::ptr::null());
+    let (other, of_other, there) = (Context::on(1), stream(1), upload(&[1, 2]));
+    let (current, here) = (Context::on(0), upload(&[1, 2]));
+    ok!(cuLibraryLoadData(
+        &mut library => *mut Handle, text.as_ptr() => *const i8, keys => *const i32, values => *const usize, 0 => u32,
+        keys => *const i32, values => *const usize, 0 => u32,
+    ));
+    ok!(cuLibraryGetKernel(&mut kernel => *mut Handle, library => Handle, c"add".as_ptr() => *const i8));
+    // The codes of the three kinds of launches, each of which adds `value`.
+    let launches = |stream: Handle, mut at: u64, mut value: u32| {
+        let mut params: [*mut c_void; 2] = [(&raw mut at).cast(), (&raw mut value).cast()];
+        let (params, extra) = (params.as_mut_ptr(), std::ptr::null_mut());
+        let plain = cu!(cuLaunchKernel(
+            kernel => Handle, 1 => u32, 1 => u32, 1 => u32, 2 => u32, 1 => u32, 1 => u32, 0 => u32, stream => Handle,
+            params => *mut *mut c_void, extra => *mut *mut c_void,
+        ));
+        let cooperative = cu!(cuLaunchCooperativeKernel(
+            kernel => Handle, 1 => u32, 1 => u32, 1 => u32, 2 => u32, 1 => u32, 1 => u32, 0 => u32, stream => Handle,
+            params => *mut *mut c_void,
+        ));
+        let (grid, block) = ([1; 3], [2, 1, 1]);
+        let config = Config { grid, block, shared: 0, stream, attributes: std::ptr::null(), count: 0 };
+        let extended = cu!(cuLaunchKernelEx(
+            &raw const config => *const Config, kernel => Handle, params => *mut *mut c_void,
+            extra => *mut *mut c_void,
+        ));
+        [plain, cooperative, extended]
+    };
+    assert_eq!(launches(of_other, there, 5), [0; 3]);
+    assert_eq!(launches(0, here, 1), [0; 3]);
+    assert_eq!(download(here, 2), [4, 5]);
+    // No context is current.
+    drop(current);
+    ok!(cuCtxSetCurrent(0 => Handle));
+    assert_eq!(launches(of_other, there, 10), [0; 3]);
+    assert_eq!(launches(0, there, 10), [INVALID_CONTEXT; 3]);
+    ok!(cuStreamSynchronize(of_other => Handle));
+    other.make_current();
+    assert_eq!(download(there, 2), [46, 47]);
+    ok!(cuLibraryUnload(library => Handle));
+}
+
 #[test]
 fn kernels_of_a_library_are_named_and_counted_without_a_context() {
     let text = CString::new(PTX).unwrap();
