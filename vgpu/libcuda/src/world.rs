@@ -452,6 +452,17 @@ pub(crate) struct Allocation {
     pub(crate) physical: Option<u64>,
     /// The file that other processes open: `cuIpcGetMemHandle` was called.
     pub(crate) exported: Option<OwnedFd>,
+    /// The file behind it, and how often its context has opened it: `cuIpcOpenMemHandle` was
+    /// called.
+    pub(crate) opened: Option<Opened>,
+}
+
+/// An allocation of another process, or of another context, that a context has opened.
+pub(crate) struct Opened {
+    /// Device and inode of its file.
+    pub(crate) file: (u64, u64),
+    /// Calls that have opened it, less those that have closed it.
+    pub(crate) count: u64,
 }
 
 impl Allocation {
@@ -770,6 +781,12 @@ impl Tables {
                 allocation.shared.retain(|shared| shared.device != Some(own));
             }
         }
+    }
+
+    /// The address at which a context has opened this file.
+    pub(crate) fn opened_by(&mut self, context: Handle, file: (u64, u64)) -> Option<(u64, &mut Opened)> {
+        let own = self.allocations.iter_mut().filter(|(_, own)| own.context == Some(context));
+        own.filter_map(|(addr, own)| Some((*addr, own.opened.as_mut()?))).find(|(_, own)| own.file == file)
     }
 
     /// The allocation that holds an address.

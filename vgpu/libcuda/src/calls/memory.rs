@@ -91,6 +91,7 @@ fn allocate_for(
         shared,
         physical: None,
         exported: None,
+        opened: None,
     };
     tables.allocations.insert(addr, allocation);
     Ok(addr)
@@ -129,6 +130,7 @@ fn register(addr: u64, bytes: usize, flags: u32) -> Res {
         shared,
         physical: None,
         exported: None,
+        opened: None,
     };
     tables.allocations.insert(addr, allocation);
     Ok(())

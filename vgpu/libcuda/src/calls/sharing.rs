@@ -10,7 +10,7 @@ use super::api;
 use super::memory::{charge, next_number};
 use super::multicast::{self, Team};
 use crate::abi::*;
-use crate::world::{Allocation, Kind, Physical, Shared, Tables, World, memory_code, world};
+use crate::world::{Allocation, Kind, Opened, Physical, Shared, Tables, World, memory_code, world};
 
 /// The unit of physical memory and of mappings, in bytes.
 pub(super) const GRANULARITY: u64 = 2 << 20;
@@ -223,6 +223,7 @@ api! {
             shared: vec![],
             physical: Some(handle),
             exported: None,
+            opened: None,
         };
         tables.allocations.insert(addr, mapping);
         Ok(())
@@ -344,7 +345,7 @@ api! {
         handle.put(IpcHandle(bytes))
     }
 
-    /// Maps an allocation of another process.
+    /// Maps an allocation of another process, if the current context has not opened it already.
     fn cuIpcOpenMemHandle_v2(to: Out<CUdeviceptr>, handle: IpcHandle, _flags: c_uint) {
         let world = world()?;
         to.required()?;
@@ -354,10 +355,16 @@ api! {
         if word(&handle, 0) != MAGIC {
             return Err(INVALID_VALUE);
         }
+        let file = (word(&handle, 4), word(&handle, 5));
+        if let Some((addr, opened)) = tables.opened_by(context, file) {
+            to.put(addr)?;
+            opened.count += 1;
+            return Ok(());
+        }
         let path = format!("/proc/{}/fd/{}", word(&handle, 1), word(&handle, 2));
         let fd = open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(|_| INVALID_VALUE)?;
         let facts = fstat(&fd).map_err(os)?;
-        if (facts.st_dev, facts.st_ino) != (word(&handle, 4), word(&handle, 5)) {
+        if (facts.st_dev, facts.st_ino) != file {
             return Err(INVALID_VALUE);
         }
         let (bytes, id) = (word(&handle, 3), next_number());
@@ -377,17 +384,22 @@ api! {
             shared,
             physical: None,
             exported: None,
+            opened: Some(Opened { file, count: 1 }),
         };
         tables.allocations.insert(addr, allocation);
         to.put(addr)
     }
 
-    /// Ends the mapping of an allocation of another process.
+    /// Ends the mapping of an allocation of another process, once it is closed as often as it was
+    /// opened.
     fn cuIpcCloseMemHandle(addr: CUdeviceptr) {
         let mut tables = world()?.lock();
         tables.current()?;
-        if tables.allocations.get(&addr).is_none_or(|allocation| allocation.kind != Kind::Ipc) {
-            return Err(INVALID_VALUE);
+        let allocation = tables.allocations.get_mut(&addr).ok_or(INVALID_VALUE)?;
+        let opened = allocation.opened.as_mut().ok_or(INVALID_VALUE)?;
+        opened.count -= 1;
+        if opened.count > 0 {
+            return Ok(());
         }
         let gone = tables.remove_allocation(addr);
         drop(tables);

@@ -197,6 +197,49 @@ fn an_allocation_is_opened_by_its_handle() {
     );
 }
 
+/// By CUDA's documentation, a handle that the context has opened already gives the same address
+/// once more, and the last close unmaps it.
+#[test]
+fn a_handle_that_is_open_in_the_context_is_counted() {
+    if !alone("sharing::a_handle_that_is_open_in_the_context_is_counted") {
+        return;
+    }
+    let open = |handle: IpcHandle| {
+        let mut addr = 0u64;
+        ok!(cuIpcOpenMemHandle_v2(&mut addr => *mut u64, handle => IpcHandle, 1 => u32));
+        addr
+    };
+    let handle_of = |addr: u64| {
+        let mut handle = IpcHandle([0; 64]);
+        ok!(cuIpcGetMemHandle(&mut handle => *mut IpcHandle, addr => u64));
+        handle
+    };
+    let close = |addr: u64| cu!(cuIpcCloseMemHandle(addr => u64));
+    let context = Context::on(0);
+    let (addr, second) = (upload(&[1, 2]), upload(&[3]));
+    let handle = handle_of(addr);
+    let opened = open(handle);
+    // The handle of one allocation is always the same.
+    assert_eq!(open(handle_of(addr)), opened);
+    let of_second = open(handle_of(second));
+    assert_ne!(of_second, opened);
+    // Another context, of the same device, has a mapping of its own.
+    let other = Context::on(0);
+    let of_other = open(handle);
+    assert_ne!(of_other, opened);
+    assert_eq!(close(of_other), 0);
+    assert_eq!(close(of_other), INVALID_VALUE);
+    context.make_current();
+    assert_eq!(close(opened), 0);
+    assert_eq!(download(opened, 2), [1, 2]);
+    assert_eq!(close(opened), 0);
+    let mut word = 0u32;
+    let read = |addr: u64, word: &mut u32| cu!(cuMemcpyDtoH_v2(word => *mut u32, addr => u64, 4 => usize));
+    assert_eq!((close(opened), read(opened, &mut word)), (INVALID_VALUE, INVALID_VALUE));
+    assert_eq!(download(of_second, 1), [3]);
+    drop(other);
+}
+
 /// CUDA's documentation: the copy is in order with all work of the current context and of both that
 /// it names.
 #[test]
