@@ -106,6 +106,31 @@ pub enum Transfer {
         /// Length in bytes.
         bytes: u64,
     },
+    /// Sets `bytes` bytes to repetitions of the bytes of `word`.
+    FillWords {
+        /// The device address of the first byte.
+        target: u64,
+        /// The word, whose lowest byte comes first.
+        word: u32,
+        /// Length in bytes.
+        bytes: u64,
+    },
+}
+
+/// The longest part of a [`Transfer::FillWords`], in bytes: whole words.
+const FILLED_AT_ONCE: u64 = 64 * 1024;
+
+/// Sets `bytes` bytes to repetitions of `word`, in parts that take little host memory.
+fn fill_words(memory: &Memory, target: u64, word: u32, bytes: u64) -> Result<(), MemoryError> {
+    let longest = bytes.min(FILLED_AT_ONCE) as usize;
+    let part: Vec<u8> = word.to_le_bytes().into_iter().cycle().take(longest).collect();
+    let mut done = 0;
+    while done < bytes {
+        let length = (bytes - done).min(FILLED_AT_ONCE);
+        memory.write(target + done, &part[..length as usize])?;
+        done += length;
+    }
+    Ok(())
 }
 
 impl Transfer {
@@ -116,6 +141,7 @@ impl Transfer {
     pub fn run(&self, memory: &Memory) -> Result<(), MemoryError> {
         match self {
             Transfer::Fill { target, value, bytes } => memory.fill(*target, *value, *bytes),
+            Transfer::FillWords { target, word, bytes } => fill_words(memory, *target, *word, *bytes),
             Transfer::Copy { target, source, bytes } => match (target, source) {
                 (Target::Device(target), Source::Device(source)) => {
                     memory.copy_device(*target, *source, *bytes)

@@ -365,15 +365,21 @@ fn fill(stream: Handle, dst: u64, value: u32, width: usize, count: usize, wait: 
     }
     let stream = tables.resolve(stream)?;
     Side::Device(dst).check(world, &tables, bytes)?;
-    let element = &value.to_le_bytes()[..width];
+    // The element, as often as a word has room for it.
+    let word = match width {
+        1 => (value & 0xff) * 0x0101_0101,
+        2 => (value & 0xffff) * 0x0001_0001,
+        _ => value,
+    };
+    let byte = word as u8;
     let mut done = 0;
     while done < bytes {
         let length = (bytes - done).min(Side::Device(dst + done).run(&tables));
-        let transfer = if element.iter().all(|byte| *byte == element[0]) {
-            Transfer::Fill { target: dst + done, value: element[0], bytes: length }
+        let (target, bytes) = (dst + done, length);
+        let transfer = if word.to_le_bytes() == [byte; 4] {
+            Transfer::Fill { target, value: byte, bytes }
         } else {
-            let all = element.iter().copied().cycle().take(length as usize).collect();
-            Transfer::Copy { target: Target::Device(dst + done), source: Source::Staged(all), bytes: length }
+            Transfer::FillWords { target, word, bytes }
         };
         tables = submit(world, tables, stream, Work::Transfer(transfer))?;
         done += length;

@@ -16,6 +16,29 @@ fn fills_have_elements_of_one_two_and_four_bytes() {
     assert_eq!(cu!(cuMemsetD32_v2(addr + 2 => u64, 0 => u32, 1 => usize)), INVALID_VALUE);
 }
 
+/// The process may have less memory left than the fill is long.
+#[test]
+fn a_long_fill_takes_little_memory_of_the_host() {
+    const BYTES: usize = 128 << 20;
+    // Check mode keeps records of the words.
+    let checks = std::env::var("EPOXIDE_VGPU_CHECK").is_ok_and(|value| value == "1");
+    if checks || !alone("memory::a_long_fill_takes_little_memory_of_the_host") {
+        return;
+    }
+    let _context = Context::on(0);
+    let addr = alloc(BYTES / 4);
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let data = status.lines().find_map(|line| line.strip_prefix("VmData:")).expect("Linux has the line");
+    let kib: u64 = data.trim().trim_end_matches(" kB").parse().unwrap();
+    let most = Some((kib << 10) + (BYTES as u64 >> 2));
+    let limit = rustix::process::Rlimit { current: most, maximum: most };
+    rustix::process::setrlimit(rustix::process::Resource::Data, limit).unwrap();
+    ok!(cuMemsetD32_v2(addr => u64, 0x0102_0304 => u32, BYTES / 4 => usize));
+    ok!(cuMemsetD16_v2(addr + 2 => u64, 0xa0b0 => u16, BYTES / 2 - 2 => usize));
+    assert_eq!(download(addr, 2), [0xa0b0_0304, 0xa0b0_a0b0]);
+    assert_eq!(download(addr + BYTES as u64 - 8, 2), [0xa0b0_a0b0, 0x0102_a0b0]);
+}
+
 #[test]
 fn copies_past_the_end_are_errors_of_the_call() {
     let _context = Context::on(0);
