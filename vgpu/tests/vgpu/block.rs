@@ -2,7 +2,7 @@
 
 use epoxide_vgpu::{
     CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Machine, MachineError, Module, Progress,
-    StuckWarp, WaitingFor,
+    StuckWarp, WaitingFor, for_each_seed,
 };
 
 use crate::common::*;
@@ -14,11 +14,11 @@ fn seeded(seed: u64) -> DeviceConfig {
 /// Runs with the fast scheduler and with a number of seeds; the results must agree.
 fn run_all(globals: &str, body: &str, threads: u32, buf: &[u64]) -> Vec<u64> {
     let want = run_body(globals, body, threads, buf);
-    for seed in 0..tier(20, 200) {
+    for_each_seed(tier(20, 200), |seed| {
         let mut run = Run::new(&kernel(globals, body), buf, launch(1, threads), &seeded(seed));
         run.finish().unwrap_or_else(|f| panic!("seed {seed}: {f}"));
         assert_eq!(run.words(), want, "seed {seed}");
-    }
+    });
     want
 }
 
@@ -161,13 +161,13 @@ fn a_warp_that_has_arrived_and_ended_counts_once() {
     let body = body.replace("st.shared", "and.b32 %r4, %r40, 31; setp.eq.u32 %p2, %r4, 0; @%p2 st.shared");
     let module = Module::parse(&kernel(".shared .align 4 .b8 S[4];", &body)).unwrap();
     let check = CheckConfig { strict_exits: true, ..CheckConfig::default() };
-    for seed in 0..correct_seeds() {
+    for_each_seed(correct_seeds(), |seed| {
         let mut machine = Machine::with_config(1, device(seed), Some(check));
         let buf = machine.upload(0, "buf", &[0u64; 128]).unwrap();
         machine.launch_with(0, &module, "k", launch(1, 128), &[&buf]).unwrap();
         machine.run().unwrap_or_else(|e| panic!("seed {seed}: {e}"));
         assert_eq!(buf.download().unwrap(), want, "seed {seed}");
-    }
+    });
 }
 
 #[test]
@@ -383,9 +383,9 @@ fn undefined_uses_of_an_mbarrier_are_reported() {
         W: mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0; @!%p1 bra W;
         MEET: bar.sync 0; mbarrier.arrive.shared.b64 %rd1, [%r1];";
     let module = Module::parse(&kernel(BAR, body)).unwrap();
-    for seed in 0..tier(20, 200) {
+    for_each_seed(tier(20, 200), |seed| {
         run_numbered(&module, launch(3, 32), seed, Some(CheckConfig::default())).unwrap();
-    }
+    });
 }
 
 /// Loads 256 bytes by bulk copy, adds 1 to each word, stores them by bulk copy.

@@ -3,12 +3,12 @@
 
 use epoxide_vgpu::{
     Argument, CheckConfig, ElementType, Fault, FaultKind, Fill, Machine, MachineError, Module, PixelTensor,
-    Swizzle, TensorMap, supported_opcode,
+    Swizzle, TensorMap, for_each_seed, supported_opcode,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::common::{device, launch, tier};
+use crate::common::{device, launch, replaying, tier};
 use crate::tensor::{ROOM, around_box, coordinates};
 
 /// A tensor of f32, a copy of its pixels, and where it begins. Dimensions are C, W, H, D and N.
@@ -254,8 +254,8 @@ fn noise(rng: &mut ChaCha8Rng, len: usize) -> Vec<u8> {
 
 #[test]
 fn pixels_come_as_the_map_and_the_offsets_describe_them() {
-    let mut rng = ChaCha8Rng::seed_from_u64(1);
-    for seed in 0..tier(120, 2000) {
+    for_each_seed(tier(120, 2000), |seed| {
+        let mut rng = ChaCha8Rng::seed_from_u64(1 << 32 | seed);
         let case = Case::random(&mut rng, 3);
         let tensor = noise(&mut rng, case.tensor_bytes());
         let (got, _) = case
@@ -266,18 +266,18 @@ fn pixels_come_as_the_map_and_the_offsets_describe_them() {
             let expected = place.map_or(&outside[..], |place| &tensor[place..place + 4]);
             assert!(got[at..at + 4] == *expected, "{case:?}, byte {at} of the pixels");
         }
-    }
+    });
 }
 
 #[test]
 fn pixels_go_to_the_tensor_without_offsets() {
-    let mut rng = ChaCha8Rng::seed_from_u64(2);
     let mut stored = 0;
-    for seed in 0..tier(240, 4000) {
+    for_each_seed(tier(240, 4000), |seed| {
+        let mut rng = ChaCha8Rng::seed_from_u64(2 << 32 | seed);
         let case = Case::random(&mut rng, 0);
         // A store does not begin before its tensor.
         if case.at.iter().any(|at| *at < 0) {
-            continue;
+            return;
         }
         let (mut expected, content) = (noise(&mut rng, case.tensor_bytes()), noise(&mut rng, ROOM));
         let before = expected.clone();
@@ -293,8 +293,8 @@ fn pixels_go_to_the_tensor_without_offsets() {
             .unwrap_or_else(|e| panic!("{case:?}: {e}"));
         assert!(got == expected, "{case:?}");
         stored += 1;
-    }
-    assert!(stored > 20, "{stored} stores");
+    });
+    assert!(stored > 20 || replaying(), "{stored} stores");
 }
 
 /// 12 pixels of 8 channels of images of 6 by 5.

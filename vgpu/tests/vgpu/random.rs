@@ -1,7 +1,7 @@
 //! Random programs with guards, divergent branches and loops, against a scalar interpreter written
 //! here. Its targets are register allocation, reconvergence, and the partial-mask paths.
 
-use epoxide_vgpu::{DeviceConfig, Module};
+use epoxide_vgpu::{DeviceConfig, Module, for_each_seed};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -133,7 +133,7 @@ fn expected(steps: &[Step], lane: u32) -> u64 {
 
 #[test]
 fn random_programs() {
-    for seed in 0..tier(400, 4000) {
+    for_each_seed(tier(400, 4000), |seed| {
         let steps = program(&mut ChaCha8Rng::seed_from_u64(seed));
         let text = ptx(&steps);
         let want: Vec<u64> = (0..48).map(|lane| expected(&steps, lane)).collect();
@@ -144,7 +144,7 @@ fn random_programs() {
             run.finish().unwrap_or_else(|f| panic!("seed {seed}: {f}\n{text}"));
             assert_eq!(run.words(), want, "seed {seed}\n{text}");
         }
-    }
+    });
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use epoxide_vgpu::{
     AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine,
-    MachineError, Mode, Module, Report, TRIAL_LIVELOCK_LIMIT, Trial, Tried, TriedReport,
+    MachineError, Mode, Module, Report, TRIAL_LIVELOCK_LIMIT, Trial, Tried, TriedReport, for_each_seed,
 };
 
 use crate::cases::SHARED;
@@ -55,7 +55,7 @@ const THREE: &str = "
 #[test]
 fn one_report_for_each_pair_of_lines_and_the_kernel_goes_on() {
     let module = parse(THREE);
-    for seed in 0..20 {
+    for_each_seed(20, |seed| {
         let (outcome, reports, words) = run(&module, launch(8, 1), seed, Some(CheckConfig::collecting()));
         outcome.unwrap();
         assert_eq!(kinds(&reports), ["race", "race", "unwritten-read"]);
@@ -72,7 +72,7 @@ fn one_report_for_each_pair_of_lines_and_the_kernel_goes_on() {
         let steps = &last.fault.traces[0].steps;
         assert!(steps[0].ptx_text.starts_with("st.global.v2.u64"), "{}", last.fault);
         assert!(last.fault.ptx_text.contains("ld.shared.u32"), "{}", last.fault);
-    }
+    });
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn fast_mode_collects_copies_that_outlive_their_blocks_and_marks_what_ended_the_
     // Each block's copy outlives it. The second launch writes to a bad address.
     let outlives = parse(OUTLIVES);
     let beyond = parse("add.s64 %rd3, %rd40, 65536;\nst.global.u32 [%rd3], %r40;");
-    for seed in 0..20 {
+    for_each_seed(20, |seed| {
         let run = |collect| {
             let config = DeviceConfig { schedule_seed: Some(seed), collect, ..DeviceConfig::default() };
             let mut machine = Machine::with_config(1, config, None);
@@ -186,7 +186,7 @@ fn fast_mode_collects_copies_that_outlive_their_blocks_and_marks_what_ended_the_
         let (reports, words) = run(4);
         assert_eq!(reports, [("copy-outlives-block", 3, false), ("out-of-bounds", 1, true)]);
         assert_eq!(words, [7, 7, 0], "the copies have landed");
-    }
+    });
 }
 
 #[test]
@@ -305,7 +305,7 @@ fn a_bulk_load_may_overwrite_what_was_read_where_that_is_assumed() {
     let mut assume = Assumptions::default();
     assume.state("ReadsBeforeBulkCopies").unwrap();
     let assuming = CheckConfig { assume, ..CheckConfig::collecting() };
-    for seed in 0..20 {
+    for_each_seed(20, |seed| {
         let (outcome, reports, _) = run(&waits, launch(1, 64), seed, Some(CheckConfig::collecting()));
         outcome.unwrap();
         assert_eq!(kinds(&reports), ["missing-proxy-fence"]);
@@ -317,7 +317,7 @@ fn a_bulk_load_may_overwrite_what_was_read_where_that_is_assumed() {
         let (outcome, reports, _) = run(&waits, launch(1, 64), seed, Some(assuming));
         outcome.unwrap();
         assert_eq!(reports, []);
-    }
+    });
     // An order is still needed: here thread 0 waits for the first load alone.
     let early = pipeline("LANDED: mbarrier.try_wait.parity.shared.b64 %p2, [%r2], 0;\n@!%p2 bra LANDED;");
     let raced = (0..20).any(|seed| {

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU64;
 
 use epoxide_vgpu::{
     Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Memory, Module, Progress, Schedule,
-    WaitingFor,
+    WaitingFor, for_each_seed,
 };
 
 use crate::common::*;
@@ -450,11 +450,11 @@ fn a_warp_in_which_one_lane_goes_on_does_not_count_as_spinning() {
         st.global.u64 [%rd40+8], %rd1;
         st.release.gpu.global.b32 [%rd40], 0;";
     let want = (0..2 * 64 * 100).fold(0u64, |v, _| v.wrapping_mul(3).wrapping_add(1));
-    for seed in 0..tier(20, 200) {
+    for_each_seed(tier(20, 200), |seed| {
         let mut run = Run::new(&kernel("", body), &[0; 2], launch(2, 64), &seeded(seed));
         run.finish().unwrap();
         assert_eq!(run.words()[1], want, "seed {seed}");
-    }
+    });
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use epoxide_vgpu::{
     CheckConfig, DeviceConfig, FaultKind, GridConfig, LaunchError, Machine, MachineError, Module, Output,
+    for_each_seed,
 };
 
 use crate::common::{HEAD, device, fault_of, kernel, run_body, tier};
@@ -309,7 +310,7 @@ fn initialisers_come_before_all_kernels_and_the_host() {
     // The kernel still runs while the host reads a variable that nothing writes, and another kernel
     // reads it.
     let [module, _] = modules();
-    for seed in 0..tier(4, 40) {
+    for_each_seed(tier(4, 40), |seed| {
         let mut machine = Machine::checked(2, seed);
         let out = machine.upload(0, "out", &[0f32; 4]).unwrap();
         machine.launch_with(0, &module, "use_variables", GridConfig::new(1, 4, 0), &[&out]).unwrap();
@@ -322,5 +323,5 @@ fn initialisers_come_before_all_kernels_and_the_host() {
         let counter = machine.variable::<u32>(0, &module, "counter").unwrap();
         assert_eq!(counter.download().unwrap(), [6]);
         counter.upload(&[0]).unwrap();
-    }
+    });
 }

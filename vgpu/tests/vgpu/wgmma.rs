@@ -2,7 +2,8 @@
 //! those of the PTX manual, section "Asynchronous warpgroup level matrix multiply-accumulate".
 
 use epoxide_vgpu::{
-    CheckConfig, Class, Fault, FaultKind, GridConfig, Machine, MachineError, Module, supported_opcode,
+    CheckConfig, Class, Fault, FaultKind, GridConfig, Machine, MachineError, Module, for_each_seed,
+    supported_opcode,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -622,9 +623,9 @@ fn passes(product: &str) {
     let zeros = |rows, columns| matrix(rows, columns, || 0.0);
     let buffer = shape.buffer(&zeros(64, 16), &[0; 128], &zeros(16, 16), &zeros(64, 16));
     for check in [None, Some(CheckConfig::default())] {
-        for seed in 0..tier(4, 100) {
+        for_each_seed(tier(4, 100), |seed| {
             run(&module, &buffer, launch(1, 128), seed, check).unwrap_or_else(|e| panic!("{e}\n{product}"));
-        }
+        });
     }
 }
 
