@@ -11,7 +11,7 @@ use super::raw::{CopyEnd, DeviceInfo, FabricHandle, LaunchConfig, MemoryKind, Ra
 use super::rule::NoDriverCalls;
 use super::staging::Staging;
 use super::streams::Streams;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::virtual_time::VirtualTime;
 
 /// A GPU, real or virtual: [`VirtualGpu::new`](super::virt::VirtualGpu::new) and, with the Cargo
@@ -31,6 +31,18 @@ impl Device {
     /// Whether `other` is a clone of it, or was opened as the same device.
     pub(crate) fn is(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.driver, &other.driver)
+    }
+
+    /// An error where `other`, the device of `argument`, is virtual and this one is not, or the other
+    /// way round. Each of the two drivers takes the other's handle for one of its own: CUDA for an
+    /// address. A driver itself rejects handles of its other devices.
+    pub(super) fn check_driver_of(&self, argument: &'static str, other: &Device) -> Result<()> {
+        let (own, others) = (self.info(), other.info());
+        if own.is_virtual == others.is_virtual {
+            return Ok(());
+        }
+        let rule = format!("must be of the same driver as {}: make it there", own.name);
+        Err(Error::argument(argument, format!("one of {}", others.name), rule))
     }
 
     /// Bytes of device memory now free.
@@ -141,7 +153,7 @@ pub trait Driver: Send + Sync + Debug {
     /// A dma-buf of [`MemoryKind::Shareable`] memory, by which a network card reaches it.
     fn export_dma_buf(&self, _memory: &RawMemory) -> Result<OwnedFd> {
         let what = format!("a dma-buf of memory of {}", self.info().name);
-        Err(crate::Error::Unavailable { what, reason: "its driver has none".into() })
+        Err(Error::Unavailable { what, reason: "its driver has none".into() })
     }
 
     /// Maps memory that a peer exported; `peer` names it in errors.
@@ -154,13 +166,13 @@ pub trait Driver: Send + Sync + Debug {
     /// A handle of [`MemoryKind::Shareable`] memory, for every host of the same NVLink domain.
     fn export_fabric(&self, _memory: &RawMemory) -> Result<FabricHandle> {
         let what = format!("a fabric handle for memory of {}", self.info().name);
-        Err(crate::Error::Unavailable { what, reason: "its driver has none".into() })
+        Err(Error::Unavailable { what, reason: "its driver has none".into() })
     }
 
     /// Maps memory by a peer's fabric handle; `peer` names it in errors.
     fn import_fabric(&self, _handle: &FabricHandle, _bytes: u64, peer: &str) -> Result<RawMemory> {
         let what = format!("{peer}, by a fabric handle");
-        Err(crate::Error::Unavailable { what, reason: "the driver has none".into() })
+        Err(Error::Unavailable { what, reason: "the driver has none".into() })
     }
 
     /// Frees or unmaps memory; [`MemoryKind`] lists the work that it waits for.

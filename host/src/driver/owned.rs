@@ -403,11 +403,13 @@ impl Stream {
         order_fences_behind(&self.device, &mut list, work)
     }
 
-    /// Makes this stream wait for the event's last record.
+    /// Makes this stream wait for the event's last record. On GPUs, the event may be of another one.
     ///
     /// # Errors
-    /// Errors of the driver.
+    /// [`Error::Argument`] where one of the two devices is virtual and the other is not, and errors
+    /// of the driver.
     pub fn wait(&self, event: &Event) -> Result<()> {
+        self.device.check_driver_of("event", &event.device)?;
         let streams = self.device.driver.streams();
         let mut list = streams.hold();
         // The wait may make the stream join a capture, if one is under way.
@@ -449,13 +451,15 @@ impl Stream {
     /// Launches a kernel.
     ///
     /// # Errors
-    /// Errors of the driver, such as of a shape that the device cannot run.
+    /// [`Error::Argument`] where `kernel` is of the other driver. Errors of the driver, such as of a
+    /// shape that the device cannot run.
     ///
     /// # Safety
     /// The parameters fit the kernel's signature, and every address in them is live until the
     /// kernel ends. A kernel that is launched as [`LaunchConfig::dependent`] begins with
     /// `griddepcontrol.wait`.
     pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
+        self.device.check_driver_of("kernel", &kernel.module.0.device)?;
         self.keep_if_recorded(std::slice::from_ref(&kernel.module))?;
         // SAFETY: passed on to the caller.
         unsafe { self.device.driver.launch(self.handle, kernel.handle, config, params) }
@@ -763,11 +767,13 @@ impl Event {
         self.device.driver.event_record(self.handle, stream)
     }
 
-    /// Records the event in `stream`.
+    /// Records the event in `stream`, which is of the event's device.
     ///
     /// # Errors
-    /// Errors of the driver.
+    /// [`Error::Argument`] where one of the two devices is virtual and the other is not, and errors
+    /// of the driver.
     pub fn record(&self, stream: &Stream) -> Result<()> {
+        self.device.check_driver_of("stream", &stream.device)?;
         self.device.driver.event_record(self.handle, stream.handle)
     }
 
@@ -822,8 +828,10 @@ impl Event {
     /// Milliseconds from this event to `end`.
     ///
     /// # Errors
-    /// Errors of the driver, such as where one of the two has not happened or records no time.
+    /// [`Error::Argument`] where one of the two devices is virtual and the other is not. Errors of
+    /// the driver, such as where one of the two has not happened or records no time.
     pub fn elapsed_ms(&self, end: &Event) -> Result<f32> {
+        self.device.check_driver_of("end", &end.device)?;
         self.device.driver.event_elapsed_ms(self.handle, end.handle)
     }
 }

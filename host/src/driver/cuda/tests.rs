@@ -374,6 +374,34 @@ fn captures_may_allocate_memory_that_peers_map() {
     assert!(bytes.iter().all(|byte| *byte == 0));
 }
 
+/// Each driver takes the other's handle for one of its own: CUDA for an address. As above.
+#[test]
+fn handles_of_the_other_driver_are_refused() {
+    use crate::driver::virt::{VirtConfig, VirtualGpu};
+    if !is_there() {
+        return;
+    }
+    let devices = [CudaDevice::open(0).unwrap(), VirtualGpu::new(VirtConfig::default())];
+    let [cuda, virt] = devices.map(|device| {
+        let event = Event::timed(&device).unwrap();
+        let stream = Stream::new(&device).unwrap();
+        event.record(&stream).unwrap();
+        (stream, event)
+    });
+    for ((stream, end), (_, event)) in [(&cuda, &virt), (&virt, &cuda)] {
+        for (argument, outcome) in [
+            ("event", stream.wait(event)),
+            ("stream", event.record(stream)),
+            ("end", event.elapsed_ms(end).map(drop)),
+        ] {
+            let error = outcome.unwrap_err();
+            assert!(matches!(&error, Error::Argument { argument: is, .. } if *is == argument), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("virtual GPU") && text.contains("make it there"), "{text}");
+        }
+    }
+}
+
 /// Work that the stream had before may still use the memory. As above.
 #[test]
 fn captures_by_other_code_keep_memory_that_is_dropped() {
