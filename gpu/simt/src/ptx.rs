@@ -108,20 +108,21 @@ impl<'a> CutPtx<'a> {
     /// Cuts a module. Text without a kernel stays whole.
     pub fn new(ptx: &'a str) -> CutPtx<'a> {
         const ENTRY: &str = ".visible .entry ";
-        let mut starts: Vec<usize> = ptx.match_indices(ENTRY).map(|(at, _)| at).collect();
+        let entries: Vec<usize> = ptx.match_indices(ENTRY).map(|(at, _)| at).collect();
         // File names and other trailing directives follow the closing brace of the last kernel.
-        let tail = starts.last().and_then(|last| ptx[*last..].find("\n}").map(|end| last + end + 2));
-        let (Some(&first), Some(tail)) = (starts.first(), tail) else {
-            return CutPtx { head: ptx, kernels: Vec::new(), tail: "" };
-        };
-        starts.push(tail);
-        let kernel = |span: &[usize]| {
-            let text = &ptx[span[0]..span[1]];
-            let name = text[ENTRY.len()..].split(|c: char| !c.is_alphanumeric() && c != '_').next();
+        let tail = entries.last().and_then(|last| ptx[*last..].find("\n}").map(|end| last + end + 2));
+        let Some(tail) = tail else { return CutPtx { head: ptx, kernels: Vec::new(), tail: "" } };
+        // A kernel begins with the line that describes it.
+        let starts: Vec<usize> = entries.iter().map(|entry| described_from(ptx, *entry)).collect();
+        let ends = starts.iter().skip(1).chain([&tail]);
+        let kernel = |((entry, start), end): ((&usize, &usize), &usize)| {
+            let name = ptx[entry + ENTRY.len()..].split(|c: char| !c.is_alphanumeric() && c != '_').next();
+            let text = &ptx[*start..*end];
             let lines = text.bytes().filter(|byte| *byte == b'\n').count();
             KernelText { name: name.unwrap_or_default(), text, lines }
         };
-        CutPtx { head: &ptx[..first], kernels: starts.windows(2).map(kernel).collect(), tail: &ptx[tail..] }
+        let kernels = entries.iter().zip(&starts).zip(ends).map(kernel).collect();
+        CutPtx { head: &ptx[..starts[0]], kernels, tail: &ptx[tail..] }
     }
 
     /// The names of all kernels, in their order.
@@ -151,6 +152,13 @@ impl<'a> CutPtx<'a> {
     }
 }
 
+/// The beginning of the line in front of `entry` if that describes a kernel, or else `entry`.
+fn described_from(ptx: &str, entry: usize) -> usize {
+    let Some(before) = ptx[..entry].strip_suffix('\n') else { return entry };
+    let line = before.rfind('\n').map_or(0, |end| end + 1);
+    if before[line..].starts_with(DESCRIPTION) { line } else { entry }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -167,6 +175,22 @@ mod tests {
         assert_eq!(cut.only(&["ab", "a"]), ptx);
         assert_eq!(cut.names().collect::<Vec<_>>(), ["a", "ab"]);
         assert_eq!(CutPtx::new("no kernel").only(&["a"]), "no kernel");
+    }
+
+    #[test]
+    fn a_part_describes_its_own_kernels_alone() {
+        let entry = |name: &str| format!("\n.visible .entry {name}(\n)\n{{\n}}\n\n");
+        let (first, second) = (compiled::Stored::INFO, Explained::INFO);
+        let ptx = format!("HEAD\n\n{first}{}{second}{}", entry("stored"), entry("explained"));
+        let cut = CutPtx::new(&ptx);
+        let (stored, explained) = (cut.only(&["stored"]), cut.only(&["explained"]));
+        check_fresh::<compiled::Stored>(&stored).unwrap();
+        check_fresh::<Explained>(&explained).unwrap();
+        assert!(check_fresh::<Explained>(&stored).is_err());
+        assert!(check_fresh::<compiled::Stored>(&explained).is_err());
+        assert_eq!(cut.only(&["explained", "stored"]), ptx);
+        let lines = |text: &str| text.matches('\n').count();
+        assert_eq!((lines(&stored), lines(&explained)), (lines(&ptx), lines(&ptx)));
     }
 
     #[test]
