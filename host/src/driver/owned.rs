@@ -6,13 +6,13 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
-use std::sync::{Arc, LazyLock};
+use std::sync::{Arc, LazyLock, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytemuck::AnyBitPattern;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
 use epoxide_gpu::layout::{DevicePtr, Section};
-use epoxide_gpu::simt::ptx::CutPtx;
+use epoxide_gpu::simt::ptx::{CutPtx, DESCRIPTION, check_fresh};
 
 use super::device::Device;
 use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
@@ -479,7 +479,9 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Launch`] if a clause of the kernel's contract does not hold, its attribute names
-    /// another shape, or `kernel` is another kernel. Also errors of the driver.
+    /// another shape, or `kernel` is another kernel. [`Error::Ptx`] if the PTX describes `kernel` as
+    /// another one than `K`: it was built from another source than this program. Also errors of the
+    /// driver.
     ///
     /// # Safety
     /// The addresses in the call's arguments are live, and hold the data that the argument struct
@@ -851,8 +853,58 @@ fn broken(error: ContractError) -> Error {
 struct LoadedModule {
     device: Device,
     handle: u64,
+    text: Described,
+}
+
+/// The part of a PTX text that launches need.
+#[derive(Debug)]
+struct Described {
     /// Kernels that wait for the previous kernel of the stream.
     waiting: Vec<String>,
+    /// The lines that describe kernels. PTX of other compilers has none.
+    lines: Cow<'static, str>,
+    origin: Origin,
+}
+
+/// The source that a PTX text was compiled from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    /// That of this program. Its kernels are what the program was built with.
+    Program,
+    /// Another version of epoxide's kernels, which is measured or tested in place of the embedded
+    /// one. Its kernels take the same argument structs.
+    OtherVersion,
+}
+
+impl Described {
+    fn of(ptx: &str, origin: Origin) -> Described {
+        let waiting = CutPtx::new(ptx).waiting().map(str::to_owned).collect();
+        Described { waiting, lines: Cow::Owned(descriptions(ptx)), origin }
+    }
+
+    /// An error where the text describes another kernel of the name of `K`. A kernel without a
+    /// description is not compared.
+    fn check<K: gpu::Entry>(&self) -> Result<()> {
+        let Err(stale) = check_fresh::<K>(&self.lines) else { return Ok(()) };
+        match &stale.ptx {
+            None => Ok(()),
+            Some(line) if self.origin == Origin::OtherVersion && params(line) == params(&stale.source) => {
+                Ok(())
+            }
+            Some(_) => Err(Error::Ptx(stale.to_string())),
+        }
+    }
+}
+
+/// The lines of a PTX text that describe kernels.
+fn descriptions(ptx: &str) -> String {
+    let lines = ptx.lines().filter(|line| line.starts_with(DESCRIPTION));
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// The argument structs in the description of a kernel.
+fn params(line: &str) -> Option<&str> {
+    line.split_once(" params=").and_then(|(_, params)| params.split(' ').next())
 }
 
 impl Drop for LoadedModule {
@@ -871,19 +923,18 @@ impl Drop for LoadedModule {
 pub struct Module(Arc<LoadedModule>);
 
 impl Module {
-    /// Loads PTX text.
+    /// Loads PTX text. [`Stream::call`] compares kernels that the text describes, as that of `cargo
+    /// build-ptx` does, with those that this program was built with.
     ///
     /// # Errors
     /// [`Error::Ptx`] where the text is not PTX that the device runs, and errors of the driver.
     pub fn load(device: &Device, ptx: &str) -> Result<Module> {
-        let waiting = CutPtx::new(ptx).waiting().map(str::to_owned).collect();
-        Module::with_waiting(device, ptx, waiting)
+        Module::load_described(device, ptx, Described::of(ptx, Origin::Program))
     }
 
-    /// Loads PTX text whose kernels `waiting` wait for the previous kernel.
-    fn with_waiting(device: &Device, ptx: &str, waiting: Vec<String>) -> Result<Module> {
+    fn load_described(device: &Device, ptx: &str, text: Described) -> Result<Module> {
         let handle = device.driver.module_load(ptx)?;
-        Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle, waiting })))
+        Ok(Module(Arc::new(LoadedModule { device: device.clone(), handle, text })))
     }
 
     /// An address that no other loaded module has.
@@ -894,14 +945,20 @@ impl Module {
     /// Loads these kernels of [`shipped_ptx`].
     pub(crate) fn shipped(device: &Device, file: Option<&Path>, names: &[&str]) -> Result<Module> {
         // Found once a process: each buffer loads megabytes of text.
-        static WAITING: LazyLock<Vec<&str>> = LazyLock::new(|| epoxide_gpu::shipped().waiting().collect());
+        static EMBEDDED: LazyLock<(Vec<&str>, String)> =
+            LazyLock::new(|| (epoxide_gpu::shipped().waiting().collect(), descriptions(epoxide_gpu::PTX)));
         match shipped_ptx(file)? {
             Cow::Borrowed(_) => {
-                let waiting = names.iter().filter(|name| WAITING.contains(name));
+                let (all_waiting, lines) = &*EMBEDDED;
+                let waiting = names.iter().filter(|name| all_waiting.contains(name));
                 let waiting = waiting.map(|&name| name.to_owned()).collect();
-                Module::with_waiting(device, &epoxide_gpu::shipped().only(names), waiting)
+                let text = Described { waiting, lines: Cow::Borrowed(lines), origin: Origin::Program };
+                Module::load_described(device, &epoxide_gpu::shipped().only(names), text)
             }
-            Cow::Owned(ptx) => Module::load(device, &CutPtx::new(&ptx).only(names)),
+            Cow::Owned(ptx) => {
+                let ptx = CutPtx::new(&ptx).only(names);
+                Module::load_described(device, &ptx, Described::of(&ptx, Origin::OtherVersion))
+            }
         }
     }
 
@@ -922,8 +979,8 @@ impl Module {
             });
         }
         let handle = self.0.device.driver.module_kernel(self.0.handle, name, max_shared_bytes)?;
-        let waits = self.0.waiting.iter().any(|waiting| waiting == name);
-        Ok(Kernel { module: self.clone(), handle, name, waits })
+        let waits = self.0.text.waiting.iter().any(|waiting| waiting == name);
+        Ok(Kernel { module: self.clone(), handle, name, waits, compared: OnceLock::new() })
     }
 }
 
@@ -959,6 +1016,9 @@ pub struct Kernel {
     name: &'static str,
     /// Whether it waits for the previous kernel of the stream, which kernels of other PTX may not.
     waits: bool,
+    /// The kernel of this program that its description was compared with. A comparison of texts is
+    /// too slow for each launch.
+    compared: OnceLock<gpu::KernelInfo>,
 }
 
 impl Kernel {
@@ -973,14 +1033,20 @@ impl Kernel {
         Module::shipped(device, None, &[name])?.kernel(name, max_shared_bytes)
     }
 
-    /// The call, if its clauses hold and this is its kernel.
+    /// The call, if its clauses hold and this is its kernel, of the source that this program was
+    /// built with.
     fn takes<K: gpu::Entry>(&self, call: std::result::Result<Call<K>, ContractError>) -> Result<Call<K>> {
         let call = call.map_err(broken)?;
-        if self.name == K::INFO.name {
-            return Ok(call);
+        if self.name != K::INFO.name {
+            let rule = format!("its arguments were given to {}", self.name);
+            return Err(Error::Launch { kernel: K::INFO.name, rule });
         }
-        let rule = format!("its arguments were given to {}", self.name);
-        Err(Error::Launch { kernel: K::INFO.name, rule })
+        if self.compared.get() != Some(&K::INFO) {
+            self.module.0.text.check::<K>()?;
+            // Two types of one name, such as of two versions of a crate, are compared each time.
+            let _ = self.compared.set(K::INFO);
+        }
+        Ok(call)
     }
 }
 
@@ -1054,8 +1120,8 @@ mod tests {
         let names = [CeilingPush::INFO.name, waiting];
         let shipped = Module::shipped(&device, None, &names).unwrap();
         let loaded = Module::load(&device, &epoxide_gpu::shipped().only(&names)).unwrap();
-        assert_eq!(shipped.0.waiting, [waiting]);
-        assert_eq!(loaded.0.waiting, [waiting]);
+        assert_eq!(shipped.0.text.waiting, [waiting]);
+        assert_eq!(loaded.0.text.waiting, [waiting]);
     }
 
     #[test]
@@ -1075,5 +1141,45 @@ mod tests {
         };
         assert!(other.to_string().contains("its arguments were given to ceiling_push"), "{other}");
         assert!(broken.to_string().contains("row_bytes"), "{broken}");
+    }
+
+    #[test]
+    fn kernels_of_another_source_are_refused() {
+        let device = VirtualGpu::new(VirtConfig::default());
+        let name = CeilingPush::INFO.name;
+        let ptx = epoxide_gpu::shipped().only(&[name]);
+        let described = CeilingPush::INFO.to_string();
+        assert_eq!(ptx.matches(&described).count(), 1);
+        let edited = |from: &str, to: &str| ptx.replace(&described, &described.replace(from, to));
+        let taken = |module: Module| {
+            let zero = bytemuck::Zeroable::zeroed();
+            let args = CeilingArgs { row_bytes: 16, stages: 2, fanout: 1, num_ranks: 2, ..zero };
+            let kernel = module.kernel(name, 0).unwrap();
+            let outcomes = [(); 2].map(|()| kernel.takes(CeilingPush::call(args)));
+            outcomes.map(|outcome| outcome.map(drop).map_err(|error| error.to_string()))
+        };
+        let load = |ptx: &str| taken(Module::load(&device, ptx).unwrap());
+        assert_eq!(load(&ptx), [Ok(()), Ok(())]);
+        // Not of the builder: nothing describes it.
+        assert_eq!(load(&edited("// kernel", "// of nvcc:")), [Ok(()), Ok(())]);
+        let other_source = edited("source=", "source=1");
+        let other_struct = edited("params=args:48:8", "params=args:56:8");
+        for stale in [&other_source, &other_struct] {
+            for outcome in load(stale) {
+                let error = outcome.unwrap_err();
+                assert!(error.contains("run `cargo build-ptx`") && error.contains(&described), "{error}");
+            }
+        }
+
+        // A file in place of the embedded PTX may have kernels of other commits: they are measured
+        // against each other. Their structs are those of this program.
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("other.ptx");
+        let of_file = |text: &str| {
+            std::fs::write(&file, text).unwrap();
+            taken(Module::shipped(&device, Some(&file), &[name]).unwrap())
+        };
+        assert_eq!(of_file(&other_source), [Ok(()), Ok(())]);
+        assert!(of_file(&other_struct).iter().all(Result::is_err));
     }
 }
