@@ -17,9 +17,6 @@ use epoxide_simt::{Global, ptx};
 /// Result of a driver call.
 pub type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// Dynamic shared memory that every launch may have. A kernel has to ask for more.
-const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
-
 /// A stream of a GPU, and the kernels of this crate there.
 #[derive(Clone, Debug)]
 pub struct Gpu {
@@ -84,9 +81,11 @@ impl Gpu {
         ptx::check_fresh::<K>(crate::PTX)?;
         let shape = call.shape()?;
         let function = self.module.load_function(call.name())?;
-        if shape.shared_bytes > DEFAULT_SHARED_BYTES {
-            let most = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            function.set_attribute(most, shape.shared_bytes.try_into()?)?;
+        // Without a request the limit is 48 KiB, less the kernel's static shared memory.
+        let most = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let bytes = shape.shared_bytes.try_into()?;
+        if function.get_attribute(most)? < bytes {
+            function.set_attribute(most, bytes)?;
         }
         let mut params = [call.param().as_ptr().cast_mut().cast()];
         let (grid, block) = ((shape.grid, 1, 1), (shape.block, 1, 1));

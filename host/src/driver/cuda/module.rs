@@ -15,9 +15,6 @@ use crate::driver::LaunchConfig;
 use crate::error::{Error, Result};
 use crate::lock::lock;
 
-/// Dynamic shared memory that every kernel may use without being allowed more.
-const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
-
 const LOG_BYTES: usize = 16 * 1024;
 
 /// Compiles and loads PTX. Several threads may do so at once; the driver keeps the result in its
@@ -127,11 +124,11 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     }
 
     let max_dynamic = ffi::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // Never lowered: another lookup of the same kernel may have requested more, or do so now.
+    // Without a request the limit is 48 KiB, less the kernel's static shared memory. It is never
+    // lowered: another lookup of the same kernel may have requested more, or do so now.
     static RAISE: Mutex<()> = Mutex::new(());
     let raising = lock(&RAISE);
-    if max_shared_bytes > DEFAULT_SHARED_BYTES && attribute(function, max_dynamic) < max_shared_bytes as c_int
-    {
+    if attribute(function, max_dynamic) < max_shared_bytes as c_int {
         // SAFETY: the function was looked up just now; a value out of range is an error.
         let raised = unsafe { ffi::cuFuncSetAttribute(function, max_dynamic, max_shared_bytes as c_int) };
         if raised == CuResult::INVALID_VALUE {

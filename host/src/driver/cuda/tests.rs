@@ -1,4 +1,5 @@
-//! Tests that need neither a GPU nor a driver, but for those of captures and green contexts.
+//! Tests that need neither a GPU nor a driver, but for those of captures, handles, kernels and green
+//! contexts.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use super::ffi::{self, CuResult};
 use super::memory::file_bytes;
 use super::module::{log_text, param_pointers};
 use super::{CudaDevice, calls, devices, doctor, ptx};
-use crate::driver::{Device, Event, Memory, MemoryKind, RawStream, Stream};
+use crate::driver::{Device, Event, LaunchConfig, Memory, MemoryKind, Module, RawStream, Stream};
 use crate::error::Error;
 
 fn assert_send_sync<T: Send + Sync>() {}
@@ -400,6 +401,44 @@ fn handles_of_the_other_driver_are_refused() {
             assert!(text.contains("virtual GPU") && text.contains("make it there"), "{text}");
         }
     }
+}
+
+/// 48 KiB are for both kinds together, without a request for more. As above.
+#[test]
+fn kernels_with_static_shared_memory_get_the_dynamic_bytes_they_are_looked_up_for() {
+    const STATIC: &str = "
+.version 7.8
+.target sm_90
+.address_size 64
+
+.visible .entry static_bytes()
+{
+    .shared .align 4 .b8 bytes[8192];
+    .reg .b32 %r<2>;
+    mov.u32 %r1, 0;
+    st.shared.u32 [bytes], %r1;
+    ret;
+}
+";
+    if !is_there() {
+        return;
+    }
+    let device = CudaDevice::open(0).unwrap();
+    let stream = Stream::new(&device).unwrap();
+    let module = Module::load(&device, STATIC).unwrap();
+    let launch = |wanted, shared_bytes| {
+        let kernel = module.kernel("static_bytes", wanted).unwrap();
+        let config = LaunchConfig { grid: 1, block: 32, shared_bytes, cooperative: false, dependent: false };
+        // SAFETY: the kernel has no parameters.
+        unsafe { stream.launch(&kernel, &config, &[]) }
+    };
+    launch(0, 40 << 10).unwrap();
+    launch(0, 44 << 10).unwrap_err();
+    launch(44 << 10, 44 << 10).unwrap();
+    stream.synchronize().unwrap();
+    // A later lookup for less lowers nothing.
+    launch(0, 44 << 10).unwrap();
+    stream.synchronize().unwrap();
 }
 
 /// Work that the stream had before may still use the memory. As above.

@@ -20,7 +20,7 @@ use crate::virtual_time::{VirtualTime, as_member};
 /// Most shared memory of a block, in bytes, as on an H100 or H200.
 const MAX_SHARED_BYTES: u32 = 227 * 1024;
 
-/// Dynamic shared memory that every kernel may have, in bytes.
+/// Shared memory, static and dynamic, that every kernel may have, in bytes.
 const DEFAULT_SHARED_BYTES: u32 = 48 * 1024;
 
 /// Most bytes of pageable host memory that a copy to the device reads at once, without waiting for
@@ -311,10 +311,12 @@ impl VirtualGpu {
             }
             packed[param.offset..param.offset + param.size].copy_from_slice(value);
         }
-        let shared_limit = kernel.max_shared_bytes.max(DEFAULT_SHARED_BYTES);
+        let static_bytes = kernel.kernel.static_shared_bytes();
+        let shared_limit = kernel.max_shared_bytes.max(DEFAULT_SHARED_BYTES.saturating_sub(static_bytes));
         if config.shared_bytes > shared_limit {
             return Err(refuse(format!(
-                "{} bytes of dynamic shared memory, but it was looked up for at most {shared_limit}",
+                "{} bytes of dynamic shared memory, but it was looked up for at most {shared_limit}, beside \
+                 {static_bytes} of static shared memory: look it up for more",
                 config.shared_bytes
             )));
         }

@@ -713,6 +713,38 @@ fn cooperative_launches_that_cannot_be_resident_are_refused_and_the_device_stays
 }
 
 #[test]
+fn static_and_dynamic_shared_memory_count_together() {
+    const STATIC: &str = "
+.version 7.8
+.target sm_90
+.address_size 64
+
+.visible .entry static_bytes()
+{
+    .shared .align 4 .b8 bytes[8192];
+    .reg .b32 %r<2>;
+    mov.u32 %r1, 0;
+    st.shared.u32 [bytes], %r1;
+    ret;
+}
+";
+    let rig = Rig::threaded();
+    let module = OwnedModule::load(&rig.device, STATIC).unwrap();
+    let launch = |wanted, shared_bytes| {
+        let kernel = module.kernel("static_bytes", wanted).unwrap();
+        // SAFETY: the kernel has no parameters.
+        unsafe { rig.stream.launch(&kernel, &LaunchConfig { shared_bytes, ..ONE_WARP }, &[]) }
+    };
+    launch(0, 40 << 10).unwrap();
+    launch(44 << 10, 44 << 10).unwrap();
+    let error = launch(0, 44 << 10).unwrap_err();
+    assert!(matches!(error, Error::Launch { kernel: "static_bytes", .. }), "{error}");
+    let text = "45056 bytes of dynamic shared memory, but it was looked up for at most 40960";
+    assert!(error.to_string().contains(text), "{error}");
+    rig.stream.synchronize().unwrap();
+}
+
+#[test]
 fn bad_modules_are_refused_with_the_place() {
     let rig = Rig::threaded();
     let bad = PTX.replacen("mad.lo.s32", "mod.lo.s32", 1);
