@@ -173,6 +173,13 @@ pub fn lint_file(ws: &Workspace, job: &Job, file: &Path, text: &str) -> Result<(
         eprintln!("{}: {finding}", ws.display(file));
     }
     ensure!(findings.is_empty(), "{}: {} lint findings", ws.display(file), findings.len());
+    ensure!(
+        !described.is_empty(),
+        "{}: package `{}` has no kernel: is a file of kernels without its `mod` in src/lib.rs, or are they behind a \
+         feature that is no default one? The PTX is built with default features alone",
+        ws.display(file),
+        job.kernels.package
+    );
     println!("{}: lints pass ({} kernels)", ws.display(file), described.len());
     Ok(())
 }
@@ -262,6 +269,25 @@ mod tests {
         let found = findings.iter().find(|finding| finding.rule == "opcodes").unwrap();
         assert_eq!(found.line, 11);
         assert!(found.message.starts_with("kernel `copy`: the virtual GPU"), "{found}");
+    }
+
+    #[test]
+    fn a_file_without_kernels_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let (ws, file) = (Workspace::at(folder.path()), folder.path().join("k.ptx"));
+        let kernels = crate::kernels::Kernels {
+            package: "k".into(),
+            library: "k".into(),
+            dir: folder.path().into(),
+            stem: "k".into(),
+            arch: crate::backend::Arch::default(),
+        };
+        let job = Job::new(&ws, kernels, "cargo build-ptx", crate::backend::Backend::InTree, None, None);
+        let text = ".version 8.4\n.target sm_90\n.address_size 64\n";
+        std::fs::write(&file, text).unwrap();
+        let error = lint_file(&ws, &job, &file, text).unwrap_err().to_string();
+        assert!(error.contains("k.ptx: package `k` has no kernel"), "{error}");
+        assert!(error.contains("`mod`") && error.contains("feature"), "{error}");
     }
 
     #[test]
