@@ -79,10 +79,11 @@ fn check_newer(ws: &Workspace, job: &Job, text: &str) -> Result<()> {
 }
 
 /// Remedy for stale or missing PTX.
-fn fix(job: &Job) -> String {
+pub(crate) fn fix(job: &Job) -> String {
+    let Job { command, options, .. } = job;
     match job.backend {
-        Backend::InTree => format!("run `{}` and commit the result", job.command),
-        backend => format!("run `{} --backend {backend}`", job.command),
+        Backend::InTree => format!("run `{command}{options}` and commit the result"),
+        backend => format!("run `{command}{options} --backend {backend}`"),
     }
 }
 

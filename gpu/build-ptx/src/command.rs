@@ -1,5 +1,6 @@
 //! The command, as `cargo build-ptx` and `cargo xtask build-ptx` have it.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -9,7 +10,7 @@ use crate::backend::{Arch, Backend};
 use crate::coverage::{self, Missed};
 use crate::job::{Commands, Job};
 use crate::kernels::Kernels;
-use crate::workspace::{Workspace, read};
+use crate::workspace::{Workspace, quote, read};
 use crate::{build, check, nvvm, ptxas};
 
 /// The options of a build.
@@ -69,10 +70,7 @@ impl BuildPtx {
         }
         let here = std::env::current_dir().context("the current folder")?;
         let kernels = Kernels::find(ws, self.package.as_deref(), &here)?;
-        let mut job = Job::new(ws, kernels, command, self.backend, self.arch, self.out);
-        if self.verbose {
-            job.commands = Commands::Shown;
-        }
+        let job = self.job(ws, kernels, command);
         if let Some(directory) = &self.coverage {
             let missed = if self.missed { Missed::Listed } else { Missed::Counted };
             print!("{}", coverage::report(&read(&job.out)?, directory, missed)?);
@@ -83,5 +81,67 @@ impl BuildPtx {
             (_, true) => check::run(ws, &job, &|file| test(ws, &job, file)),
             _ => build::run(ws, &job),
         }
+    }
+
+    /// The job that the options ask for.
+    fn job(&self, ws: &Workspace, kernels: Kernels, command: &str) -> Job {
+        let (arch, out) = (self.arch.clone(), self.out.clone());
+        let mut job = Job::new(ws, kernels, command, self.backend, arch, out);
+        job.options = self.choice();
+        if self.verbose {
+            job.commands = Commands::Shown;
+        }
+        job
+    }
+
+    /// The options that choose the kernels, the GPUs and the file, each behind a blank.
+    fn choice(&self) -> String {
+        let arch = self.arch.as_ref().map(Arch::to_string);
+        let chosen = [
+            ("--package", self.package.as_ref().map(OsStr::new)),
+            ("--arch", arch.as_ref().map(OsStr::new)),
+            ("--out", self.out.as_ref().map(|out| out.as_os_str())),
+        ];
+        let given = chosen.iter().filter_map(|(option, value)| Some((option, (*value)?)));
+        given.map(|(option, value)| format!(" {option} {}", quote(value))).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        build: BuildPtx,
+    }
+
+    #[test]
+    fn the_remedy_of_a_check_builds_the_file_that_was_checked() {
+        let remedy = |options: &[&str]| {
+            let kernels = Kernels {
+                package: "k".into(),
+                library: "k".into(),
+                dir: "/w/k".into(),
+                stem: "k".into(),
+                arch: Arch::default(),
+            };
+            let cli = Cli::parse_from(["build-ptx", "--check"].iter().chain(options));
+            let job = cli.build.job(&Workspace::at("/w"), kernels, "cargo build-ptx");
+            assert_eq!(job.command, "cargo build-ptx", "headers name the command alone");
+            check::fix(&job)
+        };
+        assert_eq!(remedy(&[]), "run `cargo build-ptx` and commit the result");
+        assert_eq!(
+            remedy(&["--arch", "sm_80", "-p", "k", "--out", "of k.ptx"]),
+            "run `cargo build-ptx --package k --arch sm_80 --out 'of k.ptx'` and commit the result"
+        );
+        assert_eq!(
+            remedy(&["--backend", "nvvm", "--arch", "sm_90"]),
+            "run `cargo build-ptx --arch sm_90 --backend nvvm`"
+        );
     }
 }

@@ -20,6 +20,9 @@ pub struct Job {
     pub kernels: Kernels,
     /// The command that does it, for headers and remedies: `cargo build-ptx`.
     pub command: String,
+    /// Options of the command that the user chose the kernels, the GPUs and the file by, for
+    /// remedies: ` --arch sm_80`, with a blank in front of each. Headers leave them out.
+    pub options: String,
     /// The back end that compiles.
     pub backend: Backend,
     /// For which GPU.
@@ -52,8 +55,8 @@ impl Job {
         out: Option<PathBuf>,
     ) -> Self {
         let arch = arch.unwrap_or_else(|| kernels.arch.clone());
-        let (command, commands) = (command.to_owned(), Commands::default());
-        let mut job = Self { kernels, command, backend, arch, out: PathBuf::new(), commands };
+        let (command, options, commands) = (command.to_owned(), String::new(), Commands::default());
+        let mut job = Self { kernels, command, options, backend, arch, out: PathBuf::new(), commands };
         job.out = out.unwrap_or_else(|| job.default_out(ws));
         job
     }

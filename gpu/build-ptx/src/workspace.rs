@@ -163,7 +163,8 @@ fn cannot_start(command: &Command) -> String {
     format!("cannot start `{}`", command.get_program().to_string_lossy())
 }
 
-fn quote(word: &OsStr) -> String {
+/// A word as one could type it in bash.
+pub(crate) fn quote(word: &OsStr) -> String {
     let word = word.to_string_lossy();
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=+./:,@%".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
