@@ -44,7 +44,10 @@ impl Kernels {
         match (found.iter().filter(around).max_by_key(|p| folder(p)), &found[..]) {
             (Some(package), _) | (None, [package]) => Self::of(package),
             (None, []) => {
-                bail!("no package here has kernels: none depends on `{DSL}`; `cargo add {DSL}` in one")
+                bail!(
+                    "no package here has kernels: none depends on `{DSL}`. In the folder of one, run `cargo add \
+                     {DSL} --path EPOXIDE/gpu/simt`, where EPOXIDE is a checkout of epoxide"
+                )
             }
             (None, several) => {
                 let names: Vec<_> = several.iter().filter_map(|package| package["name"].as_str()).collect();
@@ -135,7 +138,8 @@ mod tests {
     #[test]
     fn without_kernels_or_a_library_the_remedy_is_named() {
         let error = choose(&[], None, "/w").unwrap_err().to_string();
-        assert!(error.contains("cargo add epoxide-simt"), "{error}");
+        assert!(error.contains("`cargo add epoxide-simt --path EPOXIDE/gpu/simt`"), "{error}");
+        assert!(error.contains("EPOXIDE is a checkout of epoxide"), "{error}");
         let mut program = package("p", Value::Null, "/w");
         program["targets"][0]["kind"] = serde_json::json!(["bin"]);
         assert!(choose(&[program], None, "/w").unwrap_err().to_string().contains("src/lib.rs"));

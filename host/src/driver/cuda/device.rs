@@ -41,6 +41,8 @@ pub struct CudaDevice {
     files: Mutex<HashMap<u64, OwnedFd>>,
     /// Modules and names of the kernels that were looked up, for errors.
     kernels: Mutex<HashMap<u64, (u64, &'static str)>>,
+    /// Names of the entries of each module, for errors.
+    entries: Mutex<HashMap<u64, Vec<String>>>,
 }
 
 impl CudaDevice {
@@ -96,6 +98,7 @@ impl CudaDevice {
             streams: Streams::default(),
             files: Mutex::default(),
             kernels: Mutex::default(),
+            entries: Mutex::default(),
         });
         // Another thread may have opened it meanwhile.
         let mut open = lock(&OPEN);
@@ -141,9 +144,19 @@ impl CudaDevice {
         lock(&self.kernels).insert(kernel, (module, name));
     }
 
-    /// Forgets the kernels of a module that is about to be unloaded.
-    pub(super) fn forget_kernels(&self, module: u64) {
+    pub(super) fn remember_entries<'a>(&self, module: u64, names: impl Iterator<Item = &'a str>) {
+        lock(&self.entries).insert(module, names.map(str::to_owned).collect());
+    }
+
+    /// The names of a module's entries.
+    pub(super) fn entries(&self, module: u64) -> Vec<String> {
+        lock(&self.entries).get(&module).cloned().unwrap_or_default()
+    }
+
+    /// Forgets the kernels and entries of a module that is about to be unloaded.
+    pub(super) fn forget_module(&self, module: u64) {
         lock(&self.kernels).retain(|_, (of, _)| *of != module);
+        lock(&self.entries).remove(&module);
     }
 
     pub(super) fn kernel_name(&self, kernel: u64) -> &'static str {

@@ -3,6 +3,7 @@
 use std::ffi::{CString, c_int, c_void};
 use std::sync::Mutex;
 
+use epoxide_gpu::simt::ptx::CutPtx;
 use epoxide_vgpu::ptx::Version;
 
 use super::calls::raw;
@@ -53,6 +54,7 @@ pub fn load(bound: &Bound<'_>, text: &str) -> Result<u64> {
     let infos = log_text(&infos);
     tracing::debug!(elapsed = ?start.elapsed(), log = infos, "PTX module of {} bytes", text.len());
     if result == CuResult::SUCCESS {
+        bound.device.remember_entries(module as u64, CutPtx::new(text).names());
         return Ok(module as u64);
     }
     Err(load_error(bound, result, text, &log_text(&errors), &infos))
@@ -97,7 +99,7 @@ pub(super) fn log_text(buffer: &[u8]) -> String {
 /// No kernel of it is in flight.
 pub unsafe fn unload(bound: &Bound<'_>, module: u64) {
     // Before another module gets its handles.
-    bound.device.forget_kernels(module);
+    bound.device.forget_module(module);
     // SAFETY: passed on to the caller.
     unsafe { ffi::cuModuleUnload(module as CuModule) }.log("cuModuleUnload");
 }
@@ -111,7 +113,8 @@ pub fn kernel(bound: &Bound<'_>, module: u64, name: &'static str, max_shared_byt
     let found = unsafe { ffi::cuModuleGetFunction(&mut function, module as CuModule, entry.as_ptr()) };
     if found == CuResult::NOT_FOUND {
         return Err(Error::Ptx(format!(
-            "the module has no entry {name}; rebuild it with `cargo xtask build-ptx`"
+            "no entry {name}; there are: {}; `cargo build-ptx` builds the PTX of a crate of kernels anew",
+            bound.device.entries(module).join(", ")
         )));
     }
     found.check("cuModuleGetFunction")?;

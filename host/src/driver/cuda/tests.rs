@@ -439,6 +439,8 @@ fn kernels_with_static_shared_memory_get_the_dynamic_bytes_they_are_looked_up_fo
     // A later lookup for less lowers nothing.
     launch(0, 44 << 10).unwrap();
     stream.synchronize().unwrap();
+    let error = module.kernel("static_byte", 0).unwrap_err().to_string();
+    assert!(error.contains("there are: static_bytes") && error.contains("cargo build-ptx"), "{error}");
 }
 
 /// Work that the stream had before may still use the memory. As above.

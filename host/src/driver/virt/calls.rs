@@ -182,7 +182,10 @@ impl Driver for VirtualGpu {
         let loaded = self.shared.module(&state, module)?;
         let kernel = loaded.kernel(name).ok_or_else(|| {
             let names: Vec<&str> = loaded.kernels().map(|kernel| kernel.name()).collect();
-            Error::Ptx(format!("no entry {name}; there are: {}", names.join(", ")))
+            let names = names.join(", ");
+            Error::Ptx(format!(
+                "no entry {name}; there are: {names}; `cargo build-ptx` builds the PTX of a crate of kernels anew"
+            ))
         })?;
         let handle = new_handle();
         state.kernels.insert(handle, LoadedKernel { kernel, name, module, max_shared_bytes });
