@@ -24,6 +24,7 @@
 use proc_macro::TokenStream;
 use proc_macro2::{Group, TokenStream as TokenStream2, TokenTree};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
+use syn::ext::IdentExt as _;
 use syn::parse::{Parse, ParseStream};
 use syn::punctuated::Punctuated;
 use syn::{
@@ -396,8 +397,9 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
     check_signature(&function.sig)?;
     let (docs, lints) = attributes(&function.attrs)?;
     let name = &function.sig.ident;
-    let (body_name, type_name) =
-        (format_ident!("{name}_body"), format_ident!("{}", camel_case(&name.to_string())));
+    // The symbol of an entry has no `r#`.
+    let entry_name = name.unraw().to_string();
+    let (body_name, type_name) = (format_ident!("{name}_body"), type_name(name, &entry_name)?);
     let block = &function.block;
     let named_parameters = function.sig.inputs.iter().map(parameter).collect::<syn::Result<Vec<_>>>()?;
     let parameters: Vec<_> = named_parameters.iter().map(|(pattern, of)| (&pattern.ident, *of)).collect();
@@ -449,7 +451,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         _ => None,
     };
     let requires: Vec<_> = of_struct.iter().chain(&contract.requires).collect();
-    let checks = requires.iter().map(|clause| clause.check(&quote!(stringify!(#name)), &taken));
+    let checks = requires.iter().map(|clause| clause.check(&quote!(#entry_name), &taken));
     let assumptions = requires.iter().map(|clause| clause.assume());
     let source = {
         let sig = &function.sig;
@@ -491,7 +493,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         None => quote!(::core::option::Option::None),
     };
     // A comment at module scope of the PTX, whose values are constants of the kernel's crate.
-    let template = description(&name.to_string(), &arg.to_string(), &contract);
+    let template = description(&entry_name, &arg.to_string(), &contract);
     let describe = quote! {
         ::core::arch::global_asm!(
             #template, const #threads, const #min_blocks, const #barriers, const #registers, const #traps,
@@ -551,7 +553,7 @@ fn expand(attribute: TokenStream2, contract: Contract, function: ItemFn) -> syn:
         unsafe impl ::epoxide_simt::launch::Entry for #type_name {
             type Args = #arg_type;
             const INFO: ::epoxide_simt::launch::KernelInfo = ::epoxide_simt::launch::KernelInfo {
-                name: stringify!(#name),
+                name: #entry_name,
                 params: &[::epoxide_simt::launch::ParamLayout {
                     name: stringify!(#arg),
                     size: ::core::mem::size_of::<#arg_type>(),
@@ -863,6 +865,22 @@ fn is_comparison(op: &BinOp) -> bool {
     matches!(op, BinOp::Eq(_) | BinOp::Ne(_) | BinOp::Lt(_) | BinOp::Le(_) | BinOp::Gt(_) | BinOp::Ge(_))
 }
 
+/// The name of the host's type of a kernel.
+fn type_name(kernel: &Ident, entry_name: &str) -> syn::Result<Ident> {
+    let name = camel_case(entry_name);
+    // Parsed, since neither digits nor a reserved word are a name.
+    match syn::parse_str::<Ident>(&name) {
+        Ok(_) => Ok(format_ident!("{name}")),
+        Err(_) => {
+            let text = format!(
+                "kernel `{entry_name}` would have the type `{name}`, which is no name: begin it with a \
+                 letter, and let it be no reserved word"
+            );
+            Err(syn::Error::new_spanned(kernel, text))
+        }
+    }
+}
+
 fn camel_case(name: &str) -> String {
     name.split('_')
         .flat_map(|word| {
@@ -929,6 +947,20 @@ mod tests {
             let error = expanded(function).expect_err(function);
             assert!(error.contains(cause), "{function}: {error}");
         }
+    }
+
+    #[test]
+    fn a_name_without_a_type_is_an_error_and_a_raw_one_is_none() {
+        for (name, of) in [("_2d", "`2d`"), ("__", "``"), ("self_", "`Self`")] {
+            let error = expanded(&format!("unsafe fn {name}(x: u32) {{}}")).expect_err(name);
+            assert!(error.contains(&format!("`{name}`")) && error.contains(of), "{error}");
+            assert!(error.contains("begin it with a letter"), "{error}");
+        }
+        let raw = expanded("unsafe fn r#match(x: u32) {}").unwrap();
+        assert!(raw.contains("pub struct Match"), "{raw}");
+        assert!(raw.contains("fn r#match (") && raw.contains("// kernel match: "), "{raw}");
+        // The symbol of the entry has no `r#`.
+        assert!(raw.contains("name : \"match\"") && !raw.contains("stringify ! (r#match)"), "{raw}");
     }
 
     #[test]
