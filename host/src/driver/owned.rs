@@ -455,9 +455,9 @@ impl Stream {
     /// shape that the device cannot run.
     ///
     /// # Safety
-    /// The parameters fit the kernel's signature, and every address in them is live until the
-    /// kernel ends. A kernel that is launched as [`LaunchConfig::dependent`] begins with
-    /// `griddepcontrol.wait`.
+    /// The parameters fit the kernel's signature. Until the kernel ends, every address in them is
+    /// live, and `kernel`, a clone of it, or its [`Module`] is kept. A kernel that is launched as
+    /// [`LaunchConfig::dependent`] begins with `griddepcontrol.wait`.
     pub unsafe fn launch(&self, kernel: &Kernel, config: &LaunchConfig, params: &[&[u8]]) -> Result<()> {
         self.device.check_driver_of("kernel", &kernel.module.0.device)?;
         self.keep_if_recorded(std::slice::from_ref(&kernel.module))?;
@@ -484,8 +484,8 @@ impl Stream {
     /// driver.
     ///
     /// # Safety
-    /// The addresses in the call's arguments are live, and hold the data that the argument struct
-    /// describes, until the kernel ends.
+    /// Until the kernel ends, the addresses in the call's arguments are live and hold the data that
+    /// the argument struct describes, and `kernel`, a clone of it, or its [`Module`] is kept.
     pub unsafe fn call<K: gpu::Entry>(
         &self,
         kernel: &Kernel,
@@ -918,7 +918,8 @@ impl Drop for LoadedModule {
     }
 }
 
-/// A loaded PTX module.
+/// A loaded PTX module. It is unloaded with the last of its clones, its kernels and the graphs that
+/// recorded them. That last drop waits until running kernels of the device have ended.
 #[derive(Debug, Clone)]
 pub struct Module(Arc<LoadedModule>);
 
@@ -1008,7 +1009,8 @@ fn ptx_of(given: Option<&Path>, named: Option<OsString>) -> Result<Cow<'static, 
         .map_err(|error| Error::argument(argument, file.display(), format!("cannot be read: {error}")))
 }
 
-/// A kernel of a loaded module.
+/// A kernel of a loaded module, which it keeps. The last drop, of the [`Module`] or of a kernel of
+/// it, waits until running kernels of the device have ended.
 #[derive(Debug, Clone)]
 pub struct Kernel {
     module: Module,
