@@ -186,6 +186,31 @@ pub unsafe fn row_sums(x: Global<f32>, out: Global<f32>, rows: u32) {
         }
     }
 }
+
+/// `out[lane]` is the largest of 32 numbers as that lane gets it.
+#[kernel(threads = 32, block = 32, grid = 1)]
+pub unsafe fn largest(x: Global<f32>, out: Global<f32>) {
+    out.st(laneid(), warp_max_f32(x.ld(laneid())));
+}
+END
+cat >tests/largest.rs <<'END'
+use epoxide_simt::Global;
+use epoxide_vgpu::{GridConfig, Machine, Module};
+use scale::PTX;
+use scale::doubled::Largest;
+
+#[test]
+fn lanes_agree_on_the_larger_of_two_zeros() {
+    let module = Module::parse(PTX).unwrap();
+    let mut machine = Machine::checked(1, 1);
+    let x: Vec<f32> = (0..32).map(|lane| [-0.0, -1.0, 0.0][lane % 3]).collect();
+    let (from, out) = (machine.upload(0, "x", &x).unwrap(), machine.alloc::<f32>(0, "out", 32).unwrap());
+    let call = Largest::call(Global::new(from.addr()), Global::new(out.addr())).unwrap();
+    machine.launch(0, &module, call.name(), GridConfig::new(1, 32, 0), call.param()).unwrap();
+    machine.run().unwrap();
+    let bits: Vec<u32> = out.download().unwrap().into_iter().map(f32::to_bits).collect();
+    assert_eq!(bits, [0; 32]);
+}
 END
 printf '2\n' >factor.in
 printf '\npub mod add_bias;\npub mod doubled;\n' >>src/lib.rs
@@ -236,6 +261,7 @@ rm ptx/scale.sm_90.ptx
 grep -q 'smooth/block-barrier-dropped' faults.log || fail 'mutate knows no fault of a kernel that no list has'
 cargo test 2>&1 | tee test.log
 grep -q '^test neighbours_are_summed ... ok' test.log || fail 'the tutorial has another test'
+grep -q '^test lanes_agree_on_the_larger_of_two_zeros ... ok' test.log || fail 'lanes got other maxima, or the test did not run'
 if grep '^warning' test.log; then fail 'the tutorial has warnings'; fi
 
 # The lines for the crate `epoxide`, on a virtual GPU in the place of CUDA's, and the test of docs/KERNELS.md.

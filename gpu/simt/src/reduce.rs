@@ -1,4 +1,7 @@
-//! Reductions over a warp and over a block.
+//! Reductions over a warp and over a block. All lanes get the same bits.
+
+#[cfg(target_arch = "nvptx64")]
+use core::arch::asm;
 
 use crate::device;
 use crate::order::barrier_sync;
@@ -28,14 +31,35 @@ pub unsafe fn warp_sum_f32(v: f32) -> f32 {
     warp_reduce(v, |a, b| a + b)
 }
 
-/// The largest value of all lanes of the warp: five `shfl.sync.bfly.b32` and comparisons. Values
-/// are numbers.
+/// The larger of two numbers, `max.f32 r, a, b;`. Of two zeros it is +0.0, on each side of an
+/// exchange: a comparison would leave each lane its own.
+#[device]
+fn larger(a: f32, b: f32) -> f32 {
+    #[cfg(target_arch = "nvptx64")]
+    {
+        let r: f32;
+        // SAFETY: arithmetic on registers.
+        unsafe {
+            asm!("max.f32 {r}, {a}, {b};",
+                r = out(reg32) r, a = in(reg32) a, b = in(reg32) b, options(pure, nomem, nostack))
+        };
+        r
+    }
+    #[cfg(not(target_arch = "nvptx64"))]
+    {
+        let _ = (a, b);
+        crate::device_only("larger")
+    }
+}
+
+/// The largest value of all lanes of the warp, +0.0 where the largest are zeros of both signs: five
+/// `shfl.sync.bfly.b32` and `max.f32`. Values are numbers.
 ///
 /// # Safety
 /// All 32 lanes call it.
 #[device]
 pub unsafe fn warp_max_f32(v: f32) -> f32 {
-    warp_reduce(v, |a, b| if b > a { b } else { a })
+    warp_reduce(v, larger)
 }
 
 /// Combines the values of all threads of the block. `neutral` changes no value.
@@ -74,12 +98,13 @@ pub unsafe fn block_sum_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
     block_reduce(v, 0.0, scratch, |a, b| a + b)
 }
 
-/// The largest value of all threads of the block. Two block barriers. Values are numbers.
+/// The largest value of all threads of the block, +0.0 where the largest are zeros of both signs.
+/// Two block barriers. Values are numbers.
 ///
 /// # Safety
 /// All threads of the block call it; the block has whole warps; no other code uses `scratch`
 /// meanwhile.
 #[device]
 pub unsafe fn block_max_f32(v: f32, scratch: SharedArray<f32, 32>) -> f32 {
-    block_reduce(v, f32::NEG_INFINITY, scratch, |a, b| if b > a { b } else { a })
+    block_reduce(v, f32::NEG_INFINITY, scratch, larger)
 }
