@@ -285,8 +285,9 @@ fn a_rank_without_its_second_half_is_named() {
         if rank.rank == 1 {
             drop(pending);
             let broken = rank.buffer.combine(request, order);
-            refused(broken, &["combine", "its first half has run, but what it brings was not received"]);
-            rank.outcome()?;
+            let refusal = ["combine", "its first half has run, but what it brings was not received"];
+            refused(broken, &refusal);
+            refused(rank.outcome(), &refusal);
         } else {
             drop(pending.receive(order)?);
             let error = rank.outcome().unwrap_err();

@@ -649,7 +649,11 @@ fn rows_that_were_sent_and_are_never_received() {
         drop(rank.buffer.dispatch_send(&mut place, request, order)?);
         let error = rank.dispatch(&mut place).unwrap_err();
         assert!(matches!(error, Error::Broken { call: "low-latency dispatch", .. }), "{error}");
-        rank.stream.synchronize()
+        refused(rank.outcome(), &[&error.to_string()]);
+        let group = rank.group.clone();
+        group.barrier(PATIENCE)?;
+        rank.buffer.regroup(&*group)?;
+        rank.buffer.check()
     });
 }
 

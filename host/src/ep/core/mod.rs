@@ -246,6 +246,13 @@ impl<R> Core<R> {
         self.sequence().check()
     }
 
+    /// [`Core::check`], and an error where the second half of an operation was not enqueued. For
+    /// callers that hold no first half.
+    pub fn check_between_calls(&self) -> Result<()> {
+        self.check()?;
+        self.sequence().check_received(None, false)
+    }
+
     /// No second half of an operation is outstanding.
     pub fn forget_sent(&self) {
         self.sequence().forget_sent();

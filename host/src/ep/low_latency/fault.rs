@@ -18,8 +18,11 @@ impl Buffer {
     /// that expired ([`Error::PeerTimeout`]) or found another call there ([`Error::OtherCall`]), or
     /// an expert id out of range. The error is visible once the stream has passed the operation;
     /// each replay of a captured one records it as well.
+    ///
+    /// A call that failed half way ([`Error::Broken`]) is one as well. A dropped
+    /// [`Pending`](super::Pending) is one until the next [`Buffer::regroup`].
     pub fn check(&self) -> Result<()> {
-        self.core.check()
+        self.core.check_between_calls()
     }
 
     /// The outcome of an operation that begins now on the stream of `order`. Replays of a recording

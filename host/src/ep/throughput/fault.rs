@@ -232,14 +232,15 @@ impl Buffer {
     /// # Errors
     /// Errors that end the buffer are returned from then on. Such an error is the first wait for a
     /// peer that expired ([`Error::PeerTimeout`]) or found the peer in another call
-    /// ([`Error::OtherCall`]). A call that failed half way ([`Error::Broken`]) is one as well.
+    /// ([`Error::OtherCall`]). A call that failed half way ([`Error::Broken`]) is one as well, and
+    /// so is a dropped [`Pending`](super::Pending).
     ///
     /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row returns its
     /// error once, on every rank, and the buffer stays usable: [`Error::InvalidExpert`],
     /// [`Error::Capacity`] or [`Error::Mismatch`]. If several did since the last call, the last
     /// one's error is returned; [`Buffer::check_dispatch`] returns that of each dispatch.
     pub fn check(&self) -> Result<()> {
-        self.core.check()?;
+        self.core.check_between_calls()?;
         self.plans.check()
     }
 
