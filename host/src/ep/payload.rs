@@ -400,12 +400,11 @@ impl Records {
     }
 }
 
-#[cfg(test)]
 impl Record {
-    /// The record of a payload's columns, whose offsets are left out.
+    /// The record of a payload's columns, without addresses and offsets.
     pub fn of(payload: &Payload) -> Record {
         let place = |&(dtype, elements): &(DType, u64)| PlacedColumn {
-            ptr: DevicePtr(256),
+            ptr: DevicePtr::NULL,
             dtype,
             elements: Some(elements),
             bytes: (elements * dtype.size()) as u32,

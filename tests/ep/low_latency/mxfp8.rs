@@ -308,11 +308,14 @@ fn rows_that_are_mxfp8_already_come_to_the_same() {
 /// Rows with f32 scales have as many bytes, and are another call.
 #[test]
 fn ranks_that_quantise_otherwise_are_told_apart() {
-    for (nodes, other) in [
-        (None, Quantise::Fp8),
-        (None, Quantise::None),
-        (across_nodes(TransportKind::Direct), Quantise::Fp8PowerOfTwo),
+    let with_f32 = "256 x fp8 (256 bytes) per row and f32 scales";
+    for (nodes, other, rows) in [
+        (None, Quantise::Fp8, with_f32),
+        (None, Quantise::None, "256 x bf16 (512 bytes) per row"),
+        (across_nodes(TransportKind::Direct), Quantise::Fp8PowerOfTwo, with_f32),
     ] {
+        let texts = [("256 x fp8 (256 bytes) per row and UE8M0 scales of 32 elements", 0), (rows, 1)]
+            .map(|(rows, rank)| format!("low-latency dispatch in place 0 with {rows} on rank {rank}"));
         let case = LowLatencyCase { nodes, ..case(&[4, 4], 256) };
         case.run(|rank| {
             let stream = rank.stream.clone();
@@ -321,7 +324,7 @@ fn ranks_that_quantise_otherwise_are_told_apart() {
             let request = DispatchRequest::new(&x, &ids).quantise(quantise);
             let received = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&stream))?;
             stream.synchronize()?;
-            refused(rank.buffer.check(), &["low-latency dispatch in place 0", "scales or columns"]);
+            refused(rank.buffer.check(), &[&texts[0], &texts[1]]);
             drop(received);
             Ok(())
         });

@@ -443,7 +443,9 @@ fn ranks_with_other_columns_are_told_apart() {
             let request = DispatchRequest::new(&x, &ids).column(&column);
             let received = rank.buffer.dispatch(&mut place, request, order)?;
             stream.synchronize()?;
-            refused(rank.buffer.check(), &["low-latency dispatch in place 0", "scales or columns"]);
+            let usual =
+                "place 0 with 512 x fp8 (512 bytes) per row and UE8M0 scales of 32 elements on rank 0";
+            refused(rank.buffer.check(), &[usual, "that are none of the usual formats (number "]);
             drop(received);
             Ok(())
         });
@@ -454,7 +456,13 @@ fn ranks_with_other_columns_are_told_apart() {
 #[test]
 fn ranks_with_rows_of_other_types_are_told_apart() {
     for nodes in [None, Some(NodeLinks { ranks_per_node: 1, transport: TransportKind::Direct, queues: 1 })] {
-        for dtypes in [[DType::Bf16, DType::F16], [DType::Fp8E4m3, DType::Fp8E5m2]] {
+        let types = [
+            [DType::Bf16, DType::F16],
+            [DType::Fp8E4m3, DType::Fp8E5m2],
+            [DType::Fp8E4m3, DType::U8],
+            [DType::Bf16, DType::Fp8E4m3],
+        ];
+        for dtypes in types {
             let case = LowLatencyCase { nodes, ..case(&[4, 4], Format::Bf16) };
             case.run(|rank| {
                 let stream = rank.stream.clone();
@@ -463,7 +471,10 @@ fn ranks_with_rows_of_other_types_are_told_apart() {
                 let x = Tensor::alloc(stream.device(), dtypes[rank.rank as usize], &[4, HIDDEN])?;
                 let received = rank.buffer.dispatch(&mut place, DispatchRequest::new(&x, &ids), order)?;
                 stream.synchronize()?;
-                refused(rank.buffer.check(), &["low-latency dispatch in place 0", "bytes and dtype"]);
+                let rows = dtypes.map(|dtype| {
+                    format!("in place 0 with 512 x {dtype} ({} bytes) per row", 512 * dtype.size())
+                });
+                refused(rank.buffer.check(), &[&rows[0], &rows[1]]);
                 drop(received);
                 Ok(())
             });

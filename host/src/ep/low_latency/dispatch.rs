@@ -32,6 +32,8 @@ pub(super) const ROWS: [DType; 6] =
 const WORDS: u32 = 32;
 /// Counts of words of columns, by which the type of rows counts: a third of those that a call has.
 const TYPES: u32 = (1 << 13) / 3;
+/// Numbers of bytes that differ by a multiple of this are the same in a call.
+const BYTES_OF_CALLS: u32 = 1 << 17;
 
 /// Arguments of [`Buffer::dispatch`].
 #[derive(Debug, Clone, Copy)]
@@ -590,6 +592,47 @@ fn bytes_of_call(row_bytes: u32, dtype: DType, record: &Record) -> u32 {
         _ => 0,
     };
     row_bytes + 16 * (record.bytes / 4 + WORDS * record.fingerprint() + TYPES * among_equally_long)
+}
+
+/// The rows and scales of a dispatch whose call has these bytes, in a buffer of `hidden` elements;
+/// `None` where no usual format has them. Formats that share them are joined by "or".
+pub(super) fn describe_rows(bytes: u32, has_scales: bool, hidden: u64) -> Option<String> {
+    let mut found = Vec::new();
+    let mut compare = |payload: &Payload, record: &Record, scales: &str| {
+        let (dtype, elements) = payload.row();
+        let row_bytes = payload.row_bytes();
+        if bytes_of_call(row_bytes as u32, dtype, record) % BYTES_OF_CALLS == bytes {
+            found.push(format!("{elements} x {dtype} ({row_bytes} bytes) per row{scales}"));
+        }
+    };
+    if !has_scales {
+        // Rows of u8 have any length.
+        let of_u8 = bytes.wrapping_sub(bytes_of_call(0, DType::U8, &Record::default())) % BYTES_OF_CALLS;
+        let of_u8 = Some(u64::from(of_u8)).filter(|&bytes| bytes <= hidden * 2);
+        let rows = ROWS.into_iter().filter_map(|dtype| {
+            let elements = elements_of(dtype, hidden).or(of_u8)?;
+            Payload::rows(dtype, elements).ok()
+        });
+        rows.for_each(|payload| compare(&payload, &Record::default(), ""));
+    } else {
+        for dtype in [DType::Fp8E4m3, DType::Fp8E5m2] {
+            let of_128 = " and UE8M0 scales of 128 elements";
+            let formats = [
+                (Payload::fp8(dtype, hidden), " and f32 scales"),
+                (Payload::fp8_ue8m0(dtype, hidden), of_128),
+                (Payload::mxfp8(dtype, hidden), " and UE8M0 scales of 32 elements"),
+            ];
+            for (payload, scales) in formats {
+                payload.iter().for_each(|payload| compare(payload, &Record::of(payload), scales));
+            }
+        }
+        // Scales that are no column.
+        let of_scales = Payload::rows(DType::Fp8E4m3, hidden);
+        of_scales.iter().for_each(|payload| compare(payload, &Record::default(), " and f32 scales"));
+        let nvfp4 = Payload::nvfp4(hidden);
+        nvfp4.iter().for_each(|payload| compare(payload, &Record::of(payload), " and NVFP4 scales"));
+    }
+    (!found.is_empty()).then(|| found.join(" or "))
 }
 
 /// Elements of a row, where its type leaves no choice.

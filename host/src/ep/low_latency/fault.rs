@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use epoxide_gpu::layout::{LowLatencyCall, Status, UNKNOWN_EXPERT, UNKNOWN_PLACE, WITH_TABLE, Wait};
 
 use super::Buffer;
+use super::dispatch::describe_rows;
 use crate::driver::{Outcome, Stream};
 use crate::ep::StreamOrder;
 use crate::ep::core::{self, Faults};
@@ -37,6 +38,8 @@ impl Buffer {
 #[derive(Debug)]
 pub struct Calls {
     pub num_experts: u32,
+    /// Elements of a row.
+    pub hidden: u64,
 }
 
 impl core::Calls for Calls {
@@ -87,12 +90,15 @@ impl core::Calls for Calls {
         if call.is_combine && row_bytes == 0 {
             return format!("{name} in place {place} of rows in the pool");
         }
-        let what = match (has_scales, call.is_combine) {
-            (true, _) => " and scales or columns (a number of all)",
-            (false, true) => "",
-            (false, false) => " (a number of bytes and dtype)",
+        let rows = if call.is_combine {
+            format!("{row_bytes} bytes per row{}", if has_scales { " and f32 scales" } else { "" })
+        } else {
+            describe_rows(row_bytes, has_scales, self.hidden).unwrap_or_else(|| {
+                let rows = "rows and columns that are none of the usual formats";
+                format!("{rows} (number {} of type, sizes and columns)", row_bytes / 16)
+            })
         };
-        format!("{name} in place {place} with {row_bytes} bytes per row{what}")
+        format!("{name} in place {place} with {rows}")
     }
 }
 

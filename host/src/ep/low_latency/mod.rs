@@ -289,7 +289,8 @@ impl Buffer {
                 Pools::map(&device, group, (nodes, joined), &options.transport, alloc, load)?;
             let topology = pools.topology();
 
-            let calls = Box::new(Calls { num_experts: options.shape.num_experts });
+            let calls =
+                Box::new(Calls { num_experts: options.shape.num_experts, hidden: options.shape.hidden });
             let core = Core::new(&device, rank, pools, options.timeout, options.shape.max_tokens, calls)?;
             let own = |pieces: &mut Pieces| layout::tables(pieces, &options, topology);
             let (tables, own) = laid_out(&device, "low-latency tables", own)?;
