@@ -43,9 +43,14 @@ fn sizes_that_fit_no_type_are_refused() {
     let shape = Shape { max_tokens: 4096, hidden: 7168, dtype: DType::F32, max_topk: 8, max_scales: 0 };
     let sizes = |shape| Options::new(shape).sizes(8);
     sizes(shape).unwrap();
-    for hidden in [1 << 23, 1 << 60, u64::MAX / 16 * 4] {
-        refused(sizes(Shape { hidden, ..shape }), &["hidden", "bytes per row", "at most 16777216"]);
+    let rule = "hidden * element size must be a positive multiple of 16 bytes, below 16 MiB";
+    // No dispatch takes rows of 16 MiB.
+    for hidden in [1 << 22, 1 << 23, 1 << 60, u64::MAX / 16 * 4] {
+        let value = format!("hidden = {hidden} x f32 (");
+        refused(sizes(Shape { hidden, ..shape }), &[&value, " bytes per row)", rule]);
     }
+    refused(sizes(Shape { hidden: 1021, ..shape }), &["hidden = 1021 x f32 (4084 bytes per row)", rule]);
+    sizes(Shape { max_tokens: 1, hidden: (1 << 22) - 4, ..shape }).unwrap();
     for max_scales in [1 << 16, 1 << 30, u32::MAX] {
         let text = format!("max_scales = {max_scales}");
         refused(sizes(Shape { max_scales, ..shape }), &[&text, "at most 65535"]);

@@ -142,6 +142,19 @@ elements! {
 /// Bytes that a row has less than.
 const MOST_ROW_BYTES: u64 = 1 << 24;
 
+/// Checks that rows of `elements` can be moved in units of 16 bytes, and are short enough for the
+/// words by which ranks compare them. `of`: the tensor that they are of, if any, for the error.
+pub fn check_rows_of_16(elements: u64, dtype: DType, of: &str) -> Result<()> {
+    let bytes = elements.saturating_mul(dtype.size());
+    if bytes != 0 && bytes.is_multiple_of(16) && bytes < MOST_ROW_BYTES {
+        return Ok(());
+    }
+    let value = format!("{elements} x {dtype} ({bytes} bytes per row)");
+    let of = if of.is_empty() { String::new() } else { format!("{of}: ") };
+    let rule = format!("{of}hidden * element size must be a positive multiple of 16 bytes, below 16 MiB");
+    Err(Error::argument("hidden", value, rule))
+}
+
 /// Keeps memory of a device alive.
 pub trait Owns: fmt::Debug + Send + Sync {
     /// The memory's device. The memory is freed or reused behind all its streams.
@@ -570,17 +583,7 @@ impl<'a> Tensor<'a> {
     /// Checks that rows can be moved in units of 16 bytes, and are short enough for the words by
     /// which ranks compare them.
     pub(crate) fn expect_rows_of_16(&self, name: &'static str) -> Result<()> {
-        let bytes = self.row_bytes();
-        if bytes == 0 || !bytes.is_multiple_of(16) || bytes >= MOST_ROW_BYTES {
-            let value = format!("{} x {} ({bytes} bytes per row)", self.columns(), self.dtype);
-            return Err(Error::argument(
-                "hidden",
-                value,
-                format!(
-                    "{name}: hidden * element size must be a positive multiple of 16 bytes, below 16 MiB"
-                ),
-            ));
-        }
+        check_rows_of_16(self.columns(), self.dtype, name)?;
         if !self.ptr.0.is_multiple_of(16) {
             let rule = "the address must be a multiple of 16 bytes";
             return Err(Error::argument(name, format!("{:#x}", self.ptr.0), rule));

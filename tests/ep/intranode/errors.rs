@@ -231,8 +231,11 @@ fn buffer_options_are_checked() {
     };
     let shape = |change: &dyn Fn(&mut Shape)| make(&|setup| change(&mut setup.fields().shape));
     let tuning = |change: &dyn Fn(&mut Tuning)| make(&|setup| change(&mut setup.fields().tuning));
-    assert_names(&shape(&|s| s.hidden = 12), &["hidden = 24 bytes per row", "multiple of 16 bytes"]);
-    assert_names(&shape(&|s| s.hidden = 0), &["hidden = 0 bytes per row", "positive"]);
+    assert_names(
+        &shape(&|s| s.hidden = 12),
+        &["hidden = 12 x bf16 (24 bytes per row)", "multiple of 16 bytes"],
+    );
+    assert_names(&shape(&|s| s.hidden = 0), &["hidden = 0 x bf16 (0 bytes per row)", "positive"]);
     assert_names(&shape(&|s| s.max_topk = 0), &["num_topk = 0", "1 to 32"]);
     assert_names(&shape(&|s| s.max_topk = 33), &["num_topk = 33", "1 to 32"]);
     let parts = ["max_tokens = 4294967295", "8589934590 rows for 2 ranks", "31 bits"];

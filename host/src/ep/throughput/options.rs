@@ -25,7 +25,7 @@ pub struct Shape {
     /// Most tokens that any rank sends; a layout of more is an error. A pool has room for this many
     /// from every rank.
     pub max_tokens: u32,
-    /// Elements of a row.
+    /// Elements of a row, which has a multiple of 16 bytes below 16 MiB.
     pub hidden: u64,
     /// The largest type of elements: rows of smaller ones fit too.
     pub dtype: DType,

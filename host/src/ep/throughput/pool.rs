@@ -8,6 +8,7 @@ use epoxide_gpu::layout::{
 use super::options::Shape;
 use crate::ep::Topology;
 use crate::ep::core::{Offsets, check_count};
+use crate::ep::tensor::check_rows_of_16;
 use crate::error::{Error, Result, Scope};
 
 /// Bytes of the count messages in a pool: one from each rank. With rows `by_expert` the records of
@@ -49,8 +50,7 @@ fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
     2 * row_stride(shape.max_row_bytes()) + scales * 4 + topk * (8 + 4 + 4) + 4 + meta_bytes(topology)
 }
 
-/// Most bytes of a row, and most scales of it: all sizes that follow from them fit in their types.
-const MOST_ROW_BYTES: u64 = 1 << 24;
+/// Most scales of a row: all sizes that follow from them fit in their types.
 const MOST_SCALES: u32 = u16::MAX as u32;
 
 /// Regions of a place that each may lose up to one alignment.
@@ -73,15 +73,7 @@ pub fn pool_layouts(
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
     check_count(places)?;
-    if !(1..=MOST_ROW_BYTES).contains(&shape.max_row_bytes()) || !shape.max_row_bytes().is_multiple_of(16) {
-        return Err(Error::argument(
-            "hidden",
-            format!("{} bytes per row", shape.max_row_bytes()),
-            format!(
-                "hidden * element size must be a positive multiple of 16 bytes, at most {MOST_ROW_BYTES}"
-            ),
-        ));
-    }
+    check_rows_of_16(shape.hidden, shape.dtype, "")?;
     if shape.max_scales > MOST_SCALES {
         return Err(Error::argument(
             "max_scales",
