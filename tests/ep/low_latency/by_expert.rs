@@ -317,7 +317,7 @@ fn refusals(case: &LowLatencyCase, rank: &mut LowLatencyRank) -> Result<()> {
     let few = tensor(DType::Bf16, [rows - 1, 256])?;
     refused(
         buffer.combine(received, CombineRequest::by_expert(&few), order),
-        &["rows has shape [37, 256]", "38"],
+        &["rows has shape [37, 256]", "[rows_by_expert = 38, hidden = 256]"],
     );
     stream.synchronize()?;
     buffer.check()

@@ -691,6 +691,18 @@ fn arguments_that_do_not_fit() {
             "quantise = Fp8PowerOfTwo of 16 x bf16: quantising takes bf16 rows with a multiple of 128 \
              elements: pad rows, or send rows that are quantised already",
         );
+        let (stream, x, experts) = (rank.stream.clone(), rank.x.clone(), rank.experts.clone());
+        for (request, text) in [
+            (
+                CombineRequest::by_expert(&experts),
+                "rows has shape [12, 16], expected [local_experts * rows = 24, hidden = 16]",
+            ),
+            (CombineRequest::by_row(&x), "rows has shape [4, 16], expected [rows = 12, hidden = 16]"),
+        ] {
+            let received = rank.dispatch(&mut place)?;
+            let combined = rank.buffer.combine(received, request, StreamOrder::on(&stream));
+            refused(combined.unwrap_err(), text);
+        }
         // Rejected calls enqueued no work.
         let received = rank.dispatch(&mut place)?;
         rank.combine(received)?;

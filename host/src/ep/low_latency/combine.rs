@@ -243,15 +243,20 @@ impl Buffer {
         let (hidden, dtype) = (self.options.shape.hidden, self.options.combine_dtype);
         let CombineRequest { rows, weights, quantise, cumulative_wait_ns, num_sms, timeout } = request;
         check_sms(num_sms)?;
-        let (x, experts) = match rows {
-            Rows::ByExpert(x) => (x, self.local_experts()),
-            Rows::ByRow(x) => (x, 1),
-            Rows::InPool => (received.combine_rows()?, 1),
+        let x = match rows {
+            Rows::ByExpert(x) | Rows::ByRow(x) => x,
+            Rows::InPool => received.combine_rows()?,
         };
         let segments = place.room().own.by_expert.filter(|_| received.has_segments);
         let (is_by_expert, in_pool) = (matches!(rows, Rows::ByExpert(_)), matches!(rows, Rows::InPool));
         let segments = segments.filter(|_| is_by_expert);
-        let expected = segments.map_or(self.rows() * u64::from(experts), |to| to.rows.into());
+        let expected = match segments {
+            Some(to) => ("rows_by_expert", Some(u64::from(to.rows))),
+            None if is_by_expert => {
+                ("local_experts * rows", Some(self.rows() * u64::from(self.local_experts())))
+            }
+            None => ("rows", Some(self.rows())),
+        };
         let is_other = matches!(x.dtype(), DType::Bf16 | DType::F16 | DType::F32) && x.dtype() != dtype;
         if is_other {
             let rule = format!(
@@ -260,7 +265,7 @@ impl Buffer {
             );
             return Err(Error::argument("rows", format!("of {}", x.dtype()), rule));
         }
-        x.expect_strided("rows", &[dtype], &[("rows", Some(expected)), ("hidden", Some(hidden))])?;
+        x.expect_strided("rows", &[dtype], &[expected, ("hidden", Some(hidden))])?;
         x.expect_rows_of_16("rows")?;
         // Peers return rows to the memory of rows in the pool.
         if let (false, Some(pooled)) = (in_pool, &received.combine_rows) {
