@@ -310,7 +310,7 @@ fn all_ranks_have_as_many_entries_and_no_more_than_the_buffer() {
             if rank.rank == 1 {
                 weighted = weighted.topk_weights(&valid.topk_weights);
             }
-            refused(rank.dispatch(place, weighted), &["disagree on whether there are topk_weights"]);
+            refused(rank.dispatch(place, weighted), &["disagree on topk_weights: "]);
             Ok(())
         });
     }

@@ -95,8 +95,11 @@ fn tensors_of_another_device_are_refused() {
     then_dispatch(setup(Spread::OneNode), |rank, valid, place| {
         let other = VirtualGpu::new(VirtConfig { ordinal: 7, ..VirtConfig::default() });
         let x = Tensor::alloc(&other, DType::Bf16, &[TOKENS, 8])?;
-        let refusal = ["a tensor = in memory of device 7", "memory of the buffer's device, device"];
+        let refusal = ["x = in memory of device 7", "memory of the buffer's device, device"];
         refused(rank.dispatch(place, valid.request_of(&x)), &refusal);
+        let ids = Tensor::alloc(&other, DType::I64, &[TOKENS, 2])?.named("ids of layer 7");
+        let layout = rank.layout(&ids.typed::<i64>()?, EXPERTS);
+        refused(layout, &["topk_idx = ids of layer 7, in memory of device 7"]);
         Ok(())
     });
 }
@@ -113,10 +116,12 @@ fn results_of_another_device_are_refused() {
         let received = one.dispatch(&mut place, DispatchRequest::new(&valid.x, &valid.layout))?;
         let sums = one.combine(CombineRequest::new(&received.recv_x, &received.handle))?;
         let (valid, mut place) = (Valid::new(&mut two)?, two.place()?);
-        let (x, refusal) = (&sums.combined_x, ["a tensor = in memory of device 1"]);
+        let x = &sums.combined_x;
+        let refusal = [&format!("x = {}, in memory of device 1", x.name())[..]];
         refused(two.dispatch(&mut place, DispatchRequest::new(x, &valid.layout)), &refusal);
         let handle = two.dispatch(&mut place, DispatchRequest::new(&valid.x, &valid.layout))?.handle;
-        refused(two.combine(CombineRequest::new(&received.recv_x, &handle)), &refusal);
+        let rows = &received.recv_x;
+        refused(two.combine(CombineRequest::new(rows, &handle)), &["x = recv_x, in memory of device 1"]);
         two.stream.synchronize()
     });
 }
@@ -199,6 +204,9 @@ fn an_expert_id_out_of_range_is_an_error_on_every_rank(spread: Spread) {
             if rank.rank == 1 {
                 let value = format!("topk_idx = {bad} (token 2, entry 1)");
                 refused(validated, &[&value, "-1 or 0 to num_experts - 1 = 3"]);
+                let named = topk_idx.clone().named("ids of layer 7");
+                let validated = rank.layout(&named, EXPERTS)?.validate(&rank.stream);
+                refused(validated, &[&format!("{value} of ids of layer 7: ")]);
             } else {
                 validated?;
             }
@@ -330,7 +338,9 @@ fn ranks_must_make_equal_dispatches(spread: Spread) {
         let result = rank.dispatch(place, valid.request_along(&layout));
         refused(result, &[&disagree(rank, "num_experts", mine(EXPERTS, 2 * EXPERTS))]);
         let request = if odd { DispatchRequest::new(&valid.x, &valid.layout) } else { valid.request() };
-        refused(rank.dispatch(place, request), &["disagree on num_topk"]);
+        let given = |is_odd| if is_odd { "none" } else { "given" };
+        let here_and_there = format!("topk_weights: {} here, {} there", given(odd), given(!odd));
+        refused(rank.dispatch(place, request), &[&here_and_there]);
         let counts = Counts::OnDevice { capacity: if odd { 10 } else { 9 } };
         let handle = rank.dispatch(place, valid.request().counts(counts))?.handle;
         let parts = disagree(rank, "capacity in rows", mine(9, 10));

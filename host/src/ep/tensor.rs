@@ -176,11 +176,6 @@ impl Owns for Memory {
 /// Keeps the memory of a tensor alive.
 pub type Owner = Arc<dyn Owns>;
 
-/// The owners of tensors, those that have one.
-pub fn owners<'t, 'a: 't>(tensors: impl IntoIterator<Item = Option<&'t Tensor<'a>>>) -> Vec<Owner> {
-    tensors.into_iter().flatten().filter_map(|tensor| tensor.owner().cloned()).collect()
-}
-
 /// A one- or two-dimensional tensor in device memory. Cloning shares the memory; the last clone
 /// frees it, unless it was made by [`Tensor::from_raw`].
 ///
@@ -475,11 +470,12 @@ impl<'a> Tensor<'a> {
     /// elements, and errors of the driver.
     pub fn write<T: Element>(&self, stream: &Stream, data: &[T]) -> Result<()> {
         self.check_element::<T>()?;
-        if data.len() as u64 != self.rows() * self.columns() {
+        let elements = self.rows() * self.columns();
+        if data.len() as u64 != elements {
             return Err(Error::Shape {
-                tensor: self.called(),
-                have: self.shape.clone(),
-                expected: format!("{} elements, as the host data has", data.len()),
+                tensor: self.called_as("data"),
+                have: vec![data.len() as u64],
+                expected: format!("{elements} elements, for shape {:?}", self.shape),
             });
         }
         for outcome in self.outcomes() {
@@ -701,8 +697,10 @@ mod tests {
         let shape = named.write(&stream, &[0.0f32; 3]).unwrap_err();
         assert_eq!(
             text(shape),
-            "attention output has shape [1, 4], expected 3 elements, as the host data has"
+            "data (attention output) has shape [3], expected 4 elements, for shape [1, 4]"
         );
+        let shape = Tensor::from_host(&stream, DType::F32, &[2, 2], &[0.0f32; 5]).unwrap_err();
+        assert_eq!(text(shape), "data has shape [5], expected 4 elements, for shape [2, 2]");
         assert!(format!("{named:?}").starts_with("Tensor(attention output: f32 [1, 4] at "));
     }
 }

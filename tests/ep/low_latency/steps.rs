@@ -195,7 +195,7 @@ fn a_refused_dispatch_leaves_the_rows_before_it() {
         let x = Tensor::alloc(&other, DType::Bf16, &[rank.x.rows(), rank.shape.hidden])?;
         let request = DispatchRequest::new(&x, &rank.topk_idx);
         let order = StreamOrder::on(&rank.stream);
-        refused(rank.buffer.dispatch(&mut place, request, order), &["a tensor = in memory of device 7"]);
+        refused(rank.buffer.dispatch(&mut place, request, order), &["x = in memory of device 7"]);
         let tokens = received.at(&place)?.num_tokens.values(&rank.stream)?;
         assert_eq!(tokens[..3], [TOKENS as i32; 3]);
         rank.outcome()

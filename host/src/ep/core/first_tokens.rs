@@ -5,7 +5,7 @@ use epoxide_gpu::layout::{FirstTokensArgs, MAX_TOPK};
 
 use super::{Core, HasCore, StreamOrder};
 use crate::ep::experts::is_narrow;
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::ep::{DType, ExpertId, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -46,8 +46,9 @@ pub fn first_tokens<B: HasCore, T: ExpertId>(
         narrow_ids: is_narrow(topk_idx),
         reserved: 0,
     };
-    let uses = owners([Some(&**topk_idx), Some(&**num_tokens)]).into_iter();
-    let uses = uses.chain([block.clone() as Owner]);
+    let inputs = [("topk_idx", Some(&**topk_idx)), ("num_tokens", Some(&**num_tokens))];
+    let mut uses = buffer.core().owners(inputs)?;
+    uses.push(block.clone() as Owner);
     Core::run(buffer, order, capturing, None, uses, |buffer, stream| {
         let grid = (args.max_tokens * args.num_topk).div_ceil(THREADS).clamp(1, MOST_BLOCKS);
         // SAFETY: the memory of tensors and block is freed only behind all work enqueued on

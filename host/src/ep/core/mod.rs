@@ -58,7 +58,7 @@ use place::Pool;
 use step::Recordings;
 
 use super::Topology;
-use super::tensor::Owner;
+use super::tensor::{Owner, Tensor};
 use crate::driver::{Device, Event, Kernel, Memory, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
@@ -320,6 +320,25 @@ impl<R> Core<R> {
         Enqueuer::is_capturing(order)
     }
 
+    /// The owners of the memory of these arguments, those that have one.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where an argument's memory is of another device.
+    pub fn owners<'t, 'a: 't>(
+        &self,
+        arguments: impl IntoIterator<Item = (&'static str, Option<&'t Tensor<'a>>)>,
+    ) -> Result<Vec<Owner>> {
+        let mut owners = Vec::new();
+        for (argument, tensor) in arguments {
+            let Some(tensor) = tensor else { continue };
+            if let Some(owner) = tensor.owner() {
+                check_memory(argument, tensor.name(), owner, &self.device)?;
+                owners.push(owner.clone());
+            }
+        }
+        Ok(owners)
+    }
+
     /// Runs `work` on the stream of `order`, behind the previous operation and behind the last
     /// users of the blocks that were taken for it. Returns the event of an asynchronous call.
     /// `capturing`: what [`Core::begin`] returned; `uses`: what must live as long as a recording of
@@ -337,7 +356,7 @@ impl<R> Core<R> {
         // Without an allocation where nothing is kept.
         let (mut kept, mut is_of_others) = (Vec::new(), false);
         for owner in uses {
-            check_memory(&owner, &core.device)?;
+            check_memory("a tensor", "", &owner, &core.device)?;
             is_of_others |= owner.arena().is_some_and(|arena| !Arc::ptr_eq(arena, &core.arena));
             kept.extend(is_kept.then_some(owner));
         }
@@ -382,14 +401,15 @@ impl<R> Drop for Core<R> {
 }
 
 /// An error if a tensor's memory is of another device than `device`: a free of it does not wait for
-/// streams of `device`.
-fn check_memory(owner: &Owner, device: &Device) -> Result<()> {
+/// streams of `device`. `name`: the tensor's own, if any.
+fn check_memory(argument: &'static str, name: &str, owner: &Owner, device: &Device) -> Result<()> {
     let of = owner.device();
     if of.is(device) {
         return Ok(());
     }
     let rule = format!("must be in memory of the buffer's device, {}: copy it there", named(device));
-    Err(Error::argument("a tensor", format!("in memory of {}", named(of)), rule))
+    let name = if name.is_empty() || name == argument { String::new() } else { format!("{name}, ") };
+    Err(Error::argument(argument, format!("{name}in memory of {}", named(of)), rule))
 }
 
 /// A deadline in the unit of kernels.

@@ -209,7 +209,7 @@ impl Buffer {
         };
         out.expect_apart("out", rows, "rows")?;
         let mut operation = self.combine_operation(received, request, out.ptr(), order)?;
-        operation.uses.extend(out.owner().cloned());
+        operation.uses.extend(self.core.owners([("out", Some(out))])?);
         Ok(operation)
     }
 
@@ -308,7 +308,7 @@ impl Buffer {
             spoils: self.options.nan_on_failure.into(),
         };
         // Rows in the pool live as long as the buffer.
-        let mut uses: Vec<Owner> = x.owner().filter(|_| !in_pool).cloned().into_iter().collect();
+        let mut uses = self.core.owners([("rows", Some(x).filter(|_| !in_pool))])?;
         let wait_ns = self.wait_ns(cumulative_wait_ns, &self.outcome(order)?, &mut uses)?;
         Ok(Operation {
             name: "low-latency combine",

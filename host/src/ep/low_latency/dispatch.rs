@@ -17,10 +17,10 @@ use super::options::check_sms;
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
-use crate::ep::core::{Block, Halves, PlaceState, check_cumulative, setters};
+use crate::ep::core::{Block, CUMULATIVE_COUNTS, Halves, PlaceState, check_cumulative, setters};
 use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
 use crate::ep::payload::{Columns, PlacedColumn, Record};
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::ep::{DType, ExpertId, ExpertMap, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -328,8 +328,15 @@ impl Buffer {
             narrow_ids: is_narrow(topk_idx),
         };
         let entries = map.map(|map| &**map.entries());
-        let uses = [Some(x), Some(topk_idx), entries, topk_weights.map(|it| &**it), scales.map(|it| &**it)];
-        let mut uses = owners(uses.into_iter().chain(columns.iter().map(Some)));
+        let inputs = [
+            ("x", Some(x)),
+            ("topk_idx", Some(topk_idx)),
+            ("map", entries),
+            ("topk_weights", topk_weights.map(|it| &**it)),
+            ("scales", scales.map(|it| &**it)),
+        ];
+        let of_columns = columns.iter().map(|column| ("column", Some(column)));
+        let mut uses = self.core.owners(inputs.into_iter().chain(of_columns))?;
         uses.extend(records.owner());
         let given = [
             request.recv_x.map(|it| ("recv_x", it)),
@@ -355,14 +362,15 @@ impl Buffer {
         check_sms(request.num_sms)?;
         let wait_ns = self.wait_ns(request.cumulative_wait_ns, &outcome, &mut uses)?;
         if let Some(cumulative) = request.cumulative_counts {
-            uses.extend(owners([Some(&**cumulative)]));
+            uses.extend(self.core.owners([(CUMULATIVE_COUNTS, Some(&**cumulative))])?);
             cumulative.is_filled_by(&outcome);
         }
         let lease = place.lease();
         let owner = || lease.clone() as Owner;
         let mut by_expert = None;
         if let Some((to, block)) = &rows_by_expert {
-            uses.extend(owners(given.map(|it| it.map(|(_, tensor)| tensor))));
+            let outs = given.into_iter().flatten().map(|(name, tensor)| (name, Some(tensor)));
+            uses.extend(self.core.owners(outs)?);
             uses.extend(block.clone().map(|block| block as Owner));
             given.into_iter().flatten().for_each(|(_, tensor)| tensor.is_filled_by(&outcome));
             by_expert = Some(received_by_expert(

@@ -7,7 +7,6 @@ use super::Buffer;
 use super::dispatch::{ROWS, check_row_bytes, elements_of};
 use super::results::Received;
 use crate::driver::Event;
-use crate::ep::tensor::owners;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -176,7 +175,8 @@ impl Buffer {
         // A row of each expert that a token can have, of every token that there can be.
         let most_rows = rows * experts.min(self.options.shape.num_topk.into());
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX), None);
-        let uses = owners([Some(x), scales.map(|it| &**it), columns.map(|it| &**it)]);
+        let outs = [("x", Some(x)), ("scales", scales.map(|it| &**it)), ("columns", columns.map(|it| &**it))];
+        let uses = self.core.owners(outs)?;
         let outcome = self.outcome(order)?;
         let event = self.run(order, None, uses, |buffer, stream, _| {
             received.lease.check_current()?;
@@ -193,8 +193,7 @@ impl Buffer {
             // SAFETY: as above.
             unsafe { stream.call(&buffer.kernels.gather_columns, blocks, threads, 0, call) }
         })?;
-        let filled = [Some(x), scales.map(|it| &**it), columns.map(|it| &**it)];
-        filled.into_iter().flatten().for_each(|tensor| tensor.is_filled_by(&outcome));
+        outs.into_iter().filter_map(|(_, it)| it).for_each(|tensor| tensor.is_filled_by(&outcome));
         Ok(event)
     }
 

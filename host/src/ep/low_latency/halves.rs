@@ -31,7 +31,7 @@ use super::{Buffer, Kernels, Kind};
 use crate::driver::{Event, Outcome, Stream};
 use crate::ep::core::{Halves, Lease, PlaceState, add_counts, check_wait_ns};
 use crate::ep::payload::Records;
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -308,7 +308,7 @@ impl Buffer {
     ) -> Result<Option<DevicePtr>> {
         let Some(times) = times else { return Ok(None) };
         check_wait_ns(times, self.num_ranks())?;
-        uses.extend(owners([Some(&**times)]));
+        uses.extend(self.core.owners([("cumulative_wait_ns", Some(&**times))])?);
         times.is_filled_by(outcome);
         Ok(Some(times.ptr()))
     }

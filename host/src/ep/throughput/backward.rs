@@ -8,7 +8,7 @@ use super::{
     Received, StreamOrder, Tensor, TypedTensor,
 };
 use crate::driver::Event;
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
 /// Threads per block of the kernel that makes gradients of weights.
@@ -163,7 +163,9 @@ impl Buffer {
             is_f32: (dtype == DType::F32).into(),
             reserved: 0,
         };
-        let uses = owners([Some(grad_rows), Some(expert_rows)]).into_iter().chain([block.clone() as Owner]);
+        let inputs = [("grad_rows", Some(grad_rows)), ("expert_rows", Some(expert_rows))];
+        let mut uses = self.core.owners(inputs)?;
+        uses.push(block.clone() as Owner);
         self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             // SAFETY: the memory of tensors and blocks is freed only behind all work enqueued on

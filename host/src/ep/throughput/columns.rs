@@ -5,7 +5,6 @@ use epoxide_gpu::layout::{DevicePtr, TransposeArgs};
 
 use super::{Buffer, DType, Received, StreamOrder, TypedTensor};
 use crate::driver::Event;
-use crate::ep::tensor::owners;
 use crate::error::{Error, Result};
 
 /// Threads per block.
@@ -64,7 +63,7 @@ impl Buffer {
             num_rows: rows as u32,
             local_experts: handle.local_experts,
         };
-        let uses = owners([Some(&**out)]);
+        let uses = self.core.owners([("out", Some(&**out))])?;
         let event = self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             let grid = (rows as u32).div_ceil(THREADS).clamp(1, sms);

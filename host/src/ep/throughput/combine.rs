@@ -23,7 +23,7 @@ use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Stream};
 use crate::ep::core::{Halves, setters};
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
 /// Threads per block of the copy into the pool.
@@ -328,7 +328,7 @@ impl Buffer {
             }
         }
         let at = (out.ptr(), out_topk_weights.map_or(DevicePtr::NULL, |weights| weights.ptr()));
-        self.combine_launch(request, halves, sums, at, owners(outs.map(|(_, out)| out)))
+        self.combine_launch(request, halves, sums, at, self.core.owners(outs)?)
     }
 
     /// Checks the arguments of a combine; gives the type and the sizes of its sums.
@@ -498,7 +498,8 @@ impl Buffer {
             _ => None,
         };
         let entry_weights = request.weights.map(|weights| &**weights);
-        let mut uses = owners([in_tensor, weights, entry_weights]);
+        let inputs = [("x", in_tensor), ("topk_weights", weights), ("weights", entry_weights)];
+        let mut uses = self.core.owners(inputs)?;
         uses.push(handle.block.clone() as Owner);
         uses.extend(outputs);
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;

@@ -6,7 +6,6 @@ use epoxide_gpu::layout::{Call, CallKind, DevicePtr, ExpertStageArgs, ROW_ALIGN,
 use super::combine::STAGE_THREADS;
 use super::{Buffer, DType, Received, StreamOrder, Tensor, TypedTensor};
 use crate::driver::Event;
-use crate::ep::tensor::owners;
 use crate::error::{Error, Result};
 
 impl Buffer {
@@ -112,7 +111,8 @@ impl Buffer {
             reserved: 0,
         };
         let from = place.at(place.room().layout.recv_topk_weights);
-        let uses = owners([Some(out), out_topk_weights.map(|it| &**it)]);
+        let outs = [("out", Some(out)), ("out_topk_weights", out_topk_weights.map(|it| &**it))];
+        let uses = self.core.owners(outs)?;
         let event = self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             // SAFETY: the memory of tensors and of the handle's block is freed only behind all work

@@ -7,7 +7,6 @@ use epoxide_gpu::layout::{CopyByExpertArgs, DevicePtr, row_stride};
 
 use super::{Buffer, DType, Received, StreamOrder, Tensor, TypedTensor, check_fits};
 use crate::driver::Event;
-use crate::ep::tensor::owners;
 use crate::error::{Error, Result};
 
 /// Threads per block.
@@ -76,7 +75,11 @@ impl Buffer {
             num_topk: places.columns() as u32,
             reserved: 0,
         };
-        let uses = owners([Some(out), out_scales.map(|it| &**it), Some(&**places)]);
+        let uses = self.core.owners([
+            ("out", Some(out)),
+            ("out_scales", out_scales.map(|it| &**it)),
+            ("places", Some(&**places)),
+        ])?;
         let event = self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             // A warp for each row, up to the number of multiprocessors.

@@ -27,7 +27,7 @@ use crate::driver::{Event, Outcome, Stream};
 use crate::ep::core::{CUMULATIVE_COUNTS, Halves, Lease, PlaceState, check_cumulative, setters};
 use crate::ep::experts::check_alignment;
 use crate::ep::payload::{Columns, PlacedColumn, Record};
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::ep::{Payload, Quantise};
 use crate::error::{Error, Result};
 
@@ -449,8 +449,15 @@ impl Buffer {
         let mut lease = None;
         let (scales, weights) = (scales.map(|it| &**it), request.topk_weights.map(|it| &**it));
         let cumulative = request.cumulative_counts.map(|it| &**it);
-        let inputs = [Some(x), scales, weights, Some(layout.topk_idx()), cumulative].into_iter();
-        uses.extend(owners(inputs.chain(columns.iter().map(Some))));
+        let inputs = [
+            ("x", Some(x)),
+            ("x_scales", scales),
+            ("topk_weights", weights),
+            ("topk_idx", Some(layout.topk_idx())),
+            (CUMULATIVE_COUNTS, cumulative),
+        ];
+        let columns = columns.iter().map(|column| ("column", Some(column)));
+        uses.extend(self.core.owners(inputs.into_iter().chain(columns))?);
         uses.extend(source.owners());
         uses.extend([layout.block.clone() as Owner, block.clone() as Owner]);
         end.uses.clone_from(&uses);
@@ -606,7 +613,9 @@ impl Buffer {
         let to_launch = (num_sms, handle.0.num_tokens);
         let (args, ring) = self.dispatch_args(&payload, &source, place, tables, to_launch, None);
         let mut lease = None;
-        let mut uses = owners([Some(x), scales.map(|it| &**it)].into_iter().chain(columns.iter().map(Some)));
+        let inputs = [("x", Some(x)), ("x_scales", scales.map(|it| &**it))].into_iter();
+        let columns = columns.iter().map(|column| ("column", Some(column)));
+        let mut uses = self.core.owners(inputs.chain(columns))?;
         uses.push(handle.0.block.clone() as Owner);
         uses.extend(source.owners());
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;

@@ -201,8 +201,9 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
         COLUMNS => &[
             ("place", 24, 0xff),
             ("by_expert", 23, 1),
+            // Before the entries, of which a dispatch without weights has none.
+            ("topk_weights", 22, 1),
             ("num_topk", 16, 0x3f),
-            ("whether there are topk_weights", 22, 1),
             ("num_scales", 0, 0xffff),
         ],
         _ => &[],
@@ -215,6 +216,7 @@ fn mismatch(header: &PlanHeader) -> (&'static str, String, String) {
     let value = |word| match (what, part(word, shift, mask)) {
         ("bytes per row", sixteenths) => (sixteenths * 16).to_string(),
         ("dtype", code) => DType::of_code(code).map_or_else(|| code.to_string(), |dtype| dtype.to_string()),
+        ("topk_weights", given) => if given == 0 { "none" } else { "given" }.to_owned(),
         (_, value) => value.to_string(),
     };
     (what, value(ours), value(theirs))

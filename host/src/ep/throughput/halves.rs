@@ -16,7 +16,7 @@ use super::received::Received;
 use super::{Buffer, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
 use crate::ep::core::{Halves, add_counts, check_wait_ns};
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
 /// The operation that a kernel enters or ends, and the tensor to which it adds its waits.
@@ -270,7 +270,7 @@ impl Buffer {
                         leave it out, or measure in low latency";
             return Err(Error::argument("cumulative_wait_ns", "given", rule));
         }
-        uses.extend(owners([Some(&**times)]));
+        uses.extend(self.core.owners([("cumulative_wait_ns", Some(&**times))])?);
         times.is_filled_by(self.core.faults());
         Ok(Some(times.ptr()))
     }

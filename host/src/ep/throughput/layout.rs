@@ -9,7 +9,7 @@ use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
 use crate::ep::core::{Block, Sequence};
 use crate::ep::experts::{ExpertId, ExpertMap, is_narrow};
-use crate::ep::tensor::{Owner, owners};
+use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
 /// Threads per block of the layout kernel: as many tokens as possible at once.
@@ -132,9 +132,11 @@ impl<'a> DispatchLayout<'a> {
             let rule = format!("a physical expert must be -1 or 0 to {}", self.num_experts - 1);
             return Err(Error::argument("map", format!("its entries of expert {id}"), rule));
         }
+        let name = self.topk_idx.name();
+        let of = if name.is_empty() { String::new() } else { format!(" of {name}") };
         Err(Error::argument(
             "topk_idx",
-            format!("{id} (token {token}, entry {k})"),
+            format!("{id} (token {token}, entry {k}){of}"),
             format!("an expert id must be -1 or 0 to num_experts - 1 = {}", experts - 1),
         ))
     }
@@ -230,8 +232,9 @@ impl Buffer {
         };
         let shared = (self.core.topology().ranks() + num_experts + self.core.topology().nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
-        let uses = owners([Some(topk_idx), map.map(|map| &**map.entries())]).into_iter();
-        let uses = uses.chain([block.clone() as Owner]);
+        let entries = map.map(|map| &**map.entries());
+        let mut uses = self.core.owners([("topk_idx", Some(topk_idx)), ("map", entries)])?;
+        uses.push(block.clone() as Owner);
         let event = self.run(order, capturing, None, uses, |buffer, stream| {
             // SAFETY: the memory of block and ids is freed only behind all work enqueued on
             // streams, and a recording keeps them.
