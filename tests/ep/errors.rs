@@ -122,6 +122,10 @@ fn results_of_another_device_are_refused() {
         let handle = two.dispatch(&mut place, DispatchRequest::new(&valid.x, &valid.layout))?.handle;
         let rows = &received.recv_x;
         refused(two.combine(CombineRequest::new(rows, &handle)), &["x = recv_x, in memory of device 1"]);
+        // Nor are they read on a stream of the other device.
+        let refusal = ["stream = one of device 2", "to_host takes one of the tensor's device, device 1"];
+        refused(rows.to_host::<half::bf16>(&two.stream), &refusal);
+        refused(valid.x.write(&one.stream, &[half::bf16::ONE; 40]), &["stream = one of device 1", "write"]);
         two.stream.synchronize()
     });
 }
@@ -172,6 +176,27 @@ fn a_panic_in_a_capture_ends_it() {
         })?;
         step.launch(&stream)?;
         step.check(&stream)
+    });
+}
+
+/// A recording has no results yet, and nothing can be allocated in it.
+#[test]
+fn calls_that_cannot_be_recorded_give_the_remedy() {
+    setup(Spread::OneNode).run(|rank| {
+        let (valid, mut place) = (Valid::new(rank)?, rank.place()?);
+        let received = rank.dispatch(&mut place, valid.request())?;
+        rank.stream.synchronize()?;
+        let stream = rank.stream.clone();
+        let read = stream.capture(|| received.recv_x.to_host::<half::bf16>(&stream).map(drop));
+        refused(read, &["stream = under capture", "to_host waits", "behind a launch of the recording"]);
+        let written = stream.capture(|| valid.x.write(&stream, &[half::bf16::ONE; 40]));
+        refused(written, &["stream = under capture", "write waits", "before the capture"]);
+        let waited = stream.capture(|| stream.synchronize());
+        refused(waited, &["stream_synchronize", "read results behind a launch of the recording"]);
+        let taken = stream.capture(|| Tensor::alloc(stream.device(), DType::U8, &[1 << 20]).map(drop));
+        refused(taken, &["an allocation", "called once before, in `Buffer::capture`", "`begin_warmup`"]);
+        // The captures have ended.
+        rank.stream.synchronize()
     });
 }
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use bytemuck::Pod;
 
-use super::core::Arena;
+use super::core::{Arena, is_same_gpu, named};
 use crate::driver::{Device, DevicePtr, Memory, MemoryKind, Outcome, Stream};
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -432,6 +432,7 @@ impl<'a> Tensor<'a> {
     /// [`Error::DType`] where `T` does not fit, and errors of the driver.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
+        self.check_stream(stream, "to_host", "read it behind a launch of the recording")?;
         for outcome in self.outcomes() {
             outcome.order_before(stream)?;
         }
@@ -478,6 +479,7 @@ impl<'a> Tensor<'a> {
                 expected: format!("{elements} elements, for shape {:?}", self.shape),
             });
         }
+        self.check_stream(stream, "write", "write it before the capture")?;
         for outcome in self.outcomes() {
             outcome.order_before(stream)?;
         }
@@ -493,6 +495,23 @@ impl<'a> Tensor<'a> {
         }
         // Not before: a write that fails leaves elements of a failed operation.
         self.set_filled(None);
+        Ok(())
+    }
+
+    /// An error unless `call` can wait for work of this tensor on `stream`, without a change of the
+    /// stream's capture. `remedy`: for one under capture.
+    fn check_stream(&self, stream: &Stream, call: &str, remedy: &str) -> Result<()> {
+        let device = stream.device();
+        if let Some(of) = self.owner.as_ref().map(|owner| owner.device())
+            && !is_same_gpu(of, device)
+        {
+            let rule = format!("{call} takes one of the tensor's device, {}: make one there", named(of));
+            return Err(Error::argument("stream", format!("one of {}", named(device)), rule));
+        }
+        if stream.is_capturing()? {
+            let rule = format!("{call} waits for the stream, which only records: {remedy}");
+            return Err(Error::argument("stream", "under capture", rule));
+        }
         Ok(())
     }
 
@@ -675,7 +694,7 @@ mod tests {
     fn rows_are_not_longer_than_memory() {
         let device = VirtualGpu::new(VirtConfig::default());
         let made = Tensor::alloc(&device, DType::F32, &[0, u64::MAX]);
-        assert!(matches!(&made, Err(Error::Argument { argument, .. }) if argument == "shape"), "{made:?}");
+        assert!(matches!(&made, Err(Error::Argument { argument, .. }) if *argument == "shape"), "{made:?}");
         Tensor::alloc(&device, DType::F32, &[u64::MAX, 0]).unwrap();
     }
 

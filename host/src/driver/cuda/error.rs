@@ -108,9 +108,11 @@ impl CuResult {
                 .contains(&self.0) =>
             {
                 "inside of `Stream::capture` and `Buffer::capture` only enqueue, from the thread that called them, in the \
-                 captured stream or streams that joined it by an event; do not query, synchronise or allocate. Another \
-                 thread's capture in global mode forbids the same to all threads (capture with the thread-local mode), \
-                 and one of a blocking stream forbids the legacy default stream"
+                 captured stream or streams that joined it by an event; do not query, synchronise or allocate. Read \
+                 results behind a launch of the recording. A buffer's operation needs no memory if it was called once \
+                 before, in `Buffer::capture` or between `begin_warmup` and `end_warmup`, or if it is given memory such \
+                 as `recv_x`. Another thread's capture in global mode forbids the same to all threads (capture with the \
+                 thread-local mode), and one of a blocking stream forbids the legacy default stream"
             }
             _ => "",
         }

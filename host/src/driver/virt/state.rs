@@ -383,7 +383,10 @@ impl State {
         Err(Error::argument(
             "stream",
             queue,
-            format!("{call} is not possible while the stream is being captured"),
+            format!(
+                "{call} is not possible while the stream is being captured: call it before the capture or behind it, and \
+                 read results behind a launch of the recording"
+            ),
         ))
     }
 
@@ -398,7 +401,11 @@ impl State {
         Err(Error::argument(
             "stream",
             stream,
-            format!("{call} is not possible while this thread captures the stream"),
+            format!(
+                "{call} is not possible while this thread captures the stream: call it before the capture or behind it. A \
+                 buffer's operation needs no memory if it was called once before, in `Buffer::capture` or between \
+                 `begin_warmup` and `end_warmup`, or if it is given memory such as `recv_x`"
+            ),
         ))
     }
 }

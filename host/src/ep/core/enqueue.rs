@@ -32,8 +32,14 @@ pub struct StreamOrder<'a> {
 }
 
 /// The number and the name of a device.
-pub(super) fn named(device: &Device) -> String {
+pub fn named(device: &Device) -> String {
     format!("device {}, {}", device.info().ordinal, device.info().name)
+}
+
+/// Whether both are one GPU, which may have been opened twice; virtual ones have no address.
+pub fn is_same_gpu(one: &Device, other: &Device) -> bool {
+    let (own, address) = (&one.info().pci_bus_id, &other.info().pci_bus_id);
+    one.is(other) || (!own.is_empty() && own == address)
 }
 
 impl<'a> StreamOrder<'a> {

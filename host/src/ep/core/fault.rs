@@ -15,6 +15,7 @@ use epoxide_gpu::layout::{
     ready_epoch,
 };
 
+use super::enqueue::is_same_gpu;
 use super::network::Network;
 use super::sequence::Sequence;
 use crate::driver::{Device, DevicePtr, MappedMemory, Outcome, Stream};
@@ -304,7 +305,8 @@ impl Faults {
         // An upgraded reference may be the last of a buffer that is just dropped: it must not be
         // dropped while the list is locked.
         let others: Vec<Arc<Faults>> = lock(&BUFFERS).iter().filter_map(Weak::upgrade).collect();
-        let others = others.iter().filter(|other| other.id != self.id && other.is_on(&self.device));
+        let is_other = |other: &&Arc<Faults>| other.id != self.id && is_same_gpu(&other.device, &self.device);
+        let others = others.iter().filter(is_other);
         let named = others.filter_map(|other| other.unfinished());
         let named = named.collect::<Vec<_>>().join(" and ");
         if named.is_empty() {
@@ -314,12 +316,6 @@ impl Faults {
             "{network}; {named} on this device: operations of two buffers that are not launched in the same order on every rank wait for each \
              other where both do not fit on the device"
         )
-    }
-
-    fn is_on(&self, device: &Device) -> bool {
-        let (own, other) = (&self.device.info().pci_bus_id, &device.info().pci_bus_id);
-        // A GPU may have been opened twice; virtual ones have no address.
-        self.device.is(device) || (!own.is_empty() && own == other)
     }
 
     /// Whether a kernel of the buffer has recorded that a wait failed.

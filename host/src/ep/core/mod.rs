@@ -40,7 +40,7 @@ use epoxide_gpu::layout::{Comm, DevicePtr};
 
 pub(crate) use add_counts::{CUMULATIVE_COUNTS, add_counts, check_cumulative, check_wait_ns};
 pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
-pub use enqueue::StreamOrder;
+pub use enqueue::{StreamOrder, is_same_gpu, named};
 pub use fault::{Calls, Faults};
 pub use first_tokens::first_tokens;
 pub use instruments::{Instruments, TracedLaunch};
@@ -52,7 +52,7 @@ pub use sequence::{Halves, Operation, Sequence};
 pub use sizes::Sizes;
 pub use step::{Overwrites, Step};
 
-use enqueue::{Enqueuer, named};
+use enqueue::Enqueuer;
 use instruments::Trace;
 use place::Pool;
 use step::Recordings;
