@@ -106,7 +106,7 @@
 //! |---|---|
 //! | ranks that are processes, started by `epoxide launch`, torchrun, mpirun or srun | [`group::rendezvous`] |
 //! | to know which experts a received row is for | [`Received`](throughput::Received): `recv_topk_idx` has the ids of this rank's experts, -1 for others. A token comes once, however many of them it selects: add their weighted results before the combine, which sums the ranks' rows without weights |
-//! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), [`gpu`] |
+//! | to work on the received rows with kernels of your own or of a framework | [`Tensor::ptr`](Tensor::ptr), [`Stream::adopt`](driver::Stream::adopt), the crate `epoxide::gpu` |
 //! | a tensor in memory of another owner | [`Tensor::from_raw`](Tensor::from_raw) |
 //! | outputs in memory of your own, its size before there is a buffer | [`throughput`](throughput#whose-memory), [`low_latency`](low_latency#whose-memory) |
 //! | a group by the 128 bytes of a unique id, as with NCCL | [`group::UniqueId`] |

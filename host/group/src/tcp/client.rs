@@ -23,7 +23,7 @@ const JOIN_POLL: Duration = Duration::from_millis(10);
 /// How often a client polls for a missing value or queue entry.
 const QUEUE_POLL: Duration = Duration::from_millis(1);
 
-/// A [`Store`] on a server over TCP: [`TcpStoreServer`], or PyTorch's `TCPStore`.
+/// A [`Store`] on a server over TCP: one of this library, or PyTorch's `TCPStore`.
 ///
 /// Threads may share it; those that wait do not hold the others up, as each takes a connection of
 /// its own. A change of the store has reached the server when the call returns.

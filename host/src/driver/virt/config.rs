@@ -83,10 +83,11 @@ pub struct VirtConfig {
     pub sm_count: u32,
     /// Device memory in bytes. Only written pages cost real memory.
     pub memory_bytes: u64,
-    /// Draws the order of warps within a grid; without it, warps take turns. A [`ManualGpus`] has
-    /// its own seed, which is used where this is `None`.
+    /// Draws the order of warps within a grid; without it, warps take turns.
+    // A `ManualGpus` has its own seed, which is used where this is `None`.
     pub schedule_seed: Option<u64>,
-    /// Source of `%globaltimer`. A [`ManualGpus`] has its own.
+    /// Source of `%globaltimer`.
+    // A `ManualGpus` has its own.
     pub time: Time,
     /// Runs kernels in check mode, and watches the device's memory together with that of all
     /// devices of this process with the same checker. Accesses by other processes are not checked,

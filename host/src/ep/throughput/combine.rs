@@ -91,10 +91,13 @@ impl<'a> CombineRequest<'a> {
     setters! {
         /// Weights the rows by expert of this rank's own tokens: that of entry k of token t counts
         /// `weights[t][k]` times, `[num_tokens, num_topk]`. The product is rounded to FP32, and so
-        /// is each sum. Across nodes these are the weights that the dispatch was given
+        /// is each sum. Within a node each rank decides for itself: the sums of a rank that gives
+        /// none are unweighted.
+        ///
+        /// Across nodes these are the weights that the dispatch was given
         /// ([`DispatchRequest::topk_weights`](super::DispatchRequest::topk_weights)), as they were
-        /// then: other nodes sum, and have them from there. Give the same tensor, on every rank or
-        /// on none.
+        /// then: other nodes sum, and have them from there. Give the same tensor there, on every
+        /// rank or on none: else the call is [`Error::OtherCall`].
         weights: &'a TypedTensor<'a, f32>;
         /// Adds the nanoseconds that this rank waited for each rank to these, i64 `[num_ranks]`, as
         /// a dispatch does
