@@ -1,6 +1,8 @@
 //! Bad input, on one node, as it does not depend on nodes. Every error names the argument, its
 //! value and the rule, and leaves the buffer usable.
 
+use std::time::Duration;
+
 use epoxide::Error;
 use epoxide::driver::Module;
 use epoxide::internal::Tuning;
@@ -238,8 +240,16 @@ fn buffer_options_are_checked() {
     assert_names(&shape(&|s| s.hidden = 0), &["hidden = 0 x bf16 (0 bytes per row)", "positive"]);
     assert_names(&shape(&|s| s.max_topk = 0), &["num_topk = 0", "1 to 32"]);
     assert_names(&shape(&|s| s.max_topk = 33), &["num_topk = 33", "1 to 32"]);
-    let parts = ["max_tokens = 4294967295", "8589934590 rows for 2 ranks", "31 bits"];
-    assert_names(&shape(&|s| s.max_tokens = u32::MAX), &parts);
+    for tokens in [1 << 25, u32::MAX] {
+        let value = format!("max_tokens = {tokens}: must be at most 33554431");
+        assert_names(&shape(&|s| s.max_tokens = tokens), &[&value]);
+    }
+    for dtype in [DType::I64, DType::Bool] {
+        let value = format!("dtype = {dtype}: no dispatch sends rows of i64 or bool: use u8");
+        assert_names(&shape(&|s| s.dtype = dtype), &[&value]);
+    }
+    let timeout = "timeout = 0 s: must be longer than 0";
+    assert_names(&make(&|setup| setup.fields().timeout = Duration::ZERO), &[timeout]);
     let none = Config { num_sms: 0, ..Config::default() };
     assert_names(&make(&|setup| setup.fields().config = none), &["num_sms = 0", "0 channels"]);
     let many = Config { num_sms: 1000, ..Config::default() };

@@ -698,6 +698,10 @@ fn arguments_that_do_not_fit() {
                 "rows has shape [12, 16], expected [local_experts * rows = 24, hidden = 16]",
             ),
             (CombineRequest::by_row(&x), "rows has shape [4, 16], expected [rows = 12, hidden = 16]"),
+            (
+                CombineRequest::by_row(&experts).timeout(Duration::ZERO),
+                "timeout = 0 s: must be longer than 0: calls wait for their peers so long",
+            ),
         ] {
             let received = rank.dispatch(&mut place)?;
             let combined = rank.buffer.combine(received, request, StreamOrder::on(&stream));
@@ -732,6 +736,10 @@ fn options_that_break_a_rule() {
         );
         fails(Options::new(shape).places(0), "places = 0: must be 1 to 64");
         fails(Options::new(shape).chunk_tokens(0), "chunk_tokens = 0: must be at least 1");
+        fails(
+            Options::new(shape).timeout(Duration::ZERO),
+            "timeout = 0 s: must be longer than 0: calls wait for their peers so long",
+        );
         fails(
             Options::new(shape).num_sms(0),
             "num_sms = 0: must be at least 1: leave it out for all that there are",

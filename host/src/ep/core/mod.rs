@@ -412,6 +412,15 @@ fn check_memory(argument: &'static str, name: &str, owner: &Owner, device: &Devi
     Err(Error::argument(argument, format!("{name}in memory of {}", named(of)), rule))
 }
 
+/// An error for a deadline that passes before a peer can answer. `None`: that of the buffer.
+pub fn check_timeout(timeout: Option<Duration>) -> Result<()> {
+    if timeout.is_some_and(|timeout| timeout.is_zero()) {
+        let rule = "must be longer than 0: calls wait for their peers so long";
+        return Err(Error::argument("timeout", "0 s", rule));
+    }
+    Ok(())
+}
+
 /// A deadline in the unit of kernels.
 pub fn nanoseconds(timeout: Duration) -> u64 {
     timeout.as_nanos().try_into().unwrap_or(u64::MAX)

@@ -10,7 +10,7 @@ use super::halves::{Arguments, Operation, Pending};
 use super::options::check_sms;
 use super::results::{Combined, Received};
 use crate::driver::Event;
-use crate::ep::core::{Halves, setters};
+use crate::ep::core::{Halves, check_timeout, setters};
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
@@ -243,6 +243,7 @@ impl Buffer {
         let (hidden, dtype) = (self.options.shape.hidden, self.options.combine_dtype);
         let CombineRequest { rows, weights, quantise, cumulative_wait_ns, num_sms, timeout } = request;
         check_sms(num_sms)?;
+        check_timeout(timeout)?;
         let x = match rows {
             Rows::ByExpert(x) | Rows::ByRow(x) => x,
             Rows::InPool => received.combine_rows()?,

@@ -17,7 +17,9 @@ use super::options::check_sms;
 use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
-use crate::ep::core::{Block, CUMULATIVE_COUNTS, Halves, PlaceState, check_cumulative, setters};
+use crate::ep::core::{
+    Block, CUMULATIVE_COUNTS, Halves, PlaceState, check_cumulative, check_timeout, setters,
+};
 use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
 use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::Owner;
@@ -255,6 +257,7 @@ impl Buffer {
         self.core.check_place(place)?;
         let DispatchRequest { x, topk_idx, map, topk_weights, scales, quantise, timeout, .. } = request;
         let columns = request.columns;
+        check_timeout(timeout)?;
         let (hidden, num_tokens) = (self.options.shape.hidden, self.check_tokens(x.rows())?);
         let tokens = Some(u64::from(num_tokens));
         x.expect("x", &ROWS, &[("num_tokens", tokens), ("hidden", elements_of(x.dtype(), hidden))])?;

@@ -8,7 +8,7 @@ use epoxide_gpu::layout::{
 
 use super::internode::{MessageLayout, message_tables};
 use super::layout::{PoolLayout, tables};
-use crate::ep::core::{Pieces, check_count, option_methods, setters};
+use crate::ep::core::{Pieces, check_count, check_timeout, option_methods, setters};
 use crate::ep::experts::most_rows_by_expert;
 use crate::ep::{DType, Sizes, Topology};
 use crate::error::{Error, Result};
@@ -247,6 +247,7 @@ impl Options {
             );
         }
         check_count(self.places)?;
+        check_timeout(Some(self.timeout))?;
         if self.chunk_tokens == 0 {
             return refuse("chunk_tokens", 0, "must be at least 1".into());
         }

@@ -22,7 +22,7 @@ use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{Halves, setters};
+use crate::ep::core::{Halves, check_timeout, setters};
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
@@ -401,6 +401,7 @@ impl Buffer {
     ) -> Result<CombineLaunch> {
         let handle = &request.handle.0;
         let num_sms = self.sms_along(request.handle, request.num_sms)?;
+        check_timeout(request.timeout)?;
         let Sums { dtype, num_topk, .. } = sums;
         let row_bytes = sums.row_bytes();
         let received = handle.num_recv_tokens.get().map(|&rows| rows as u64);

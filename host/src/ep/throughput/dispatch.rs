@@ -24,7 +24,9 @@ use super::received::Received;
 use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::core::{CUMULATIVE_COUNTS, Halves, Lease, PlaceState, check_cumulative, setters};
+use crate::ep::core::{
+    CUMULATIVE_COUNTS, Halves, Lease, PlaceState, check_cumulative, check_timeout, setters,
+};
 use crate::ep::experts::check_alignment;
 use crate::ep::payload::{Columns, PlacedColumn, Record};
 use crate::ep::tensor::Owner;
@@ -34,7 +36,7 @@ use crate::error::{Error, Result};
 /// Threads per block of the kernels that count tokens, number selections and plan rows by expert.
 pub(super) const PLAN_THREADS: u32 = 512;
 /// Types of elements that rows can have.
-const ROWS: [DType; 9] = [
+pub(super) const ROWS: [DType; 9] = [
     DType::Bf16,
     DType::F32,
     DType::Fp8E4m3,
@@ -725,6 +727,7 @@ impl Buffer {
         num_tokens: u32,
         timeout: Option<Duration>,
     ) -> Result<Checked> {
+        check_timeout(timeout)?;
         x.expect("x", &ROWS, &[("num_tokens", Some(num_tokens as u64)), ("hidden", None)])?;
         x.expect_rows_of_16("x")?;
         quantise.check(x.columns(), x.dtype(), quantise.block())?;

@@ -42,14 +42,15 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{
-    CLAIMS_SHIFT, Call, Comm, DevicePtr, FEW_RANKS, LOCAL_EPOCH, LOCAL_STATE, LOCAL_TICKET, LocalState,
-    MAX_CHANNELS, MAX_LOCAL_EXPERTS, PLAN_HEADER, PlanHeader, PoolLayout, QUANTUM, ROW_ALIGN,
-    SEND_LIST_STRIDE, SEND_ROW_STRIDE, Section, WireLayout, done_offset, expert_message,
-    expert_message_offset, internode_copies_offset, message_offset, wire_message,
+    Call, Comm, DevicePtr, LOCAL_EPOCH, LOCAL_STATE, LOCAL_TICKET, LocalState, MAX_CHANNELS,
+    MAX_LOCAL_EXPERTS, PLAN_HEADER, PlanHeader, PoolLayout, QUANTUM, ROW_ALIGN, Section, WireLayout,
+    done_offset, expert_message, expert_message_offset, internode_copies_offset, message_offset,
+    wire_message,
 };
 
 use super::core::{
-    self, Core, HasCore, Operation, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out,
+    self, Core, HasCore, Operation, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part,
+    check_timeout, laid_out,
 };
 use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
@@ -173,6 +174,7 @@ impl Buffer {
         let rank = group.rank();
         let nodes = Topology::new(group.size(), options.ranks_per_node)?;
         options.tuning.validate()?;
+        check_timeout(Some(options.timeout))?;
         let config = options.config.of_buffer(nodes.nodes);
         check_channels(&config)?;
         let joined = nodes.joined(options.transport.kind, options.keep_nodes);
@@ -366,11 +368,7 @@ impl Buffer {
     }
 
     fn check_tokens(&self, tokens: u64) -> Result<u32> {
-        // Token times rank count and row stride stay inside 31 bits in the kernels, and tokens that
-        // are claimed inside those of a claim.
-        let ranks = self.core.topology().ranks();
-        let entries = if ranks <= FEW_RANKS as u32 { SEND_ROW_STRIDE } else { ranks.max(SEND_LIST_STRIDE) };
-        let most = ((1 << 30) / u64::from(entries)).min((1 << (CLAIMS_SHIFT - 1)) - 1);
+        let most = pool::most_tokens(self.core.topology().ranks());
         match u32::try_from(tokens) {
             Ok(fits) if tokens <= most => {
                 let have = self.options.shape.max_tokens;

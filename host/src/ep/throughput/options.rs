@@ -23,11 +23,12 @@ pub(super) const MOST_DISPATCH_WARPS: u32 = 8;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Most tokens that any rank sends; a layout of more is an error. A pool has room for this many
-    /// from every rank.
+    /// from every rank. At most 33,554,431, among more than 32 ranks at most 2^30 divided by their
+    /// number. 0 where no rank ever has a token.
     pub max_tokens: u32,
     /// Elements of a row, which has a multiple of 16 bytes below 16 MiB.
     pub hidden: u64,
-    /// The largest type of elements: rows of smaller ones fit too.
+    /// The largest type of elements: rows of smaller ones fit too. Any but i64 and bool.
     pub dtype: DType,
     /// Most top-k entries per token, 1 to 32.
     pub max_topk: u32,

@@ -1,10 +1,11 @@
 //! Sizes and places in the pool, the one allocation per rank that its peers map.
 
 use epoxide_gpu::layout::{
-    Control, MAX_CHANNELS, MAX_TOPK, PoolLayout, ROW_ALIGN, copies_offset, internode_copies_offset,
-    message_offset, relay_message, row_stride,
+    CLAIMS_SHIFT, Control, FEW_RANKS, MAX_CHANNELS, MAX_TOPK, PoolLayout, ROW_ALIGN, SEND_LIST_STRIDE,
+    SEND_ROW_STRIDE, copies_offset, internode_copies_offset, message_offset, relay_message, row_stride,
 };
 
+use super::dispatch::ROWS;
 use super::options::Shape;
 use crate::ep::Topology;
 use crate::ep::core::{Offsets, check_count};
@@ -53,6 +54,13 @@ fn bytes_per_row(shape: &Shape, topology: Topology) -> u64 {
 /// Most scales of a row: all sizes that follow from them fit in their types.
 const MOST_SCALES: u32 = u16::MAX as u32;
 
+/// Most tokens that one of `ranks` ranks can send in a dispatch. Token times rank count and row
+/// stride stay inside 31 bits in the kernels, and tokens that are claimed inside those of a claim.
+pub fn most_tokens(ranks: u32) -> u64 {
+    let entries = if ranks <= FEW_RANKS as u32 { SEND_ROW_STRIDE } else { ranks.max(SEND_LIST_STRIDE) };
+    ((1 << 30) / u64::from(entries)).min((1 << (CLAIMS_SHIFT - 1)) - 1)
+}
+
 /// Regions of a place that each may lose up to one alignment.
 const REGIONS: u64 = 9;
 
@@ -73,6 +81,14 @@ pub fn pool_layouts(
     limit: Option<u64>,
 ) -> Result<Vec<PoolLayout>> {
     check_count(places)?;
+    let most = most_tokens(topology.ranks());
+    if u64::from(shape.max_tokens) > most {
+        return Err(Error::argument("max_tokens", shape.max_tokens, format!("must be at most {most}")));
+    }
+    if !ROWS.contains(&shape.dtype) {
+        let rule = "no dispatch sends rows of i64 or bool: use u8";
+        return Err(Error::argument("dtype", shape.dtype, rule));
+    }
     check_rows_of_16(shape.hidden, shape.dtype, "")?;
     if shape.max_scales > MOST_SCALES {
         return Err(Error::argument(
