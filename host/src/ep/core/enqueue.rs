@@ -14,8 +14,9 @@ use crate::error::{Error, Result};
 /// rank, on any streams. Within a recording that spans several streams, the caller orders them.
 ///
 /// Two *different* buffers have no order between them. Their operations wait for peers while they
-/// hold multiprocessors. Such operations deadlock until their deadlines if all of this holds; the
-/// error then names the other buffer:
+/// hold multiprocessors. Such operations deadlock until their deadlines if all of this holds. The
+/// error then names the other buffer, unless that one's operation got through behind the deadline
+/// before the host asked:
 /// * One rank launches buffer A's operation before B's, another rank B's before A's.
 /// * They run on concurrent streams.
 /// * Both do not fit on the device at once ([`Config::num_sms`](crate::throughput::Config) blocks
