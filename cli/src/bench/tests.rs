@@ -356,7 +356,7 @@ fn files_that_cannot_be_written_are_bad_usage_before_anything_is_measured() {
 
 #[test]
 fn sizes_without_room_on_the_device_are_skipped() {
-    let error = measure_points(&[arguments("--tokens 100000000 --hidden 7168")], &()).unwrap_err();
+    let error = measure_points(&[arguments("--tokens 30000000 --hidden 7168")], &()).unwrap_err();
     assert_eq!(error.code, SKIPPED);
     assert!(error.message.unwrap().contains("do not fit"));
 }
