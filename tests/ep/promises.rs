@@ -1258,6 +1258,34 @@ fn combine_rows_are_given_out_until_their_last_clone_is_dropped() {
     });
 }
 
+/// A step keeps the memory of combine rows that its calls were given, and no right to them.
+#[test]
+fn a_step_leaves_combine_rows_to_others() {
+    run_ranks(1, |_, group| {
+        let device = open_device(VirtConfig::default())?;
+        let stream = Stream::new(&device)?;
+        let shape = Shape { max_tokens: 2, hidden: 32, dtype: DType::F32, max_topk: 1, max_scales: 0 };
+        let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
+        let mut place = buffer.place(0)?;
+        let numbers: Vec<f32> = (0..64).map(|number| number as f32).collect();
+        let x = Tensor::from_host(&stream, DType::F32, &[2, 32], &numbers)?;
+        let ids = TypedTensor::from_host(&stream, &[2, 1], &[0i64, 0])?;
+        let step = buffer.capture(&stream, |buffer, order| {
+            let layout = buffer.get_dispatch_layout(&ids, 1, order)?;
+            let request = DispatchRequest::new(&x, &layout).counts(Counts::OnDevice { capacity: 2 });
+            let received = buffer.dispatch(&mut place, request, order)?;
+            let rows = received.combine_rows(DType::F32, 32)?;
+            buffer.copy_received(&received, rows.tensor(), None, order)?;
+            buffer.combine(CombineRequest::new(&rows, &received.handle), order)
+        })?;
+        drop(place.combine_rows(DType::F32, 2, 32)?);
+        step.launch(&stream)?;
+        step.check(&stream)?;
+        assert_eq!(step.output().combined_x.to_host::<f32>(&stream)?, numbers);
+        Ok(())
+    });
+}
+
 /// Results of earlier calls may take the sums of another one, and then have its error.
 #[test]
 fn sums_in_a_result_have_the_error_of_their_own_combine() {

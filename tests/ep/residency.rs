@@ -172,6 +172,8 @@ fn low_latency_rounds(
         let (x, topk_idx) = inputs(rank, ranks, &stream)?;
         let order = StreamOrder::on(&stream);
         rounds(&device, &**group, || {
+            // No combine answers this one: the next waits for all ranks before it sends rows.
+            drop(buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?);
             let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &topk_idx), order)?;
             let rows = received.x.clone();
             let combined = buffer.combine(received, CombineRequest::by_row(&rows), order)?;

@@ -58,8 +58,8 @@ pub struct Launch {
     /// How often all ranks are started again after a failure.
     pub max_restarts: u32,
     /// The other ranks go on when one has failed, as those do that regroup: the store is not
-    /// poisoned, and no rank is ended. The launch fails once all have ended. On one host, without
-    /// restarts.
+    /// poisoned, and no rank is ended. What the failed rank has left of its process group is killed.
+    /// The launch fails once all have ended. On one host, without restarts.
     pub keep_survivors: bool,
     /// How long the other ranks get to end by themselves when one has failed.
     pub settle: Duration,

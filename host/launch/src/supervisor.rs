@@ -357,7 +357,12 @@ impl Launch {
                     phase = Phase::Killed(deadline(self.kill_timeout));
                 }
             }
-            if let Some(first) = ranks.try_wait()?
+            let failed = ranks.try_wait()?;
+            if failed.is_some() && self.keep_survivors {
+                // None is reaped yet, so the groups are still theirs.
+                ranks.sweep_failed();
+            }
+            if let Some(first) = failed
                 && failure.is_none()
                 && ended_by.is_none()
                 && !ended_elsewhere

@@ -134,7 +134,8 @@ fn waits_may_be_longer_than_the_clock_can_tell() {
     }
 }
 
-/// Rank 0 works on behind the failure of rank 1, in a process and by the store.
+/// Rank 0 works on behind the failure of rank 1, in a process and by the store, once the process that
+/// rank 1 has left is gone.
 #[test]
 fn survivors_go_on_where_they_are_kept() {
     let folder = tempfile::tempdir().unwrap();
@@ -143,8 +144,10 @@ fn survivors_go_on_where_they_are_kept() {
         r#"store="${{EPOXIDE_STORE#file://}}"
         case $RANK in
             0) while [ ! -e {folder}/failed ]; do sleep 0.02; done
+                while grep -qs 'State:.[^ZX]' /proc/$(cat {folder}/left)/status; do sleep 0.02; done
                 sleep 0.3; ls -A "$store" > {folder}/after; mv {folder}/after {folder}/done;;
-            1) ls -A "$store" > {folder}/before; touch {folder}/failed; exit 7;;
+            1) sleep 1000 & echo $! > {folder}/left
+                ls -A "$store" > {folder}/before; touch {folder}/failed; exit 7;;
         esac"#,
         folder = folder.path().display()
     );

@@ -214,6 +214,12 @@ impl Watched {
         stuck.collect::<Vec<_>>().join("; ")
     }
 
+    /// Kills what failed ranks have left of their process groups.
+    pub fn sweep_failed(&self) {
+        let failed = self.0.iter().filter(|process| process.exit.is_some_and(|exit| !exit.success()));
+        failed.for_each(|process| process.signal(libc::SIGKILL));
+    }
+
     /// Kills all that is left of the ranks' process groups.
     pub fn sweep(&self) {
         self.0.iter().for_each(|process| process.signal(libc::SIGKILL));

@@ -144,8 +144,10 @@ impl Memory {
     /// and waits for it.
     ///
     /// # Errors
-    /// [`Error::Argument`] where it is too short for them.
+    /// [`Error::Argument`] where it is too short for them, or one of the two devices is virtual and
+    /// the other is not. Errors of the driver.
     pub fn write(&self, stream: &Stream, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.device.check_driver_of("stream", &stream.device)?;
         self.check_range(offset, bytes.len() as u64)?;
         // SAFETY: this owner keeps the memory, and the check above ensures that the range is in it.
         unsafe { stream.write(self.raw.ptr.add(offset), bytes) }
@@ -155,8 +157,9 @@ impl Memory {
     /// `stream`, and waits for it.
     ///
     /// # Errors
-    /// [`Error::Argument`] where it is too short for them.
+    /// The same as [`Memory::write`].
     pub fn read(&self, stream: &Stream, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.device.check_driver_of("stream", &stream.device)?;
         self.check_range(offset, into.len() as u64)?;
         // SAFETY: as in `write`.
         unsafe { stream.read(into, self.raw.ptr.add(offset)) }

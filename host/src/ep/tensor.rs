@@ -165,6 +165,12 @@ pub trait Owns: fmt::Debug + Send + Sync {
     fn arena(&self) -> Option<&Arc<Arena>> {
         None
     }
+
+    /// The owner of the memory alone, where this one is a right to its contents too. Recordings keep
+    /// that one.
+    fn memory(&self) -> Option<Owner> {
+        None
+    }
 }
 
 impl Owns for Memory {
@@ -428,7 +434,8 @@ impl<'a> Tensor<'a> {
     /// has failed by then, such as [`Error::PeerTimeout`]. The elements may be those of an earlier
     /// operation then. For a dispatch whose counts stay on the device, and for its combines, also
     /// the errors of [`Buffer::check_dispatch`](crate::throughput::Buffer::check_dispatch).
-    /// [`Error::DType`] where `T` does not fit, and errors of the driver.
+    /// [`Error::DType`] where `T` does not fit, [`Error::Argument`] where `stream` is of another
+    /// device or under capture, and errors of the driver.
     pub fn to_host<T: Element>(&self, stream: &Stream) -> Result<Vec<T>> {
         self.check_element::<T>()?;
         self.check_stream(stream, "to_host", "read it behind a launch of the recording")?;
@@ -462,12 +469,13 @@ impl<'a> Tensor<'a> {
         self.outcomes().try_for_each(|outcome| outcome.check_behind(stream))
     }
 
-    /// Copies elements from the host, row after row, and waits for it. The copy runs behind the
-    /// operations of buffers that fill the tensor.
+    /// Copies elements from the host, row after row, and waits for it. If an operation of a buffer
+    /// fills the tensor, the copy runs behind all operations of that buffer so far.
     ///
     /// # Errors
     /// [`Error::DType`] where `T` does not fit, [`Error::Shape`] where `data` has another number of
-    /// elements, and errors of the driver.
+    /// elements, [`Error::Argument`] where `stream` is of another device or under capture, and
+    /// errors of the driver.
     pub fn write<T: Element>(&self, stream: &Stream, data: &[T]) -> Result<()> {
         self.check_element::<T>()?;
         let elements = self.rows() * self.columns();

@@ -663,20 +663,26 @@ unsafe fn packet_seen(comm: &Comm, packet: u64, seen: u64, peer: u32, epoch: u64
 /// of a block calls it, each block before it sends.
 ///
 /// # Safety
-/// Pools are mapped; the word at a peer has this rank as its only writer, whichever block stores
-/// it.
+/// Pools are mapped; word and packet at a peer have this rank as their only writer, whichever block
+/// stores them.
 #[device]
 unsafe fn wait_node_members_ready<R: Ranks>(args: &LowLatencyArgs, opened: &Opened<R>) -> bool {
     let (comm, lane, epoch) = (&args.comm, laneid(), opened.epoch());
     let mut ready = true;
-    // Publish to all ranks before waiting for any rank.
+    // Publish to all ranks before waiting for any rank. The last block stores the same call, but may
+    // begin only once this one has ended.
+    let publish = |rank: u32| {
+        let pool = R::pool(comm, rank);
+        st_relaxed_sys_u64(pool + call_offset(R::ROOM, comm.rank, epoch), epoch << 32 | comm.call);
+        st_release_sys_u64(pool + ready_offset(comm.rank), epoch);
+    };
     if R::MANY && ctaid() == 0 && opened.has_member(lane + 32) {
-        st_release_sys_u64(R::pool(comm, lane + 32) + ready_offset(comm.rank), epoch);
+        publish(lane + 32);
     }
     each_rank!(R, lane, rank => {
         if opened.has_member(rank) {
             if ctaid() == 0 && (!R::MANY || rank == lane) {
-                st_release_sys_u64(R::pool(comm, rank) + ready_offset(comm.rank), epoch);
+                publish(rank);
             }
             let pool = R::pool(comm, comm.rank);
             let is_in_other_call = || is_other_call(comm, call_of::<R>(comm, rank, epoch), rank, epoch);

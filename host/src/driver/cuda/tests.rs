@@ -387,12 +387,14 @@ fn handles_of_the_other_driver_are_refused() {
         let event = Event::timed(&device).unwrap();
         let stream = Stream::new(&device).unwrap();
         event.record(&stream).unwrap();
-        (stream, event)
+        (stream, event, Memory::alloc(&device, 16, MemoryKind::Device, "test").unwrap())
     });
-    for ((stream, end), (_, event)) in [(&cuda, &virt), (&virt, &cuda)] {
+    for ((stream, end, _), (_, event, memory)) in [(&cuda, &virt), (&virt, &cuda)] {
         for (argument, outcome) in [
             ("event", stream.wait(event)),
             ("stream", event.record(stream)),
+            ("stream", memory.write(stream, 0, &[1])),
+            ("stream", memory.read(stream, 0, &mut [1])),
             ("end", event.elapsed_ms(end).map(drop)),
         ] {
             let error = outcome.unwrap_err();

@@ -22,9 +22,9 @@ use crate::error::{Error, Result};
 /// * Both do not fit on the device at once ([`Config::num_sms`](crate::throughput::Config) blocks
 ///   each, and those that copy in a combine of a tensor).
 ///
-/// Launch them in one order on every rank, or give each so few multiprocessors that all fit.
-/// Operations that share a stream need one order on every rank in any case: the first one on the
-/// stream holds up the other.
+/// Launch them in one order on every rank. Other ways do not suffice: on a stream that they share,
+/// the first one holds up the other, and an operation that overwrites rows waits for all work that
+/// other streams have by then.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOrder<'a> {
     caller: &'a Stream,

@@ -358,7 +358,7 @@ impl<R> Core<R> {
         for owner in uses {
             check_memory("a tensor", "", &owner, &core.device)?;
             is_of_others |= owner.arena().is_some_and(|arena| !Arc::ptr_eq(arena, &core.arena));
-            kept.extend(is_kept.then_some(owner));
+            kept.extend(is_kept.then(|| owner.memory().unwrap_or(owner)));
         }
         let enqueuer = core.enqueuer.clone();
         let event = enqueuer.run(order, capturing, operation, |stream| {

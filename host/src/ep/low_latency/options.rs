@@ -116,8 +116,9 @@ impl Options {
     /// All blocks of an operation must otherwise be resident at once, because blocks that wait for
     /// a peer keep others of this rank, on which the peer's blocks wait, from a multiprocessor.
     /// With this option each operation is launched as its two halves, regardless of its peers.
-    /// Blocks of the first half wait for nothing, blocks of the second for first halves alone, so
-    /// one free multiprocessor is enough. The second launch takes a few microseconds. Operations on
+    /// Blocks of the first half wait for nothing, or for the first block of each rank where a place
+    /// was not combined; blocks of the second wait for first halves alone. So one free
+    /// multiprocessor is enough. The second launch takes a few microseconds. Operations on
     /// the stream of a green context with fewer multiprocessors than they have blocks are launched
     /// like that anyway.
     ///

@@ -143,6 +143,10 @@ impl Owns for RowsLease {
     fn arena(&self) -> Option<&Arc<Arena>> {
         self.owner.arena()
     }
+
+    fn memory(&self) -> Option<Owner> {
+        Some(self.owner.clone())
+    }
 }
 
 impl Drop for RowsLease {
