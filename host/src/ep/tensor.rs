@@ -226,13 +226,23 @@ pub struct Tensor<'a> {
     name: Cow<'static, str>,
     owner: Option<Owner>,
     outcome: Option<Arc<dyn Outcome>>,
-    filled: Filled,
+    filled: Arc<Mutex<Option<Arc<dyn Outcome>>>>,
     place: PhantomData<&'a ()>,
 }
 
-/// The operation that has filled a tensor on the caller's request, if one has: the same for all its
-/// clones.
-type Filled = Arc<Mutex<Option<Arc<dyn Outcome>>>>;
+/// A tensor of the caller's, with the outcome of an operation that fills it.
+#[derive(Debug)]
+pub(crate) struct Filled {
+    tensor: Arc<Mutex<Option<Arc<dyn Outcome>>>>,
+    of: Arc<dyn Outcome>,
+}
+
+impl Filled {
+    /// Records that the operation fills the tensor, for all its clones.
+    pub(crate) fn record(&self) {
+        *lock(&self.tensor) = Some(self.of.clone());
+    }
+}
 
 impl fmt::Debug for Tensor<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -308,7 +318,7 @@ impl<'a> Tensor<'a> {
         // No rows can be of any length.
         let row_stride = shape.get(1).copied().unwrap_or(1).saturating_mul(dtype.size());
         let (shape, name) = (shape.to_vec(), Cow::Borrowed(""));
-        let filled = Filled::default();
+        let filled = Arc::default();
         Tensor { ptr, dtype, shape, row_stride, name, owner, outcome: None, filled, place: PhantomData }
     }
 
@@ -324,13 +334,9 @@ impl<'a> Tensor<'a> {
         Tensor { outcome: Some(of.clone()), ..self.named(name) }
     }
 
-    /// Records that operations of a buffer fill this tensor of the caller.
-    pub(crate) fn is_filled_by(&self, of: &Arc<impl Outcome + 'static>) {
-        self.set_filled(Some(of.clone()));
-    }
-
-    fn set_filled(&self, by: Option<Arc<dyn Outcome>>) {
-        *lock(&self.filled) = by;
+    /// The record of this tensor of the caller's for an operation that is to fill it.
+    pub(crate) fn filled(&self, of: &Arc<impl Outcome + 'static>) -> Filled {
+        Filled { tensor: self.filled.clone(), of: of.clone() }
     }
 
     /// The operations that wrote the elements.
@@ -501,7 +507,7 @@ impl<'a> Tensor<'a> {
             }
         }
         // Not before: a write that fails leaves elements of a failed operation.
-        self.set_filled(None);
+        *lock(&self.filled) = None;
         Ok(())
     }
 

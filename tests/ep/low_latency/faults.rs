@@ -493,6 +493,28 @@ fn a_second_half_that_is_not_launched_breaks_the_buffer() {
     });
 }
 
+/// A rejected call writes nothing: tensors that it was to fill have the outcomes of others.
+#[test]
+fn a_rejected_call_leaves_the_outcome_of_tensors_alone() {
+    run_ranks(1, |_, group| {
+        let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+        let device = open_device(VirtConfig::default())?;
+        let mut rank = Ones::new(device, group, shape, |options| options, &[0, 1, 1, 2])?;
+        let mut place = rank.buffer.place(0)?;
+        let times = TypedTensor::from_host(&rank.stream, &[1], &[0i64])?;
+        let counts = TypedTensor::from_host(&rank.stream, &[2], &[0i32, 0])?;
+        rank.dispatch(&mut place).map(drop)?;
+        rank.stream.synchronize()?;
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx).cumulative_wait_ns(&times);
+        let request = request.cumulative_counts(&counts);
+        let rejected = rank.buffer.dispatch(&mut place, request, StreamOrder::on(&rank.stream));
+        refused(rejected.map(drop), &["topk_idx", "2 of token 1"]);
+        assert_eq!(times.to_host::<i64>(&rank.stream)?, [0]);
+        assert_eq!(counts.to_host::<i32>(&rank.stream)?, [0, 0]);
+        Ok(())
+    });
+}
+
 /// The host waits for a call as long as the call may wait for peers.
 #[test]
 fn a_call_may_take_longer_than_the_buffers_deadline() {

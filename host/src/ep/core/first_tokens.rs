@@ -3,7 +3,7 @@
 use epoxide_gpu::kernels::FirstTokens;
 use epoxide_gpu::layout::{FirstTokensArgs, MAX_TOPK};
 
-use super::{Core, HasCore, StreamOrder};
+use super::{Core, HasCore, StreamOrder, Uses};
 use crate::ep::experts::is_narrow;
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, ExpertId, TypedTensor};
@@ -47,9 +47,9 @@ pub fn first_tokens<B: HasCore, T: ExpertId>(
         reserved: 0,
     };
     let inputs = [("topk_idx", Some(&**topk_idx)), ("num_tokens", Some(&**num_tokens))];
-    let mut uses = buffer.core().owners(inputs)?;
+    let mut uses = Uses::from(buffer.core().owners(inputs)?);
     uses.push(block.clone() as Owner);
-    Core::run(buffer, order, capturing, None, uses, |buffer, stream| {
+    Core::run(buffer, order, capturing, None, &uses, |buffer, stream| {
         let grid = (args.max_tokens * args.num_topk).div_ceil(THREADS).clamp(1, MOST_BLOCKS);
         // SAFETY: the memory of tensors and block is freed only behind all work enqueued on
         // streams, and a recording keeps them.

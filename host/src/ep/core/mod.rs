@@ -58,8 +58,8 @@ use place::Pool;
 use step::Recordings;
 
 use super::Topology;
-use super::tensor::{Owner, Tensor};
-use crate::driver::{Device, Event, Kernel, Memory, Stream};
+use super::tensor::{Filled, Owner, Tensor};
+use crate::driver::{Device, Event, Kernel, Memory, Outcome, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::transport::{self, TransportOptions};
@@ -341,24 +341,23 @@ impl<R> Core<R> {
 
     /// Runs `work` on the stream of `order`, behind the previous operation and behind the last
     /// users of the blocks that were taken for it. Returns the event of an asynchronous call.
-    /// `capturing`: what [`Core::begin`] returned; `uses`: what must live as long as a recording of
-    /// it.
+    /// `capturing`: what [`Core::begin`] returned.
     pub fn run<B: HasCore<Room = R>>(
         buffer: &mut B,
         order: StreamOrder<'_>,
         capturing: bool,
         operation: Operation,
-        uses: impl IntoIterator<Item = Owner>,
+        uses: &Uses,
         work: impl FnOnce(&mut B, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
         let core = buffer.core();
         let is_kept = capturing || core.recordings.is_warmup();
         // Without an allocation where nothing is kept.
         let (mut kept, mut is_of_others) = (Vec::new(), false);
-        for owner in uses {
-            check_memory("a tensor", "", &owner, &core.device)?;
+        for owner in &uses.owners {
+            check_memory("a tensor", "", owner, &core.device)?;
             is_of_others |= owner.arena().is_some_and(|arena| !Arc::ptr_eq(arena, &core.arena));
-            kept.extend(is_kept.then(|| owner.memory().unwrap_or(owner)));
+            kept.extend(is_kept.then(|| owner.memory().unwrap_or_else(|| owner.clone())));
         }
         let enqueuer = core.enqueuer.clone();
         let event = enqueuer.run(order, capturing, operation, |stream| {
@@ -370,6 +369,10 @@ impl<R> Core<R> {
             } else {
                 core.recordings.keep_for_warmup(kept);
                 core.arena.order_before(stream)?;
+            }
+            // Not before: a rejected call has written nothing.
+            if !core.recordings.is_warmup() {
+                uses.filled.iter().for_each(Filled::record);
             }
             work(buffer, stream)
         })?;
@@ -397,6 +400,40 @@ impl<R> Drop for Core<R> {
         } else {
             network.close_failed();
         }
+    }
+}
+
+/// The memory of an operation's arguments.
+#[derive(Debug, Default)]
+pub struct Uses {
+    /// Owners that must live as long as a recording of the operation.
+    owners: Vec<Owner>,
+    /// The caller's tensors that the operation fills.
+    filled: Vec<Filled>,
+}
+
+impl Uses {
+    /// Adds memory that the operation needs.
+    pub fn push(&mut self, owner: Owner) {
+        self.owners.push(owner);
+    }
+
+    /// Adds a tensor of the caller's, whose elements have the outcome `of` once the operation is
+    /// enqueued. [`Core::owners`] gives the owner of its memory.
+    pub(crate) fn fills(&mut self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
+        self.filled.push(tensor.filled(of));
+    }
+}
+
+impl From<Vec<Owner>> for Uses {
+    fn from(owners: Vec<Owner>) -> Uses {
+        Uses { owners, filled: Vec::new() }
+    }
+}
+
+impl Extend<Owner> for Uses {
+    fn extend<I: IntoIterator<Item = Owner>>(&mut self, owners: I) {
+        self.owners.extend(owners);
     }
 }
 

@@ -130,11 +130,12 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         self.recordings.warmup = None;
     }
 
-    /// Records that `of` fills a tensor of the caller's, which then owns `of`. Not before a
-    /// recording: memory that the tensor owns could not be reused for it.
+    /// Records that an operation whose outcome is known behind it alone, `of`, fills a tensor of the
+    /// caller's, which then owns `of`; [`Uses::fills`](super::Uses::fills) records others. Not before
+    /// a recording: memory that the tensor owns could not be reused for it.
     pub(crate) fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
         if self.recordings.warmup.is_none() {
-            tensor.is_filled_by(of);
+            tensor.filled(of).record();
         }
     }
 

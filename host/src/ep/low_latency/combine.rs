@@ -1,16 +1,18 @@
 //! Low-latency combine: every token's owner sums the returned rows.
 
 use std::marker::PhantomData;
+use std::sync::Arc;
 use std::time::Duration;
 
 use epoxide_gpu::layout::{DevicePtr, LowLatencyCall, LowLatencyCombineArgs, SCALE_BLOCK, pieces_of};
 
 use super::Buffer;
+use super::fault::Generation;
 use super::halves::{Arguments, Operation, Pending};
 use super::options::check_sms;
 use super::results::{Combined, Received};
 use crate::driver::Event;
-use crate::ep::core::{Halves, check_timeout, setters};
+use crate::ep::core::{Halves, Uses, check_timeout, setters};
 use crate::ep::tensor::Owner;
 use crate::ep::{DType, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
@@ -172,9 +174,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
         let mut operation = self.prepare_combine_into(received, request, out, order)?;
-        let event = self.launch(order, &mut operation, Halves::Both)?;
-        out.is_filled_by(&self.outcome(order)?);
-        Ok(event)
+        self.launch(order, &mut operation, Halves::Both)
     }
 
     /// The first half of [`Buffer::combine_into`]. The second is [`Pending::receive`]. Collective.
@@ -208,8 +208,10 @@ impl Buffer {
             Rows::InPool => received.combine_rows()?,
         };
         out.expect_apart("out", rows, "rows")?;
-        let mut operation = self.combine_operation(received, request, out.ptr(), order)?;
+        let outcome = self.outcome(order)?;
+        let mut operation = self.combine_operation(received, request, out.ptr(), &outcome)?;
         operation.uses.extend(self.core.owners([("out", Some(out))])?);
+        operation.uses.fills(out, &outcome);
         Ok(operation)
     }
 
@@ -222,7 +224,7 @@ impl Buffer {
         let outcome = self.outcome(order)?;
         let num_tokens = received.num_local_tokens;
         let combined_x = self.place_of(&received)?.room().own.combined_x;
-        let mut operation = self.combine_operation(received, request, combined_x, order)?;
+        let mut operation = self.combine_operation(received, request, combined_x, &outcome)?;
         let lease = operation.place.lease();
         operation.sums = Some(lease.clone());
         let shape = [num_tokens.into(), self.options.shape.hidden];
@@ -237,7 +239,7 @@ impl Buffer {
         received: Received<'_>,
         request: CombineRequest<'_>,
         combined_x: DevicePtr,
-        order: StreamOrder<'_>,
+        outcome: &Arc<Generation>,
     ) -> Result<Operation> {
         let (num_tokens, place) = (received.num_local_tokens, self.place_of(&received)?);
         let (hidden, dtype) = (self.options.shape.hidden, self.options.combine_dtype);
@@ -309,8 +311,8 @@ impl Buffer {
             spoils: self.options.nan_on_failure.into(),
         };
         // Rows in the pool live as long as the buffer.
-        let mut uses = self.core.owners([("rows", Some(x).filter(|_| !in_pool))])?;
-        let wait_ns = self.wait_ns(cumulative_wait_ns, &self.outcome(order)?, &mut uses)?;
+        let mut uses = Uses::from(self.core.owners([("rows", Some(x).filter(|_| !in_pool))])?);
+        let wait_ns = self.wait_ns(cumulative_wait_ns, outcome, &mut uses)?;
         Ok(Operation {
             name: "low-latency combine",
             kernel: if in_pool { Arguments::PooledCombine(args) } else { Arguments::Combine(args) },

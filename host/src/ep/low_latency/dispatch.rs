@@ -18,7 +18,7 @@ use super::results::{Place, Received, ReceivedByExpert, Room};
 use crate::driver::Outcome;
 use crate::ep::Payload;
 use crate::ep::core::{
-    Block, CUMULATIVE_COUNTS, Halves, PlaceState, check_cumulative, check_timeout, setters,
+    Block, CUMULATIVE_COUNTS, Halves, PlaceState, Uses, check_cumulative, check_timeout, setters,
 };
 use crate::ep::experts::{ExpertRows, check_alignment, is_narrow};
 use crate::ep::payload::{Columns, PlacedColumn, Record};
@@ -339,7 +339,7 @@ impl Buffer {
             ("scales", scales.map(|it| &**it)),
         ];
         let of_columns = columns.iter().map(|column| ("column", Some(column)));
-        let mut uses = self.core.owners(inputs.into_iter().chain(of_columns))?;
+        let mut uses = Uses::from(self.core.owners(inputs.into_iter().chain(of_columns))?);
         uses.extend(records.owner());
         let given = [
             request.recv_x.map(|it| ("recv_x", it)),
@@ -366,7 +366,7 @@ impl Buffer {
         let wait_ns = self.wait_ns(request.cumulative_wait_ns, &outcome, &mut uses)?;
         if let Some(cumulative) = request.cumulative_counts {
             uses.extend(self.core.owners([(CUMULATIVE_COUNTS, Some(&**cumulative))])?);
-            cumulative.is_filled_by(&outcome);
+            uses.fills(cumulative, &outcome);
         }
         let lease = place.lease();
         let owner = || lease.clone() as Owner;
@@ -375,7 +375,7 @@ impl Buffer {
             let outs = given.into_iter().flatten().map(|(name, tensor)| (name, Some(tensor)));
             uses.extend(self.core.owners(outs)?);
             uses.extend(block.clone().map(|block| block as Owner));
-            given.into_iter().flatten().for_each(|(_, tensor)| tensor.is_filled_by(&outcome));
+            given.into_iter().flatten().for_each(|(_, tensor)| uses.fills(tensor, &outcome));
             by_expert = Some(received_by_expert(
                 to,
                 block.as_ref(),

@@ -29,8 +29,12 @@ impl Buffer {
     /// The outcome of an operation that begins now on the stream of `order`. Replays of a recording
     /// follow the buffer into later generations.
     pub(super) fn outcome(&self, order: StreamOrder<'_>) -> Result<Arc<Generation>> {
-        let is_recorded = self.core.is_capturing(order)?;
-        Ok(if is_recorded { Generation::new(self.core.faults()) } else { self.generation.clone() })
+        Ok(self.outcome_where(self.core.is_capturing(order)?))
+    }
+
+    /// [`Buffer::outcome`] of an operation that is `recorded`, or runs.
+    pub(super) fn outcome_where(&self, recorded: bool) -> Arc<Generation> {
+        if recorded { Generation::new(self.core.faults()) } else { self.generation.clone() }
     }
 }
 

@@ -7,6 +7,7 @@ use super::Buffer;
 use super::dispatch::{ROWS, check_row_bytes, elements_of};
 use super::results::Received;
 use crate::driver::Event;
+use crate::ep::core::Uses;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -176,9 +177,10 @@ impl Buffer {
         let most_rows = rows * experts.min(self.options.shape.num_topk.into());
         let blocks = self.blocks_for(u32::try_from(most_rows).unwrap_or(u32::MAX), None);
         let outs = [("x", Some(x)), ("scales", scales.map(|it| &**it)), ("columns", columns.map(|it| &**it))];
-        let uses = self.core.owners(outs)?;
+        let mut uses = Uses::from(self.core.owners(outs)?);
         let outcome = self.outcome(order)?;
-        let event = self.run(order, None, uses, |buffer, stream, _| {
+        outs.into_iter().filter_map(|(_, out)| out).for_each(|out| uses.fills(out, &outcome));
+        self.run(order, None, &uses, |buffer, stream, _| {
             received.lease.check_current()?;
             let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
             // SAFETY: the memory of the tensors is freed only behind all work enqueued on streams,
@@ -192,9 +194,7 @@ impl Buffer {
             let call = LowLatencyGatherColumns::call(args);
             // SAFETY: as above.
             unsafe { stream.call(&buffer.kernels.gather_columns, blocks, threads, 0, call) }
-        })?;
-        outs.into_iter().filter_map(|(_, it)| it).for_each(|tensor| tensor.is_filled_by(&outcome));
-        Ok(event)
+        })
     }
 
     /// Words of each received row, for which `columns` must have lines.

@@ -29,9 +29,8 @@ use super::results::Room;
 use super::results::{Combined, Received};
 use super::{Buffer, Kernels, Kind};
 use crate::driver::{Event, Outcome, Stream};
-use crate::ep::core::{Halves, Lease, PlaceState, add_counts, check_wait_ns};
+use crate::ep::core::{Halves, Lease, PlaceState, Uses, add_counts, check_wait_ns};
 use crate::ep::payload::Records;
-use crate::ep::tensor::Owner;
 use crate::ep::{DType, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
@@ -63,8 +62,7 @@ pub struct Operation {
     pub wait_ns: Option<DevicePtr>,
     /// Whether scales of a dispatch within a node are sent as packets.
     pub packs_scales: bool,
-    /// Resources that must live as long as a recording of the operation.
-    pub uses: Vec<Owner>,
+    pub uses: Uses,
 }
 
 impl Operation {
@@ -152,9 +150,7 @@ impl Pending<'_, &Tensor<'_>> {
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
     pub fn receive(self, order: StreamOrder<'_>) -> Result<Option<Event>> {
-        let outcome = self.buffer.outcome(order)?;
-        let (event, out) = self.launch(order)?;
-        out.is_filled_by(&outcome);
+        let (event, _) = self.launch(order)?;
         Ok(event)
     }
 }
@@ -187,9 +183,9 @@ impl Buffer {
     ) -> Result<Option<Event>> {
         let rows = operation.rows.take();
         let operation = &*operation;
-        let (uses, mut args) = (operation.uses.iter().cloned(), operation.kernel);
+        let mut args = operation.kernel;
         let named = Some((operation.name, halves));
-        self.run(order, named, uses, |buffer, stream, capturing| {
+        self.run(order, named, &operation.uses, |buffer, stream, capturing| {
             if let Some(rows) = rows {
                 rows.check_current()?;
                 operation.sums.iter().for_each(|sums| sums.hold(rows.dispatch()));
@@ -298,18 +294,17 @@ impl Buffer {
         Kind::of(self.core.topology()) == Kind::Many
     }
 
-    /// The address to which an operation of this outcome adds its waits, if any. `uses` gets the
-    /// memory's owner.
+    /// The address to which an operation of this outcome adds its waits, if any.
     pub(super) fn wait_ns(
         &self,
         times: Option<&TypedTensor<'_, i64>>,
         outcome: &Arc<impl Outcome + 'static>,
-        uses: &mut Vec<Owner>,
+        uses: &mut Uses,
     ) -> Result<Option<DevicePtr>> {
         let Some(times) = times else { return Ok(None) };
         check_wait_ns(times, self.num_ranks())?;
         uses.extend(self.core.owners([("cumulative_wait_ns", Some(&**times))])?);
-        times.is_filled_by(outcome);
+        uses.fills(times, outcome);
         Ok(Some(times.ptr()))
     }
 

@@ -46,9 +46,9 @@ use epoxide_gpu::layout::{
 };
 
 use super::core::{
-    self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part, laid_out,
+    self, Core, HasCore, Pieces, PlaceState, Pools, Step, StreamOrder, Uses, agree_on, agree_on_part,
+    laid_out,
 };
-use super::tensor::Owner;
 use super::{DType, Topology};
 use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
 use crate::error::{Error, Result};
@@ -417,21 +417,19 @@ impl Buffer {
     }
 
     /// Runs `work` on the stream of `order`, behind the previous operation; returns the event of an
-    /// asynchronous call. `uses`: what must live as long as a recording of it. `work` gets whether
-    /// the operation is only recorded.
+    /// asynchronous call. `work` gets whether the operation is only recorded.
     fn run(
         &mut self,
         order: StreamOrder<'_>,
         operation: core::Operation,
-        uses: impl IntoIterator<Item = Owner>,
+        uses: &Uses,
         work: impl FnOnce(&mut Self, &Stream, bool) -> Result<()>,
     ) -> Result<Option<Event>> {
         let capturing = self.core.begin(order)?;
         let event = Core::run(self, order, capturing, operation, uses, |buffer, stream| {
             work(buffer, stream, capturing)
         })?;
-        let outcome = self.outcome(order)?;
-        Ok(event.map(|event| event.of(outcome)))
+        Ok(event.map(|event| event.of(self.outcome_where(capturing))))
     }
 }
 

@@ -8,6 +8,7 @@ use super::{
     Received, StreamOrder, Tensor, TypedTensor,
 };
 use crate::driver::Event;
+use crate::ep::core::Uses;
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
@@ -164,7 +165,7 @@ impl Buffer {
             reserved: 0,
         };
         let inputs = [("grad_rows", Some(grad_rows)), ("expert_rows", Some(expert_rows))];
-        let mut uses = self.core.owners(inputs)?;
+        let mut uses = Uses::from(self.core.owners(inputs)?);
         uses.push(block.clone() as Owner);
         self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;

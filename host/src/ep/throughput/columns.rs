@@ -5,6 +5,7 @@ use epoxide_gpu::layout::{DevicePtr, TransposeArgs};
 
 use super::{Buffer, DType, Received, StreamOrder, TypedTensor};
 use crate::driver::Event;
+use crate::ep::core::Uses;
 use crate::error::{Error, Result};
 
 /// Threads per block.
@@ -63,16 +64,15 @@ impl Buffer {
             num_rows: rows as u32,
             local_experts: handle.local_experts,
         };
-        let uses = self.core.owners([("out", Some(&**out))])?;
-        let event = self.run_on(received, order, capturing, uses, |buffer, stream| {
+        let mut uses = Uses::from(self.core.owners([("out", Some(&**out))])?);
+        uses.fills(out, &handle);
+        self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             let grid = (rows as u32).div_ceil(THREADS).clamp(1, sms);
             let (kernel, call) = (&buffer.kernels.transpose_column, TransposeColumn::call(args));
             // SAFETY: the memory of the tensor and of the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them; the pool has so many records.
             unsafe { stream.call(kernel, grid, THREADS, 0, call) }
-        })?;
-        self.core.fills_tensor(out, &handle);
-        Ok(event)
+        })
     }
 }

@@ -1,5 +1,6 @@
 //! Combine: every token's owner sums the returned rows.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{Halves, check_timeout, setters};
+use crate::ep::core::{Halves, Uses, check_timeout, setters};
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
 
@@ -157,7 +158,7 @@ pub(super) struct CombineLaunch {
     /// The weights of entries, at a null address where a rank without tokens has them there.
     entry_weights: Option<DevicePtr>,
     waits: Waits,
-    uses: Vec<Owner>,
+    uses: Uses,
 }
 
 /// The type and the sizes of a combine's sums.
@@ -226,7 +227,7 @@ impl Buffer {
             let x = pieces.array("combined_x", tokens, sums.row_bytes().into());
             (x, pieces.array("combined_weights", tokens * u64::from(num_topk), 4))
         })?;
-        let launch = self.combine_launch(request, halves, sums, at, [block.clone() as Owner])?;
+        let launch = self.combine_launch(request, halves, sums, at, vec![block.clone() as Owner].into())?;
         let handle = &request.handle.0;
         let weights = || {
             TypedTensor::in_memory(at.1, &[tokens, num_topk.into()], block.clone())
@@ -264,10 +265,7 @@ impl Buffer {
     ) -> Result<Option<Event>> {
         let capturing = self.core.begin(order)?;
         let launch = self.prepare_combine_into(&request, (out, out_topk_weights), Halves::Both)?;
-        let event = self.launch_combine(&launch, Halves::Both, order, capturing)?;
-        self.core.fills_tensor(out, &launch.handle);
-        out_topk_weights.iter().for_each(|out| self.core.fills_tensor(out, &launch.handle));
-        Ok(event)
+        self.launch_combine(&launch, Halves::Both, order, capturing)
     }
 
     /// The first half of [`Buffer::combine_into`], as [`Buffer::combine_send`]. Collective.
@@ -284,8 +282,7 @@ impl Buffer {
         let capturing = self.core.begin(order)?;
         let launch = self.prepare_combine_into(&request, (out, out_topk_weights), Halves::Send)?;
         self.launch_combine(&launch, Halves::Send, order, capturing)?;
-        let outputs = CombineOutputs { x: out, topk_weights: out_topk_weights };
-        Ok(self.pending(Second::Combine(Box::new(launch)), outputs))
+        Ok(self.pending(Second::Combine(Box::new(launch)), CombineOutputs(PhantomData)))
     }
 
     fn prepare_combine_into(
@@ -331,7 +328,9 @@ impl Buffer {
             }
         }
         let at = (out.ptr(), out_topk_weights.map_or(DevicePtr::NULL, |weights| weights.ptr()));
-        self.combine_launch(request, halves, sums, at, self.core.owners(outs)?)
+        let mut uses = Uses::from(self.core.owners(outs)?);
+        outs.into_iter().filter_map(|(_, out)| out).for_each(|out| uses.fills(out, &request.handle.0));
+        self.combine_launch(request, halves, sums, at, uses)
     }
 
     /// Checks the arguments of a combine; gives the type and the sizes of its sums.
@@ -397,7 +396,7 @@ impl Buffer {
         halves: Halves,
         sums: Sums,
         (x_at, weights_at): (DevicePtr, DevicePtr),
-        outputs: impl IntoIterator<Item = Owner>,
+        mut uses: Uses,
     ) -> Result<CombineLaunch> {
         let handle = &request.handle.0;
         let num_sms = self.sms_along(request.handle, request.num_sms)?;
@@ -503,9 +502,8 @@ impl Buffer {
         };
         let entry_weights = request.weights.map(|weights| &**weights);
         let inputs = [("x", in_tensor), ("topk_weights", weights), ("weights", entry_weights)];
-        let mut uses = self.core.owners(inputs)?;
+        uses.extend(self.core.owners(inputs)?);
         uses.push(handle.block.clone() as Owner);
-        uses.extend(outputs);
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
         Ok(CombineLaunch {
             handle: handle.clone(),
@@ -532,8 +530,8 @@ impl Buffer {
         order: StreamOrder<'_>,
         capturing: bool,
     ) -> Result<Option<Event>> {
-        let uses = launch.uses.iter().cloned();
-        let event = self.run(order, capturing, Some(("combine", halves)), uses, |buffer, stream| {
+        let named = Some(("combine", halves));
+        let event = self.run(order, capturing, named, &launch.uses, |buffer, stream| {
             let row_bytes = launch.args.row_bytes.into();
             buffer.describe_rows(RowBytes { combine: row_bytes, ..buffer.row_bytes });
             if !launch.stage.x.is_null() {

@@ -6,6 +6,7 @@ use epoxide_gpu::layout::{Call, CallKind, DevicePtr, ExpertStageArgs, ROW_ALIGN,
 use super::combine::STAGE_THREADS;
 use super::{Buffer, DType, Received, StreamOrder, Tensor, TypedTensor};
 use crate::driver::Event;
+use crate::ep::core::Uses;
 use crate::error::{Error, Result};
 
 impl Buffer {
@@ -112,8 +113,9 @@ impl Buffer {
         };
         let from = place.at(place.room().layout.recv_topk_weights);
         let outs = [("out", Some(out)), ("out_topk_weights", out_topk_weights.map(|it| &**it))];
-        let uses = self.core.owners(outs)?;
-        let event = self.run_on(received, order, capturing, uses, |buffer, stream| {
+        let mut uses = Uses::from(self.core.owners(outs)?);
+        outs.into_iter().filter_map(|(_, out)| out).for_each(|out| uses.fills(out, &handle));
+        self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             // SAFETY: the memory of tensors and of the handle's block is freed only behind all work
             // enqueued on streams, and a recording keeps them; the pool has so many rows there.
@@ -139,11 +141,6 @@ impl Buffer {
                     _ => Ok(()),
                 }
             }
-        })?;
-        self.core.fills_tensor(out, &handle);
-        if let Some(weights) = out_topk_weights {
-            self.core.fills_tensor(weights, &handle);
-        }
-        Ok(event)
+        })
     }
 }

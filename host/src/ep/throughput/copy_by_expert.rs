@@ -7,6 +7,7 @@ use epoxide_gpu::layout::{CopyByExpertArgs, DevicePtr, row_stride};
 
 use super::{Buffer, DType, Received, StreamOrder, Tensor, TypedTensor, check_fits};
 use crate::driver::Event;
+use crate::ep::core::Uses;
 use crate::error::{Error, Result};
 
 /// Threads per block.
@@ -75,12 +76,11 @@ impl Buffer {
             num_topk: places.columns() as u32,
             reserved: 0,
         };
-        let uses = self.core.owners([
-            ("out", Some(out)),
-            ("out_scales", out_scales.map(|it| &**it)),
-            ("places", Some(&**places)),
-        ])?;
-        let event = self.run_on(received, order, capturing, uses, |buffer, stream| {
+        let outs = [("out", Some(out)), ("out_scales", out_scales.map(|it| &**it))];
+        let mut uses = Uses::from(self.core.owners(outs)?);
+        outs.into_iter().filter_map(|(_, out)| out).for_each(|out| uses.fills(out, &handle));
+        uses.extend(self.core.owners([("places", Some(&**places))])?);
+        self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             // A warp for each row, up to the number of multiprocessors.
             let grid = args.num_rows.div_ceil(THREADS / 32).clamp(1, sms);
@@ -89,10 +89,6 @@ impl Buffer {
             // enqueued on streams, and a recording keeps them; the pool has so many rows there. The
             // kernel writes no row behind the last one of `out`.
             unsafe { stream.call(kernel, grid, THREADS, 0, CopyByExpert::call(args)) }
-        })?;
-        for out in [Some(out), out_scales.map(|it| &**it)].into_iter().flatten() {
-            self.core.fills_tensor(out, &handle);
-        }
-        Ok(event)
+        })
     }
 }

@@ -25,7 +25,7 @@ use super::{Buffer, DType, DispatchLayout, StreamOrder, Tensor, TypedTensor};
 use super::{HOST_EXPERTS, RowBytes, blocks_for, check_fits};
 use crate::driver::{Event, Outcome, Stream};
 use crate::ep::core::{
-    CUMULATIVE_COUNTS, Halves, Lease, PlaceState, check_cumulative, check_timeout, setters,
+    CUMULATIVE_COUNTS, Halves, Lease, PlaceState, Uses, check_cumulative, check_timeout, setters,
 };
 use crate::ep::experts::check_alignment;
 use crate::ep::payload::{Columns, PlacedColumn, Record};
@@ -436,7 +436,7 @@ impl Buffer {
         let source = self.source(&payload, layout.num_tokens)?;
         let to_launch = (num_sms, layout.num_tokens);
         let (rows, ring) = self.dispatch_args(&payload, &source, place, &tables, to_launch, Some(metadata));
-        let mut uses = Vec::new();
+        let mut uses = Uses::default();
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
         let mut end = self.end_of("dispatch", rows.comm, waited, halves);
         end.counts = request.cumulative_counts.map(|cumulative| AddedCounts {
@@ -462,8 +462,7 @@ impl Buffer {
         uses.extend(self.core.owners(inputs.into_iter().chain(columns))?);
         uses.extend(source.owners());
         uses.extend([layout.block.clone() as Owner, block.clone() as Owner]);
-        end.uses.clone_from(&uses);
-        let event = self.run(order, capturing, Some(("dispatch", halves)), uses, |buffer, stream| {
+        let event = self.run(order, capturing, Some(("dispatch", halves)), &uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them. `run` orders this behind the
@@ -532,6 +531,7 @@ impl Buffer {
             failed_before,
         }));
         let plan = &handle.0;
+        end.uses = uses;
         let event = event.map(|event| event.of(plan.clone()));
         if let Some(cumulative) = request.cumulative_counts {
             self.core.fills_tensor(cumulative, plan);
@@ -617,14 +617,13 @@ impl Buffer {
         let mut lease = None;
         let inputs = [("x", Some(x)), ("x_scales", scales.map(|it| &**it))].into_iter();
         let columns = columns.iter().map(|column| ("column", Some(column)));
-        let mut uses = self.core.owners(inputs.chain(columns))?;
+        let mut uses = Uses::from(self.core.owners(inputs.chain(columns))?);
         uses.push(handle.0.block.clone() as Owner);
         uses.extend(source.owners());
         let waited = self.wait_ns(request.cumulative_wait_ns, &mut uses)?;
         let mut end = self.end_of("cached dispatch", args.comm, waited, halves);
-        end.uses.clone_from(&uses);
         let named = Some((end.name, halves));
-        let event = self.run(order, capturing, named, uses, |buffer, stream| {
+        let event = self.run(order, capturing, named, &uses, |buffer, stream| {
             lease = Some(if capturing { place.begin()? } else { place.begin_on(stream)? });
             // SAFETY: as in `dispatch`.
             unsafe {
@@ -644,6 +643,7 @@ impl Buffer {
                 Ok(())
             }
         })?;
+        end.uses = uses;
         let event = event.map(|event| event.of(handle.0.clone()));
         let lease = self.captured_lease(lease, None)?;
         Ok((output_of_rows(&payload, &lease, handle, event), end))
@@ -659,7 +659,7 @@ impl Buffer {
     ) -> DispatchEnd {
         let is_apart = halves == Halves::Send || waited.is_some();
         let waits = is_apart.then_some(Waits { comm, waited, is_combine: false });
-        DispatchEnd { name, waits, copies: None, counts: None, uses: Vec::new() }
+        DispatchEnd { name, waits, copies: None, counts: None, uses: Uses::default() }
     }
 
     /// The lease of a dispatch that has been enqueued; a step that is being captured gets it and
@@ -701,12 +701,12 @@ impl Buffer {
         received: &Received<'_>,
         order: StreamOrder<'_>,
         capturing: bool,
-        uses: impl IntoIterator<Item = Owner>,
+        mut uses: Uses,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
         let handle = &received.handle.0;
-        let uses = uses.into_iter().chain([handle.block.clone() as Owner]);
-        let event = self.run(order, capturing, None, uses, |buffer, stream| {
+        uses.push(handle.block.clone() as Owner);
+        let event = self.run(order, capturing, None, &uses, |buffer, stream| {
             received.lease.check_current()?;
             work(buffer, stream)
         })?;

@@ -3,6 +3,7 @@
 //! Invariant: an operation whose [`EnterArgs::holds`] is 1 ends with `end_operation`, or the buffer
 //! is given up, because its epoch would not advance.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use bytemuck::Zeroable as _;
@@ -15,8 +16,7 @@ use super::kernels::{OneNode, not_loaded};
 use super::received::Received;
 use super::{Buffer, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{Halves, add_counts, check_wait_ns};
-use crate::ep::tensor::Owner;
+use crate::ep::core::{Halves, Uses, add_counts, check_wait_ns};
 use crate::error::{Error, Result};
 
 /// The operation that a kernel enters or ends, and the tensor to which it adds its waits.
@@ -46,13 +46,10 @@ pub(super) enum Second {
     Combine(Box<CombineLaunch>),
 }
 
-/// Tensors of the caller's for sums and for sums of weights: the output of
+/// The borrow of the caller's tensors for sums and for sums of weights: the output of
 /// [`Buffer::combine_send_into`].
 #[derive(Debug)]
-pub struct CombineOutputs<'o> {
-    pub(super) x: &'o Tensor<'o>,
-    pub(super) topk_weights: Option<&'o TypedTensor<'o, f32>>,
-}
+pub struct CombineOutputs<'o>(pub(super) PhantomData<&'o Tensor<'o>>);
 
 impl<'p> Pending<'_, Received<'p>> {
     /// Launches the second half: waits for the peers' rows. Collective.
@@ -83,13 +80,7 @@ impl Pending<'_, CombineOutputs<'_>> {
     /// # Errors
     /// Whatever the driver reports. A peer's silence shows in [`Buffer::check`].
     pub fn receive(self, order: StreamOrder<'_>) -> Result<Option<Event>> {
-        let Pending { buffer, second, output } = self;
-        let event = buffer.receive(&second, order)?;
-        if let Second::Combine(launch) = &second {
-            buffer.core.fills_tensor(output.x, &launch.handle);
-            output.topk_weights.iter().for_each(|out| buffer.core.fills_tensor(out, &launch.handle));
-        }
-        Ok(event)
+        Ok(self.launch(order)?.0)
     }
 }
 
@@ -111,7 +102,7 @@ pub(super) struct DispatchEnd {
     /// The caller's counts, and those that are added to them.
     pub counts: Option<AddedCounts>,
     /// Memory that must live as long as a recording of it.
-    pub uses: Vec<Owner>,
+    pub uses: Uses,
 }
 
 /// Copies of rows by expert behind a dispatch.
@@ -154,11 +145,10 @@ impl Buffer {
         let capturing = self.core.begin(order)?;
         match second {
             Second::Dispatch(end, handle) => {
-                let uses = end.uses.iter().cloned();
                 let named = Some((end.name, Halves::Receive));
                 // SAFETY: the memory of inputs, outputs and the handle's block is freed only behind
                 // all work enqueued on streams, and a recording keeps them.
-                let event = self.run(order, capturing, named, uses, |buffer, stream| unsafe {
+                let event = self.run(order, capturing, named, &end.uses, |buffer, stream| unsafe {
                     buffer.end_dispatch(stream, end)
                 })?;
                 Ok(event.map(|event| event.of(handle.clone())))
@@ -257,11 +247,11 @@ impl Buffer {
         unsafe { stream.launch_call(kernel, AnnounceTokens::call(copies.args)) }
     }
 
-    /// The address to which an operation adds its waits, if any. `uses` gets the memory's owner.
+    /// The address to which an operation adds its waits, if any.
     pub(super) fn wait_ns(
         &self,
         times: Option<&TypedTensor<'_, i64>>,
-        uses: &mut Vec<Owner>,
+        uses: &mut Uses,
     ) -> Result<Option<DevicePtr>> {
         let Some(times) = times else { return Ok(None) };
         check_wait_ns(times, self.num_ranks())?;
@@ -271,7 +261,7 @@ impl Buffer {
             return Err(Error::argument("cumulative_wait_ns", "given", rule));
         }
         uses.extend(self.core.owners([("cumulative_wait_ns", Some(&**times))])?);
-        times.is_filled_by(self.core.faults());
+        uses.fills(times, self.core.faults());
         Ok(Some(times.ptr()))
     }
 }

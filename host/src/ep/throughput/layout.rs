@@ -7,7 +7,7 @@ use epoxide_gpu::layout::{DevicePtr, ExpertTable, LayoutArgs, MAX_TOPK, Section}
 
 use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
-use crate::ep::core::{Block, Sequence};
+use crate::ep::core::{Block, Sequence, Uses};
 use crate::ep::experts::{ExpertId, ExpertMap, is_narrow};
 use crate::ep::tensor::Owner;
 use crate::error::{Error, Result};
@@ -233,9 +233,9 @@ impl Buffer {
         let shared = (self.core.topology().ranks() + num_experts + self.core.topology().nodes) * 4;
         let grid = num_tokens.div_ceil(THREADS / 32).clamp(1, self.config.num_sms);
         let entries = map.map(|map| &**map.entries());
-        let mut uses = self.core.owners([("topk_idx", Some(topk_idx)), ("map", entries)])?;
+        let mut uses = Uses::from(self.core.owners([("topk_idx", Some(topk_idx)), ("map", entries)])?);
         uses.push(block.clone() as Owner);
-        let event = self.run(order, capturing, None, uses, |buffer, stream| {
+        let event = self.run(order, capturing, None, &uses, |buffer, stream| {
             // SAFETY: the memory of block and ids is freed only behind all work enqueued on
             // streams, and a recording keeps them.
             unsafe {

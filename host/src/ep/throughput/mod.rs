@@ -49,10 +49,9 @@ use epoxide_gpu::layout::{
 };
 
 use super::core::{
-    self, Core, HasCore, Operation, PlaceState, Pools, Step, StreamOrder, agree_on, agree_on_part,
+    self, Core, HasCore, Operation, PlaceState, Pools, Step, StreamOrder, Uses, agree_on, agree_on_part,
     check_timeout, laid_out,
 };
-use super::tensor::Owner;
 use super::{DType, Tensor, Topology, TypedTensor};
 use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
@@ -415,7 +414,7 @@ impl Buffer {
         order: StreamOrder<'_>,
         capturing: bool,
         operation: Operation,
-        uses: impl IntoIterator<Item = Owner>,
+        uses: &Uses,
         work: impl FnOnce(&mut Self, &Stream) -> Result<()>,
     ) -> Result<Option<Event>> {
         let event = Core::run(self, order, capturing, operation, uses, work)?;
