@@ -161,12 +161,18 @@ impl<K: Entry> Call<K> {
     /// The attribute names no grid or no block, or only a least number; or the block is empty or
     /// larger than `threads`.
     pub fn shape(&self) -> Result<Shape, ContractError> {
-        let missing = |clause| {
-            let remedy = "its attribute names none; launch it with a shape of your own";
-            broken::<K>(String::from(clause), String::from(remedy))
-        };
-        let Some(Count::Exactly(grid)) = self.named.grid else { return Err(missing("grid = ..")) };
-        let Some(Count::Exactly(block)) = self.named.block else { return Err(missing("block = ..")) };
+        let Some(Count::Exactly(grid)) = self.named.grid else { return Err(missing::<K>("grid = ..")) };
+        self.shape_on(grid)
+    }
+
+    /// The shape of a launch of `grid` blocks, by the kernel's attribute. Without `shared` in it, the
+    /// block has no dynamic shared memory.
+    ///
+    /// # Errors
+    /// The attribute names another grid, or no block; or the grid is empty, or the block is empty or
+    /// larger than `threads`.
+    pub fn shape_on(&self, grid: u32) -> Result<Shape, ContractError> {
+        let Some(Count::Exactly(block)) = self.named.block else { return Err(missing::<K>("block = ..")) };
         let shape = self.launches(grid, block)?;
         Ok(Shape { shared_bytes: self.needed_shared_bytes(block), ..shape })
     }
@@ -210,6 +216,12 @@ impl<K: Entry> Call<K> {
     fn needed_shared_bytes(&self, block: u32) -> u32 {
         self.named.shared_bytes.map_or(0, |bytes| bytes(&self.args, block))
     }
+}
+
+/// The error of an attribute that does not name a part of the shape.
+fn missing<K: Entry>(clause: &str) -> ContractError {
+    let remedy = "its attribute names none; launch it with a shape of your own";
+    broken::<K>(String::from(clause), String::from(remedy))
 }
 
 fn broken<K: Entry>(clause: String, values: String) -> ContractError {

@@ -522,6 +522,26 @@ impl Stream {
         unsafe { self.launch_checked(kernel, shape, &call) }
     }
 
+    /// Launches `kernel`, a `K`, on `grid` blocks, in the shape that its attribute gives them:
+    /// `#[kernel(block = .., ..)]`.
+    ///
+    /// # Errors
+    /// As [`Stream::call`]; and [`Error::Launch`] where the attribute names no block.
+    ///
+    /// # Safety
+    /// As [`Stream::call`].
+    pub(crate) unsafe fn launch_blocks<K: gpu::Entry>(
+        &self,
+        kernel: &Kernel,
+        grid: u32,
+        call: std::result::Result<Call<K>, ContractError>,
+    ) -> Result<()> {
+        let call = kernel.takes(call)?;
+        let shape = call.shape_on(grid).map_err(broken)?;
+        // SAFETY: the caller vouches for the addresses.
+        unsafe { self.launch_checked(kernel, shape, &call) }
+    }
+
     /// Launches a call in a shape that fits it.
     ///
     /// # Safety

@@ -6,6 +6,7 @@
 //! | `options.rs` | how a buffer is made, and how rows are quantised |
 //! | `dispatch.rs`, `combine.rs`, `gather.rs`, `halves.rs` | the operations, and their launches in one or two halves |
 //! | `results.rs` | their results, and their places |
+//! | `kernels.rs` | the kernels of a buffer, and which of them an operation launches |
 //! | `layout.rs` | the layout of the pool |
 //! | `internode.rs` | messages to the ranks of other nodes |
 //! | `regroup.rs` | continuation without lost ranks |
@@ -17,6 +18,7 @@ mod fault;
 mod gather;
 mod halves;
 mod internode;
+mod kernels;
 mod layout;
 mod options;
 mod regroup;
@@ -27,22 +29,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytemuck::Zeroable;
-use epoxide_gpu::kernels::{
-    AddCounts, FirstTokens, LowLatencyCombineBf16, LowLatencyCombineF16, LowLatencyCombineF32,
-    LowLatencyCombineFp8, LowLatencyCombineManyBf16, LowLatencyCombineManyF16, LowLatencyCombineManyF32,
-    LowLatencyCombineManyFp8, LowLatencyCombineManyPooled, LowLatencyCombineManySummed,
-    LowLatencyCombinePooled, LowLatencyCombineSummed, LowLatencyCombineTwoPooled, LowLatencyDispatch,
-    LowLatencyDispatchBatch, LowLatencyDispatchByExpert, LowLatencyDispatchByExpertMxfp8,
-    LowLatencyDispatchByExpertScalePackets, LowLatencyDispatchMany, LowLatencyDispatchManyBatch,
-    LowLatencyDispatchManyByExpert, LowLatencyDispatchManyByExpertMxfp8, LowLatencyDispatchManyMxfp8,
-    LowLatencyDispatchMxfp8, LowLatencyDispatchScalePackets, LowLatencyGather, LowLatencyGatherColumns,
-    LowLatencyInternodeCombineBf16, LowLatencyInternodeCombineF16, LowLatencyInternodeCombineF32,
-    LowLatencyInternodeCombineFp8, LowLatencyInternodeDispatch, LowLatencyInternodeDispatchByExpert,
-    LowLatencyInternodeDispatchByExpertMxfp8, LowLatencyInternodeDispatchMxfp8, LowLatencyInternodeWait,
-    LowLatencyWait, LowLatencyWaitMany, PackColumns,
-};
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, FEW_RANKS, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::core::{
@@ -50,7 +38,7 @@ use super::core::{
     laid_out,
 };
 use super::{DType, Topology};
-use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Module, Stream};
+use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
@@ -63,6 +51,7 @@ pub use results::{ByExpertPtrs, Combined, Detached, Place, Received, ReceivedByE
 
 use fault::{Calls, Generation};
 use internode::{MessageLayout, Messages};
+use kernels::Kernels;
 use layout::{OwnTables, PoolLayout};
 use results::Room;
 
@@ -91,166 +80,6 @@ pub struct Buffer {
     generation: Arc<Generation>,
     comm: Comm,
     options: Options,
-}
-
-/// The kernels within a node of few ranks, of many, or those across nodes.
-#[derive(Debug)]
-struct Kernels {
-    dispatch: Kernel,
-    /// Within a node, a dispatch of many tokens.
-    batch_dispatch: Kernel,
-    /// Within a node of few ranks, a dispatch whose scales are sent as packets.
-    packed_dispatch: Kernel,
-    /// A dispatch of rows that become MXFP8.
-    mxfp8_dispatch: Kernel,
-    /// Of rows of [`Options::combine_dtype`].
-    combine: Kernel,
-    quantised_combine: Kernel,
-    /// Within a node, of many rows that are summed over experts already.
-    summed_combine: Kernel,
-    /// Within a node, of rows in the pool.
-    pooled_combine: Kernel,
-    gather: Kernel,
-    gather_columns: Kernel,
-    first_tokens: Kernel,
-    pack_columns: Kernel,
-    add_counts: Kernel,
-    wait: Kernel,
-    /// A dispatch that brings rows by expert, where the buffer has room for them.
-    dispatch_by_expert: Option<Kernel>,
-    mxfp8_dispatch_by_expert: Option<Kernel>,
-    packed_dispatch_by_expert: Option<Kernel>,
-}
-
-/// The set of kernels that a buffer has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// All ranks are of one node, up to [`FEW_RANKS`].
-    Few,
-    /// All ranks are of one node, and there are more.
-    Many,
-    /// Ranks are on several nodes.
-    Nodes,
-}
-
-impl Kind {
-    fn of(topology: Topology) -> Kind {
-        match topology {
-            Topology { nodes: 1, ranks_per_node } if ranks_per_node <= FEW_RANKS as u32 => Kind::Few,
-            Topology { nodes: 1, .. } => Kind::Many,
-            _ => Kind::Nodes,
-        }
-    }
-}
-
-impl Kernels {
-    fn load(device: &Device, topology: Topology, options: &Options) -> Result<Kernels> {
-        let (kind, has_rows_by_expert) = (Kind::of(topology), options.rows_by_expert.is_some());
-        let [dispatch, mxfp8, quantised_combine, wait, by_expert, mxfp8_by_expert] = match kind {
-            Kind::Few => [
-                LowLatencyDispatch::INFO,
-                LowLatencyDispatchMxfp8::INFO,
-                LowLatencyCombineFp8::INFO,
-                LowLatencyWait::INFO,
-                LowLatencyDispatchByExpert::INFO,
-                LowLatencyDispatchByExpertMxfp8::INFO,
-            ],
-            Kind::Many => [
-                LowLatencyDispatchMany::INFO,
-                LowLatencyDispatchManyMxfp8::INFO,
-                LowLatencyCombineManyFp8::INFO,
-                LowLatencyWaitMany::INFO,
-                LowLatencyDispatchManyByExpert::INFO,
-                LowLatencyDispatchManyByExpertMxfp8::INFO,
-            ],
-            Kind::Nodes => [
-                LowLatencyInternodeDispatch::INFO,
-                LowLatencyInternodeDispatchMxfp8::INFO,
-                LowLatencyInternodeCombineFp8::INFO,
-                LowLatencyInternodeWait::INFO,
-                LowLatencyInternodeDispatchByExpert::INFO,
-                LowLatencyInternodeDispatchByExpertMxfp8::INFO,
-            ],
-        };
-        let combine = match (options.combine_dtype, kind) {
-            (DType::F16, Kind::Few) => LowLatencyCombineF16::INFO,
-            (DType::F32, Kind::Few) => LowLatencyCombineF32::INFO,
-            (_, Kind::Few) => LowLatencyCombineBf16::INFO,
-            (DType::F16, Kind::Many) => LowLatencyCombineManyF16::INFO,
-            (DType::F32, Kind::Many) => LowLatencyCombineManyF32::INFO,
-            (_, Kind::Many) => LowLatencyCombineManyBf16::INFO,
-            (DType::F16, Kind::Nodes) => LowLatencyInternodeCombineF16::INFO,
-            (DType::F32, Kind::Nodes) => LowLatencyInternodeCombineF32::INFO,
-            (_, Kind::Nodes) => LowLatencyInternodeCombineBf16::INFO,
-        };
-        let (summed, pooled) = match kind {
-            Kind::Many => (LowLatencyCombineManySummed::INFO, LowLatencyCombineManyPooled::INFO),
-            _ if topology.ranks() > 2 => (LowLatencyCombineSummed::INFO, LowLatencyCombinePooled::INFO),
-            _ => (LowLatencyCombineSummed::INFO, LowLatencyCombineTwoPooled::INFO),
-        };
-        let batch = match kind {
-            Kind::Many => LowLatencyDispatchManyBatch::INFO,
-            _ => LowLatencyDispatchBatch::INFO,
-        };
-        let infos = [
-            dispatch,
-            batch,
-            LowLatencyDispatchScalePackets::INFO,
-            mxfp8,
-            combine,
-            quantised_combine,
-            summed,
-            pooled,
-            LowLatencyGather::INFO,
-            LowLatencyGatherColumns::INFO,
-            FirstTokens::INFO,
-            PackColumns::INFO,
-            AddCounts::INFO,
-            wait,
-        ];
-        let mut names = infos.map(|info| info.name).to_vec();
-        let of_segments = [by_expert, mxfp8_by_expert, LowLatencyDispatchByExpertScalePackets::INFO];
-        names.extend(of_segments.iter().filter(|_| has_rows_by_expert).map(|info| info.name));
-        let module = Module::shipped(device, None, &names)?;
-        let [by_expert, mxfp8_by_expert, packed_by_expert] =
-            of_segments.map(|info| has_rows_by_expert.then(|| module.kernel(info.name, 0)).transpose());
-        let kernels = infos.map(|info| module.kernel(info.name, 0));
-        let [
-            dispatch,
-            batch_dispatch,
-            packed_dispatch,
-            mxfp8_dispatch,
-            combine,
-            quantised_combine,
-            summed_combine,
-            pooled_combine,
-            gather,
-            gather_columns,
-            first,
-            pack,
-            add,
-            wait,
-        ] = kernels;
-        Ok(Kernels {
-            dispatch: dispatch?,
-            batch_dispatch: batch_dispatch?,
-            packed_dispatch: packed_dispatch?,
-            mxfp8_dispatch: mxfp8_dispatch?,
-            combine: combine?,
-            quantised_combine: quantised_combine?,
-            summed_combine: summed_combine?,
-            pooled_combine: pooled_combine?,
-            gather: gather?,
-            gather_columns: gather_columns?,
-            first_tokens: first?,
-            pack_columns: pack?,
-            add_counts: add?,
-            wait: wait?,
-            dispatch_by_expert: by_expert?,
-            mxfp8_dispatch_by_expert: mxfp8_by_expert?,
-            packed_dispatch_by_expert: packed_by_expert?,
-        })
-    }
 }
 
 impl Buffer {
