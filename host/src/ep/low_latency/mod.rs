@@ -47,6 +47,7 @@ pub use dispatch::DispatchRequest;
 pub use halves::Pending;
 use options::check_members;
 pub use options::{Options, Shape};
+pub use regroup::regroup_ahead;
 pub use results::{ByExpertPtrs, Combined, Detached, Place, Received, ReceivedByExpert};
 
 use fault::{Calls, Generation};

@@ -102,36 +102,7 @@ impl Buffer {
     /// [`Error::PeerFailed`] with the reason of another rank that cannot go on. Also errors of the
     /// group. Then the buffer is as it was, or cannot be used until a call succeeds.
     pub fn regroup(&mut self, group: &dyn ProcessGroup) -> Result<()> {
-        self.regroup_ahead(group, AHEAD)
-    }
-
-    /// [`Buffer::regroup`] with epochs as after `ahead` more operations, equal on every rank. For
-    /// tests of long runs.
-    ///
-    /// # Errors
-    /// The same as [`Buffer::regroup`].
-    pub(crate) fn regroup_ahead(&mut self, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
-        agree(group, &self.options, self.num_ranks())?;
-        // The others wait for a rank that fails here, so all of them get its reason.
-        let ours = agree_on_part(group, self.propose())?;
-        let (members, epoch) =
-            agree_on_members(&group.all_gather(bytemuck::bytes_of(&ours))?, self.num_ranks())?;
-
-        // A queue that has ended carries no more puts.
-        let mut failures = self.core.network().map_or_else(Vec::new, |network| network.proxies().failures());
-        failures.retain(|(peer, _)| members >> peer & 1 != 0);
-        agree_on_part(group, failures.pop().map_or(Ok(()), |(_, error)| Err(error)))?;
-
-        let left_out = !members & (u64::MAX >> (64 - self.num_ranks()));
-        // Every rank must have cleared its state before any rank starts an operation.
-        agree_on_part(group, self.clear(left_out, epoch + ahead))?;
-        self.left_out = left_out;
-        if let Some(network) = self.core.network() {
-            network.leave_out((0..self.num_ranks()).filter(|rank| left_out >> rank & 1 != 0).collect());
-        }
-        self.generation = Generation::new(self.core.faults());
-        self.core.forget_sent();
-        Ok(())
+        regroup_ahead(self, group, AHEAD)
     }
 
     /// The state of this rank, behind all work of the device.
@@ -190,6 +161,35 @@ impl Buffer {
         }
         poll(self.core.device(), Duration::from_nanos(GIVING_UP_NS), || Ok(false)).map(drop)
     }
+}
+
+/// [`Buffer::regroup`] with epochs as after `ahead` more operations, equal on every rank. For
+/// tests of long runs.
+///
+/// # Errors
+/// The same as [`Buffer::regroup`].
+pub fn regroup_ahead(buffer: &mut Buffer, group: &dyn ProcessGroup, ahead: u64) -> Result<()> {
+    agree(group, &buffer.options, buffer.num_ranks())?;
+    // The others wait for a rank that fails here, so all of them get its reason.
+    let ours = agree_on_part(group, buffer.propose())?;
+    let (members, epoch) =
+        agree_on_members(&group.all_gather(bytemuck::bytes_of(&ours))?, buffer.num_ranks())?;
+
+    // A queue that has ended carries no more puts.
+    let mut failures = buffer.core.network().map_or_else(Vec::new, |network| network.proxies().failures());
+    failures.retain(|(peer, _)| members >> peer & 1 != 0);
+    agree_on_part(group, failures.pop().map_or(Ok(()), |(_, error)| Err(error)))?;
+
+    let left_out = !members & (u64::MAX >> (64 - buffer.num_ranks()));
+    // Every rank must have cleared its state before any rank starts an operation.
+    agree_on_part(group, buffer.clear(left_out, epoch + ahead))?;
+    buffer.left_out = left_out;
+    if let Some(network) = buffer.core.network() {
+        network.leave_out((0..buffer.num_ranks()).filter(|rank| left_out >> rank & 1 != 0).collect());
+    }
+    buffer.generation = Generation::new(buffer.core.faults());
+    buffer.core.forget_sent();
+    Ok(())
 }
 
 /// The members, as bits, and the last epoch that one of them has ended.

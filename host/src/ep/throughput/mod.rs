@@ -60,9 +60,10 @@ use crate::virtual_time::spawn;
 
 pub use backward::GradWeights;
 pub use by_node::NodeCounts;
-pub use ceiling::{CeilingShape, Direction};
+pub use ceiling::{CeilingShape, Direction, launch_ceiling, launch_local_ceiling, local_parts};
 pub use combine::{CombineRequest, CombineRows, Combined};
 pub use config::{Config, low_latency_rdma_size_hint};
+pub use copy_by_expert::copy_by_expert;
 pub use dispatch::{CachedDispatchRequest, Counts, DispatchRequest};
 pub use halves::{CombineOutputs, Pending};
 pub use handle::{DispatchHandle, InternodeHandle, IntranodeHandle};
@@ -420,30 +421,6 @@ impl Buffer {
         let event = Core::run(self, order, capturing, operation, uses, work)?;
         Ok(event.map(|event| event.of(self.core.faults().clone())))
     }
-
-    /// Numbers operations as after `operations` of them, equal on every rank and more than there
-    /// were. No operation may be under way. For tests of long runs.
-    ///
-    /// # Errors
-    /// Errors of the group and of the driver.
-    pub(crate) fn run_ahead(&self, group: &dyn ProcessGroup, operations: u64) -> Result<()> {
-        let (stream, done) = (self.core.stream(), operations * QUANTUM);
-        group.barrier(group.timeout())?;
-        self.tables.write_at(stream, self.comm.local.add(LOCAL_EPOCH), &operations.to_ne_bytes())?;
-        self.tables.write_at(stream, self.comm.local.add(LOCAL_TICKET), &done.to_ne_bytes())?;
-        for peer in 0..self.core.topology().ranks_per_node {
-            self.core.pool().write(stream, done_offset(peer), &done.to_ne_bytes())?;
-        }
-        // Peers add to the words from the next operation on.
-        group.barrier(group.timeout())
-    }
-
-    /// Bytes on the wire of one count message, of which an uncached dispatch sends one to every
-    /// other node.
-    pub(crate) fn count_message_bytes(&self, num_experts: u32) -> u64 {
-        let words = wire_message::EXPERT_COUNTS + num_experts / self.num_nodes();
-        (words as u64 * 4).next_multiple_of(16)
-    }
 }
 
 impl HasCore for Buffer {
@@ -460,6 +437,30 @@ impl HasCore for Buffer {
     fn first_tokens(&self) -> &Kernel {
         &self.kernels.first_tokens
     }
+}
+
+/// Numbers operations as after `operations` of them, equal on every rank and more than there
+/// were. No operation may be under way. For tests of long runs.
+///
+/// # Errors
+/// Errors of the group and of the driver.
+pub fn run_ahead(buffer: &Buffer, group: &dyn ProcessGroup, operations: u64) -> Result<()> {
+    let (stream, done) = (buffer.core.stream(), operations * QUANTUM);
+    group.barrier(group.timeout())?;
+    buffer.tables.write_at(stream, buffer.comm.local.add(LOCAL_EPOCH), &operations.to_ne_bytes())?;
+    buffer.tables.write_at(stream, buffer.comm.local.add(LOCAL_TICKET), &done.to_ne_bytes())?;
+    for peer in 0..buffer.core.topology().ranks_per_node {
+        buffer.core.pool().write(stream, done_offset(peer), &done.to_ne_bytes())?;
+    }
+    // Peers add to the words from the next operation on.
+    group.barrier(group.timeout())
+}
+
+/// Bytes on the wire of one count message, of which an uncached dispatch sends one to every
+/// other node.
+pub fn count_message_bytes(buffer: &Buffer, num_experts: u32) -> u64 {
+    let words = wire_message::EXPERT_COUNTS + num_experts / buffer.num_nodes();
+    (words as u64 * 4).next_multiple_of(16)
 }
 
 /// An error where more of something, in a unit, is `needed` than the buffer was made for with
