@@ -18,7 +18,7 @@ use epoxide_gpu::layout::{
 
 use super::halves::{CombineOutputs, Pending, Second, Waits};
 use super::handle::HandleState;
-use super::kernels::{RingShape, Spread, call_within, not_loaded};
+use super::kernels::{RingShape, Spread, call_within};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, blocks_for, check_fits};
@@ -586,7 +586,7 @@ impl Buffer {
                 if stage.x.is_null() && !launch.may_be_short {
                     return Ok(());
                 }
-                let (_, kernel) = handle.tables.routing.by_expert()?;
+                let kernel = &handle.tables.routing.by_expert()?.stage;
                 let args = ExpertStageArgs {
                     stage,
                     expert_counts: at.expert_counts,
@@ -624,8 +624,8 @@ impl Buffer {
         args.comm.trace = self.core.trace("combine", grid);
         // SAFETY: the caller keeps the memory.
         unsafe {
-            if let (Spread::OneNode(node, _), Some(at)) = (&handle.tables.routing, by_expert) {
-                let kernels = node.by_expert.as_ref().ok_or_else(not_loaded)?;
+            if let (Spread::OneNode(..), Some(at)) = (&handle.tables.routing, by_expert) {
+                let kernels = handle.tables.routing.by_expert()?;
                 let args = ExpertCombineArgs {
                     combine: args,
                     weights: entry_weights.unwrap_or(DevicePtr::NULL),
@@ -685,7 +685,7 @@ impl Buffer {
                             }
                         };
                     };
-                    let kernels = nodes.by_expert.as_ref().ok_or_else(not_loaded)?;
+                    let kernels = handle.tables.routing.by_expert()?;
                     let args = InternodeExpertCombineArgs {
                         rows: args,
                         weights: entry_weights.map_or(DevicePtr::NULL, |_| tables.forward_weights),

@@ -122,7 +122,7 @@ impl Buffer {
             unsafe {
                 match handle.tables.by_expert {
                     Some(at) => {
-                        let (_, kernel) = handle.tables.routing.by_expert()?;
+                        let kernel = &handle.tables.routing.by_expert()?.stage;
                         let args = ExpertStageArgs {
                             stage,
                             expert_counts: at.expert_counts,

@@ -17,7 +17,7 @@ use epoxide_gpu::layout::{
 
 use super::halves::{AddedCounts, Copies, DispatchEnd, Pending, Waits};
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
-use super::kernels::{RingShape, Spread, call_within, not_loaded};
+use super::kernels::{RingShape, Spread, call_within};
 use super::place::{Place, Room};
 use super::quantise::Source;
 use super::received::Received;
@@ -964,7 +964,7 @@ impl Buffer {
         tables: &HandleTables,
     ) -> Result<()> {
         let Some(at) = tables.by_expert else { return Ok(()) };
-        let (number, _) = tables.routing.by_expert()?;
+        let kernels = tables.routing.by_expert()?;
         let layout = counts.layout;
         let (topk_idx, narrow_ids) = layout.ids();
         let (num_tokens, num_topk) = (layout.num_tokens, layout.num_topk);
@@ -1006,17 +1006,15 @@ impl Buffer {
         unsafe {
             let grid = blocks_for(num_tokens, counts.num_sms);
             let numbers = number_shared_bytes(PLAN_THREADS, layout.num_experts);
-            stream.call(number, grid, PLAN_THREADS, numbers, NumberSelections::call(args))?;
+            stream.call(&kernels.number, grid, PLAN_THREADS, numbers, NumberSelections::call(args))?;
             match &tables.routing {
-                Spread::OneNode(node, _) => {
-                    let kernel = &node.by_expert.as_ref().ok_or_else(not_loaded)?.plan;
-                    stream.call(kernel, grid, PLAN_THREADS, shared, PlanByExpert::call(plan))
+                Spread::OneNode(..) => {
+                    stream.call(&kernels.plan, grid, PLAN_THREADS, shared, PlanByExpert::call(plan))
                 }
                 Spread::SeveralNodes(nodes, routing) => {
-                    let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.plan;
                     let bases = routing.by_expert.map_or(DevicePtr::NULL, |it| it.bases);
                     let args = InternodeExpertPlanArgs { plan, wire: nodes.wire(&self.config), bases };
-                    stream.call(kernel, grid, PLAN_THREADS, shared, InternodePlanByExpert::call(args))
+                    stream.call(&kernels.plan, grid, PLAN_THREADS, shared, InternodePlanByExpert::call(args))
                 }
             }
         }
@@ -1111,7 +1109,7 @@ impl Buffer {
                             _ => copy_rings_behind(shared) + ring_bytes(copy_warps, COPY_STAGES, ring.bytes),
                         };
                         let block = block + copy_warps * 32;
-                        let kernel = &nodes.by_expert.as_ref().ok_or_else(not_loaded)?.dispatch;
+                        let kernel = &tables.routing.by_expert()?.dispatch;
                         let by_expert = ExpertRoute {
                             numbers: given.numbers,
                             bases: at.bases,

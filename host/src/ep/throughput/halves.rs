@@ -205,7 +205,7 @@ impl Buffer {
                 self.end(stream, waits, CombineArgs::zeroed())?;
             }
             if let Some(Copies { node, args, blocks, warps }) = &end.copies {
-                let kernel = &node.by_expert.as_ref().ok_or_else(not_loaded)?.copy;
+                let kernel = &node.halves_by_expert.as_ref().ok_or_else(not_loaded)?.copy;
                 let shared = ring_bytes(*warps, COPY_STAGES, args.dispatch.stage_bytes);
                 stream.call(kernel, *blocks, warps * 32, shared, CopyReceivedRows::call(*args))?;
             }
@@ -242,7 +242,7 @@ impl Buffer {
     /// # Safety
     /// The same as of [`Buffer::enter`].
     pub(super) unsafe fn announce(&self, stream: &Stream, copies: &Copies) -> Result<()> {
-        let kernel = &copies.node.by_expert.as_ref().ok_or_else(not_loaded)?.announce;
+        let kernel = &copies.node.halves_by_expert.as_ref().ok_or_else(not_loaded)?.announce;
         // SAFETY: the caller keeps the memory.
         unsafe { stream.launch_call(kernel, AnnounceTokens::call(copies.args)) }
     }

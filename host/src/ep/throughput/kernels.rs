@@ -1,6 +1,6 @@
 //! The loaded kernels, and how large their launches are.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
@@ -21,7 +21,7 @@ use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_byt
 use super::dispatch::PLAN_THREADS;
 use super::options::{MOST_DISPATCH_WARPS, Tuning};
 use super::wire::WireTables;
-use super::{Config, Topology};
+use super::{Config, Fields, Topology};
 use crate::driver::{Device, Kernel, Module};
 use crate::error::{Error, Result};
 
@@ -147,18 +147,15 @@ pub struct OneNode {
     pub combine_staged_f32: Kernel,
     /// Where the buffer has room for rows by expert.
     pub by_expert: Option<ByExpert>,
+    pub halves_by_expert: Option<HalvesByExpert>,
 }
 
-/// The kernels of rows by expert, for few ranks as for many.
+/// The kernels of rows by expert: of one node, of few ranks as of many, or those across nodes.
 #[derive(Debug)]
 pub struct ByExpert {
     pub number: Kernel,
     pub plan: Kernel,
     pub dispatch: Kernel,
-    /// Part of a dispatch in two halves.
-    pub announce: Kernel,
-    /// Part of a dispatch in two halves.
-    pub copy: Kernel,
     pub stage: Kernel,
     pub combine: Kernel,
     pub combine_f16: Kernel,
@@ -167,42 +164,50 @@ pub struct ByExpert {
 
 impl ByExpert {
     /// Their names, in the order of the fields.
-    const NAMES: [&'static str; 9] = [
-        NumberSelections::INFO.name,
-        PlanByExpert::INFO.name,
-        DispatchByExpert::INFO.name,
-        AnnounceTokens::INFO.name,
-        CopyReceivedRows::INFO.name,
-        StageByExpert::INFO.name,
-        CombineByExpertBf16::INFO.name,
-        CombineByExpertF16::INFO.name,
-        CombineByExpertF32::INFO.name,
-    ];
+    fn names(nodes: u32) -> [&'static str; 7] {
+        let (within, across) = (
+            [
+                NumberSelections::INFO,
+                PlanByExpert::INFO,
+                DispatchByExpert::INFO,
+                StageByExpert::INFO,
+                CombineByExpertBf16::INFO,
+                CombineByExpertF16::INFO,
+                CombineByExpertF32::INFO,
+            ],
+            [
+                NumberSelections::INFO,
+                InternodePlanByExpert::INFO,
+                InternodeDispatchByExpert::INFO,
+                StageByExpert::INFO,
+                InternodeCombineByExpert::INFO,
+                InternodeCombineByExpertF16::INFO,
+                InternodeCombineByExpertF32::INFO,
+            ],
+        );
+        (if nodes > 1 { across } else { within }).map(|info| info.name)
+    }
+
+    fn of(module: &Module, nodes: u32, shared_limit: u32) -> Result<ByExpert> {
+        let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] = ByExpert::names(nodes);
+        Ok(ByExpert {
+            // Of any number of experts.
+            number: module.kernel(number, number_shared_bytes(PLAN_THREADS, u32::MAX))?,
+            plan: module.kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
+            dispatch: module.kernel(dispatch, shared_limit)?,
+            stage: module.kernel(stage, 0)?,
+            combine: module.kernel(combine, shared_limit)?,
+            combine_f16: module.kernel(combine_f16, shared_limit)?,
+            combine_f32: module.kernel(combine_f32, shared_limit)?,
+        })
+    }
 }
 
-/// The kernels of rows by expert across nodes.
+/// The kernels of a dispatch of rows by expert in two halves, within one node.
 #[derive(Debug)]
-pub struct ByExpertAcross {
-    pub number: Kernel,
-    pub plan: Kernel,
-    pub dispatch: Kernel,
-    pub stage: Kernel,
-    pub combine: Kernel,
-    pub combine_f16: Kernel,
-    pub combine_f32: Kernel,
-}
-
-impl ByExpertAcross {
-    /// Their names, in the order of the fields.
-    const NAMES: [&'static str; 7] = [
-        NumberSelections::INFO.name,
-        InternodePlanByExpert::INFO.name,
-        InternodeDispatchByExpert::INFO.name,
-        StageByExpert::INFO.name,
-        InternodeCombineByExpert::INFO.name,
-        InternodeCombineByExpertF16::INFO.name,
-        InternodeCombineByExpertF32::INFO.name,
-    ];
+pub struct HalvesByExpert {
+    pub announce: Kernel,
+    pub copy: Kernel,
 }
 
 /// The kernels of operations across nodes, and how they reach the other nodes.
@@ -218,17 +223,17 @@ pub struct SeveralNodes {
     pub combine_f16: Kernel,
     pub combine_f32: Kernel,
     /// Where the buffer has room for rows by expert.
-    pub by_expert: Option<ByExpertAcross>,
+    pub by_expert: Option<ByExpert>,
 }
 
 impl<O, S> Spread<O, S> {
-    /// The kernels that number selections and that stage rows by expert, where they were loaded.
-    pub fn by_expert(&self) -> Result<(&Kernel, &Kernel)> {
+    /// The kernels of rows by expert, where they were loaded.
+    pub fn by_expert(&self) -> Result<&ByExpert> {
         let kernels = match self {
-            Spread::OneNode(node, _) => node.by_expert.as_ref().map(|it| (&it.number, &it.stage)),
-            Spread::SeveralNodes(nodes, _) => nodes.by_expert.as_ref().map(|it| (&it.number, &it.stage)),
+            Spread::OneNode(node, _) => &node.by_expert,
+            Spread::SeveralNodes(nodes, _) => &nodes.by_expert,
         };
-        kernels.ok_or_else(not_loaded)
+        kernels.as_ref().ok_or_else(not_loaded)
     }
 }
 
@@ -286,128 +291,101 @@ impl SeveralNodes {
     }
 }
 
-/// A module with the kernels that operations need.
-#[derive(Debug)]
-pub struct LoadedKernels {
-    module: Module,
-    shared_limit: u32,
-    is_many: bool,
-    has_neighbours: bool,
-    by_expert: bool,
-    ptx: Option<PathBuf>,
+/// Whether kernels within a node are those of many ranks.
+fn is_many(topology: Topology) -> bool {
+    topology.ranks_per_node > FEW_RANKS as u32
 }
 
-impl LoadedKernels {
-    /// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows
-    /// by expert or without, or across nodes.
-    pub fn new(
-        device: &Device,
-        topology: Topology,
-        by_expert: bool,
-        ptx: Option<PathBuf>,
-    ) -> Result<LoadedKernels> {
-        let is_many = topology.ranks_per_node > FEW_RANKS as u32;
-        let always = [
-            DispatchLayout::INFO,
-            StageCombine::INFO,
-            FirstTokens::INFO,
-            PackColumns::INFO,
-            QuantiseRows::INFO,
-            TransposeColumn::INFO,
-            AddCounts::INFO,
-            WeightGradients::INFO,
-            EnterOperation::INFO,
-            EndOperation::INFO,
-        ];
-        let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
-        if topology.nodes > 1 {
-            names.extend([
-                InternodeCount::INFO.name,
-                InternodeNotify::INFO.name,
-                InternodeDispatch::INFO.name,
-                InternodeCombine::INFO.name,
-                InternodeCombineF16::INFO.name,
-                InternodeCombineF32::INFO.name,
-            ]);
-            names.extend(ByExpertAcross::NAMES.into_iter().filter(|_| by_expert));
-        } else {
-            names.extend(OneNode::names(is_many));
-            names.extend(ByExpert::NAMES.into_iter().filter(|_| by_expert));
-        }
-        let module = Module::shipped(device, ptx.as_deref(), &names)?;
-        let shared_limit = device.info().max_shared_bytes_per_block;
-        let has_neighbours = topology.ranks_per_node > 1;
-        Ok(LoadedKernels { module, shared_limit, is_many, has_neighbours, by_expert, ptx })
+/// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows by
+/// expert or without, or across nodes.
+pub fn load_module(
+    device: &Device,
+    topology: Topology,
+    by_expert: bool,
+    ptx: Option<&Path>,
+) -> Result<Module> {
+    let always = [
+        DispatchLayout::INFO,
+        StageCombine::INFO,
+        FirstTokens::INFO,
+        PackColumns::INFO,
+        QuantiseRows::INFO,
+        TransposeColumn::INFO,
+        AddCounts::INFO,
+        WeightGradients::INFO,
+        EnterOperation::INFO,
+        EndOperation::INFO,
+    ];
+    let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
+    if topology.nodes > 1 {
+        names.extend([
+            InternodeCount::INFO.name,
+            InternodeNotify::INFO.name,
+            InternodeDispatch::INFO.name,
+            InternodeCombine::INFO.name,
+            InternodeCombineF16::INFO.name,
+            InternodeCombineF32::INFO.name,
+        ]);
+    } else {
+        names.extend(OneNode::names(is_many(topology)));
+        let halves = [AnnounceTokens::INFO.name, CopyReceivedRows::INFO.name];
+        names.extend(halves.into_iter().filter(|_| by_expert));
     }
+    names.extend(ByExpert::names(topology.nodes).into_iter().filter(|_| by_expert));
+    Module::shipped(device, ptx, &names)
+}
 
-    /// The kernels of all operations, with a network side if there are several nodes.
-    pub fn mode(&self, network: Option<(WireTables, Wire)>) -> Result<BufferSpread> {
-        let kernel = |name, shared| self.module.kernel(name, shared);
-        // Of any number of experts.
-        let number_shared = number_shared_bytes(PLAN_THREADS, u32::MAX);
-        Ok(match network {
-            None => {
-                let is_many = self.is_many;
-                let [notify, dispatch, claiming, combine, combine_f16, combine_f32, staged, staged_f32] =
-                    OneNode::names(is_many);
-                let by_expert = || -> Result<ByExpert> {
-                    let [number, plan, dispatch, announce, copy, stage, combine, combine_f16, combine_f32] =
-                        ByExpert::NAMES;
-                    Ok(ByExpert {
-                        number: kernel(number, number_shared)?,
-                        plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
-                        dispatch: kernel(dispatch, self.shared_limit)?,
-                        announce: kernel(announce, 0)?,
-                        copy: kernel(copy, self.shared_limit)?,
-                        stage: kernel(stage, 0)?,
-                        combine: kernel(combine, self.shared_limit)?,
-                        combine_f16: kernel(combine_f16, self.shared_limit)?,
-                        combine_f32: kernel(combine_f32, self.shared_limit)?,
-                    })
-                };
-                let node = OneNode {
-                    is_many,
-                    notify: kernel(notify, notify_shared_bytes(is_many))?,
-                    dispatch: kernel(dispatch, self.shared_limit)?,
-                    claiming: kernel(claiming, self.shared_limit)?,
-                    combine: kernel(combine, self.shared_limit)?,
-                    combine_f16: kernel(combine_f16, self.shared_limit)?,
-                    combine_f32: kernel(combine_f32, self.shared_limit)?,
-                    combine_staged: kernel(staged, self.shared_limit)?,
-                    combine_staged_f32: kernel(staged_f32, self.shared_limit)?,
-                    by_expert: self.by_expert.then(by_expert).transpose()?,
-                };
-                Spread::OneNode(Arc::new(node), ())
-            }
-            Some((side, wire)) => {
-                let by_expert = || -> Result<ByExpertAcross> {
-                    let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] =
-                        ByExpertAcross::NAMES;
-                    Ok(ByExpertAcross {
-                        number: kernel(number, number_shared)?,
-                        plan: kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
-                        dispatch: kernel(dispatch, self.shared_limit)?,
-                        stage: kernel(stage, 0)?,
-                        combine: kernel(combine, self.shared_limit)?,
-                        combine_f16: kernel(combine_f16, self.shared_limit)?,
-                        combine_f32: kernel(combine_f32, self.shared_limit)?,
-                    })
-                };
-                let nodes = SeveralNodes {
-                    wire,
-                    has_neighbours: self.has_neighbours,
-                    count: kernel(InternodeCount::INFO.name, 0)?,
-                    notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
-                    dispatch: kernel(InternodeDispatch::INFO.name, self.shared_limit)?,
-                    combine: kernel(InternodeCombine::INFO.name, self.shared_limit)?,
-                    combine_f16: kernel(InternodeCombineF16::INFO.name, self.shared_limit)?,
-                    combine_f32: kernel(InternodeCombineF32::INFO.name, self.shared_limit)?,
-                    by_expert: self.by_expert.then(by_expert).transpose()?,
-                };
-                Spread::SeveralNodes(Arc::new(nodes), Box::new(side))
-            }
-        })
-    }
+/// The kernels of all operations of a module, with a network side if there are several nodes.
+fn mode(
+    module: &Module,
+    topology: Topology,
+    by_expert: bool,
+    shared_limit: u32,
+    network: Option<(WireTables, Wire)>,
+) -> Result<BufferSpread> {
+    let kernel = |name, shared| module.kernel(name, shared);
+    let loaded = by_expert.then(|| ByExpert::of(module, topology.nodes, shared_limit)).transpose()?;
+    Ok(match network {
+        None => {
+            let is_many = is_many(topology);
+            let [notify, dispatch, claiming, combine, combine_f16, combine_f32, staged, staged_f32] =
+                OneNode::names(is_many);
+            let halves = || -> Result<HalvesByExpert> {
+                Ok(HalvesByExpert {
+                    announce: kernel(AnnounceTokens::INFO.name, 0)?,
+                    copy: kernel(CopyReceivedRows::INFO.name, shared_limit)?,
+                })
+            };
+            let node = OneNode {
+                is_many,
+                notify: kernel(notify, notify_shared_bytes(is_many))?,
+                dispatch: kernel(dispatch, shared_limit)?,
+                claiming: kernel(claiming, shared_limit)?,
+                combine: kernel(combine, shared_limit)?,
+                combine_f16: kernel(combine_f16, shared_limit)?,
+                combine_f32: kernel(combine_f32, shared_limit)?,
+                combine_staged: kernel(staged, shared_limit)?,
+                combine_staged_f32: kernel(staged_f32, shared_limit)?,
+                by_expert: loaded,
+                halves_by_expert: by_expert.then(halves).transpose()?,
+            };
+            Spread::OneNode(Arc::new(node), ())
+        }
+        Some((side, wire)) => {
+            let nodes = SeveralNodes {
+                wire,
+                has_neighbours: topology.ranks_per_node > 1,
+                count: kernel(InternodeCount::INFO.name, 0)?,
+                notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
+                dispatch: kernel(InternodeDispatch::INFO.name, shared_limit)?,
+                combine: kernel(InternodeCombine::INFO.name, shared_limit)?,
+                combine_f16: kernel(InternodeCombineF16::INFO.name, shared_limit)?,
+                combine_f32: kernel(InternodeCombineF32::INFO.name, shared_limit)?,
+                by_expert: loaded,
+            };
+            Spread::SeveralNodes(Arc::new(nodes), Box::new(side))
+        }
+    })
 }
 
 /// The kernels of one device. Kernels of operations are loaded at once, as one module. Loading
@@ -436,31 +414,34 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Selects among the loaded kernels.
+    /// The kernels of a module that [`load_module`] has loaded for a buffer of these options.
     pub fn new(
         device: &Device,
-        tuning: Tuning,
-        loaded: &LoadedKernels,
+        topology: Topology,
+        options: &Fields,
+        module: &Module,
         network: Option<(WireTables, Wire)>,
     ) -> Result<Kernels> {
+        let shared_limit = device.info().max_shared_bytes_per_block;
+        let by_expert = options.rows_by_expert.is_some();
         Ok(Kernels {
-            mode: loaded.mode(network)?,
-            dispatch_layout: loaded.module.kernel(DispatchLayout::INFO.name, loaded.shared_limit)?,
-            stage_combine: loaded.module.kernel(StageCombine::INFO.name, 0)?,
-            first_tokens: loaded.module.kernel(FirstTokens::INFO.name, 0)?,
-            pack_columns: loaded.module.kernel(PackColumns::INFO.name, 0)?,
-            quantise_rows: loaded.module.kernel(QuantiseRows::INFO.name, 0)?,
-            transpose_column: loaded.module.kernel(TransposeColumn::INFO.name, 0)?,
-            add_counts: loaded.module.kernel(AddCounts::INFO.name, 0)?,
-            weight_gradients: loaded.module.kernel(WeightGradients::INFO.name, 0)?,
-            enter_operation: loaded.module.kernel(EnterOperation::INFO.name, 0)?,
-            end_operation: loaded.module.kernel(EndOperation::INFO.name, 0)?,
+            mode: mode(module, topology, by_expert, shared_limit, network)?,
+            dispatch_layout: module.kernel(DispatchLayout::INFO.name, shared_limit)?,
+            stage_combine: module.kernel(StageCombine::INFO.name, 0)?,
+            first_tokens: module.kernel(FirstTokens::INFO.name, 0)?,
+            pack_columns: module.kernel(PackColumns::INFO.name, 0)?,
+            quantise_rows: module.kernel(QuantiseRows::INFO.name, 0)?,
+            transpose_column: module.kernel(TransposeColumn::INFO.name, 0)?,
+            add_counts: module.kernel(AddCounts::INFO.name, 0)?,
+            weight_gradients: module.kernel(WeightGradients::INFO.name, 0)?,
+            enter_operation: module.kernel(EnterOperation::INFO.name, 0)?,
+            end_operation: module.kernel(EndOperation::INFO.name, 0)?,
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             copy_by_expert: OnceLock::new(),
             device: device.clone(),
-            tuning,
-            ptx: loaded.ptx.clone(),
+            tuning: options.tuning,
+            ptx: options.ptx.clone(),
         })
     }
 

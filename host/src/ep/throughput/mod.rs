@@ -73,7 +73,7 @@ pub use place::{Place, PoolRows};
 pub use received::{Detached, Received};
 
 use fault::{Calls, Limits, Plans};
-use kernels::{Kernels, LoadedKernels};
+use kernels::{Kernels, load_module};
 use place::Room;
 use pool::pool_layouts;
 use quantise::Scratch;
@@ -210,8 +210,8 @@ impl Buffer {
             }
             let (device, ptx) = (device.clone(), options.ptx.clone());
             let by_expert = options.rows_by_expert.is_some();
-            spawn("kernels of a buffer".into(), move || LoadedKernels::new(&device, topology, by_expert, ptx))
-                .map_err(|error| Error::system("spawn thread", error))
+            let load = move || load_module(&device, topology, by_expert, ptx.as_deref());
+            spawn("kernels of a buffer".into(), load).map_err(|error| Error::system("spawn thread", error))
         };
         let prepare = || {
             let (pools, loader) =
@@ -230,12 +230,12 @@ impl Buffer {
                 Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
             let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
             host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
-            let loaded = loader
+            let module = loader
                 .join()
                 .map_err(|_| Error::internal("module load", "the loading thread panicked"))??;
-            Ok((core, tables, pools, local, host_counts, loaded))
+            Ok((core, tables, pools, local, host_counts, module))
         };
-        let (mut core, tables, pools, local, host_counts, loaded) = agree_on_part(group, prepare())?;
+        let (mut core, tables, pools, local, host_counts, module) = agree_on_part(group, prepare())?;
         let topology = core.topology();
         let layouts = of(topology);
 
@@ -245,7 +245,7 @@ impl Buffer {
                 1 => None,
                 _ => Some(WireTables::new(&mut core, group, &options, wire_layout)?),
             };
-            let kernels = Kernels::new(&device, options.tuning, &loaded, wire)?;
+            let kernels = Kernels::new(&device, topology, &options, &module, wire)?;
             core.make_places(layouts.iter().map(|&layout| Room {
                 layout,
                 max_row_bytes: largest,
