@@ -47,6 +47,8 @@ use state::{Flow, Poll, Run, stop};
 /// Instructions a group may run before it must let the other runnable groups of its warp run.
 const GROUP_FUEL: u32 = 4096;
 
+/// Reads that a warp remembers to find that it spins: groups of lanes that are apart have their own.
+const MOST_POLLS: usize = 64;
 /// Stands for the clock among the addresses that a warp polls.
 const TIMER: u64 = u64::MAX;
 
@@ -590,16 +592,16 @@ impl<'a, W: Hooks> Exec<'a, W> {
     /// before and nothing was changed since: the warp spins.
     #[inline(always)]
     fn poll(&mut self, addr: u64, value: u64) -> bool {
-        let pc = self.pc;
-        let now = Poll { pc, addr, value };
-        let spins = match self.warp.polls.iter_mut().find(|p| p.pc == pc) {
+        let (pc, lanes) = (self.pc, self.mask);
+        let now = Poll { pc, lanes, addr, value };
+        let spins = match self.warp.polls.iter_mut().find(|p| p.pc == pc && p.lanes == lanes) {
             Some(p) => {
                 let spins = p.addr == addr && p.value == value;
                 *p = now;
                 spins
             }
             None => {
-                if self.warp.polls.len() >= 8 {
+                if self.warp.polls.len() >= MOST_POLLS {
                     self.warp.polls.clear();
                 }
                 self.warp.polls.push(now);

@@ -68,6 +68,8 @@ impl Group {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Poll {
     pub(super) pc: u32,
+    /// The group of lanes that read.
+    pub(super) lanes: u32,
     pub(super) addr: u64,
     pub(super) value: u64,
 }

@@ -228,6 +228,30 @@ fn spinning_grids_say_so_and_go_on_when_memory_changes() {
     }
 }
 
+/// Lanes that stay apart poll two words by the same instruction, in turns. A turn of a warp is too
+/// short for both to come around a loop twice.
+#[test]
+fn lanes_that_wait_apart_at_one_load_count_as_spinning() {
+    let body = format!(
+        "setp.eq.u32 %p2, %r40, 0; @%p2 bra SPIN; add.u64 %rd40, %rd40, 8;
+         SPIN: ld.acquire.sys.global.u64 %rd1, [%rd40]; {}
+         setp.lt.u64 %p1, %rd1, 5; @%p1 bra SPIN; st.global.u64 [%rd42+16], %rd1;",
+        "add.u64 %rd2, %rd1, 1; ".repeat(100)
+    );
+    for_each_seed(tier(40, 400), |seed| {
+        let mut run = Run::new(&kernel("", &body), &[1, 2, 0, 0, 0, 0], launch(4, 4), &seeded(seed));
+        while run.grid.step(1_000_000).unwrap() == Progress::Running {}
+        for _ in 0..10 {
+            assert_eq!(run.grid.step(1_000_000).unwrap(), Progress::Spinning, "seed {seed}");
+        }
+        for value in [run.buf.addr(), run.buf.addr() + 8] {
+            run.memory.write(value, &6u64.to_ne_bytes()).unwrap();
+        }
+        run.finish().unwrap();
+        assert_eq!(run.words()[2..], [6; 4]);
+    });
+}
+
 #[test]
 fn warps_of_a_block_that_wait_alike_are_one_line() {
     let body = "L: ld.acquire.sys.global.u64 %rd1, [%rd40]; setp.eq.u64 %p1, %rd1, 1; @%p1 bra L;";
