@@ -124,6 +124,8 @@ pub struct Comparison {
     alone: (usize, usize),
     /// The same of what was timed of points with one.
     alone_lines: (usize, usize),
+    /// Points that a later program or driver measured again.
+    replaced: (usize, usize),
     /// The kernels of A and of B, for people.
     kernels: [String; 2],
     is_virtual: bool,
@@ -152,10 +154,13 @@ fn may_share_routing(a: &Point, b: &Point) -> bool {
     a.routing_digest.as_ref().zip(b.routing_digest.as_ref()).is_none_or(|(a, b)| a == b)
 }
 
-/// Whether two points of the same sizes are runs of the same measurement.
-fn are_runs_of_one(a: &Point, b: &Point) -> bool {
-    let settings = |point: &Point| (point.iters, point.shapes, point.settings, point.is_virtual);
-    settings(a) == settings(b) && a.nccl == b.nccl && may_share_routing(a, b)
+/// Whether two points of the same sizes are of the same measurement, by whichever program.
+fn are_of_one_measurement(a: &Point, b: &Point) -> bool {
+    let settings = |point: &Point| {
+        let Point { warmup, iters, shapes, settings, is_virtual, .. } = *point;
+        (warmup, iters, shapes, settings, is_virtual)
+    };
+    settings(a) == settings(b) && (&a.device, &a.nccl) == (&b.device, &b.nccl) && may_share_routing(a, b)
 }
 
 /// For each point of A the index of the point of B that it is compared with. The same measurement
@@ -163,7 +168,7 @@ fn are_runs_of_one(a: &Point, b: &Point) -> bool {
 fn partners(a: &[Point], b: &[Point]) -> Vec<Option<usize>> {
     // Equal seeds that drew different routings are an error, which the caller reports.
     let matches: [fn(&Point, &Point) -> bool; 3] =
-        [are_runs_of_one, may_share_routing, |a, b| a.key.seed == b.key.seed];
+        [are_of_one_measurement, may_share_routing, |a, b| a.key.seed == b.key.seed];
     let mut partners = vec![None; a.len()];
     for matches in matches {
         for (at, old) in a.iter().enumerate() {
@@ -213,20 +218,25 @@ fn timed(point: &Point) -> Vec<Timed> {
     phases.chain(pair).chain(kernels).chain(replays).collect()
 }
 
-/// The points with their runs: several of the same sizes are runs of one thing.
-fn gathered(points: &[Point]) -> Vec<Point> {
-    let mut gathered: Vec<Point> = Vec::new();
+/// The points with their runs, since several points may be runs of one measurement. A point of
+/// another program or driver replaces those before it, because sweeps append what they measure
+/// anew. Also returns how many were replaced.
+fn gathered(points: &[Point]) -> (Vec<Point>, usize) {
+    let versions = |point: &Point| (point.kernels.clone(), point.driver_version);
+    let (mut gathered, mut replaced): (Vec<Point>, usize) = (Vec::new(), 0);
     for point in points {
         let mut point = point.clone();
         if point.runs.is_empty() {
             point.runs = vec![Run { started: 0.0 }];
         }
-        match gathered.iter_mut().find(|other| is_like(other, &point) && are_runs_of_one(other, &point)) {
-            Some(other) => other.add_runs(point),
+        let is_same = |other: &&mut Point| is_like(other, &point) && are_of_one_measurement(other, &point);
+        match gathered.iter_mut().find(is_same) {
+            Some(other) if versions(other) == versions(&point) => other.add_runs(point),
+            Some(other) => (*other, replaced) = (point, replaced + 1),
             None => gathered.push(point),
         }
     }
-    gathered
+    (gathered, replaced)
 }
 
 /// Whether runs of A and B alternated, so that each two that follow each other are one of both.
@@ -243,7 +253,7 @@ fn alternated(a: &[Run], b: &[Run]) -> bool {
 /// # Errors
 /// Where there are none.
 pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
-    let (a, b) = (gathered(a), gathered(b));
+    let ((a, replaced_of_a), (b, replaced_of_b)) = (gathered(a), gathered(b));
     let mut lines = Vec::new();
     let (mut pairs, mut alone_lines, mut is_virtual) = (0, (0, 0), false);
     for (old, partner) in a.iter().zip(partners(&a, &b)) {
@@ -288,7 +298,8 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         let texts: BTreeSet<String> = points.iter().map(Point::kernels_text).collect();
         texts.into_iter().collect::<Vec<_>>().join("; ")
     });
-    Ok(Comparison { lines, tolerance, alone, alone_lines, kernels, is_virtual })
+    let replaced = (replaced_of_a, replaced_of_b);
+    Ok(Comparison { lines, tolerance, alone, alone_lines, replaced, kernels, is_virtual })
 }
 
 /// A line without a verdict, or with the reason why there is none.
@@ -546,6 +557,12 @@ impl Comparison {
             true => write!(out, "\nkernels of both: {of_a}"),
             false => write!(out, "\nkernels of A: {of_a}\nkernels of B: {of_b}"),
         };
+        if let (a, b) = self.replaced
+            && a + b > 0
+        {
+            let _ =
+                write!(out, "\n{a} points of A and {b} of B are of an earlier program or driver: left out");
+        }
         if let Some(alone) = self.without_partner() {
             let _ = write!(out, "\n{alone}");
         }
@@ -576,6 +593,7 @@ mod tests {
     use super::*;
     use crate::results::{LOW_LATENCY, Pairs};
     use crate::tests::h200;
+    use crate::versions::Versions;
 
     /// Runs of a noisy machine. The machine drifts, each run has a small offset, some a large one,
     /// and iterations scatter within a run.
@@ -931,6 +949,37 @@ mod tests {
         let comparison = compare(&a, &b[..1], 0.01).unwrap();
         assert_eq!((comparison.lines.len(), comparison.alone), (1, (1, 0)));
         assert_eq!(ratios(&a[..1], &b[..1]), [20.0]);
+    }
+
+    /// A sweep appends the points of a later program, and keeps those of an earlier one.
+    #[test]
+    fn points_of_another_program_are_not_runs_of_this_one() {
+        let (a, b) = Machine::new(3, 0.0001).ab(10, 1.0);
+        let with = |change: &dyn Fn(&mut Point)| -> Vec<Point> {
+            let mut points = b.clone();
+            points.iter_mut().for_each(change);
+            points
+        };
+        let versions = |ptx: &str| Some(Versions { ptx: ptx.into(), ..Versions::default() });
+        let earlier = with(&|point| {
+            point.kernels = versions("1");
+            point.phases[0].call.samples_us.iter_mut().for_each(|us| *us *= 2.0);
+        });
+        let later = with(&|point| point.kernels = versions("2"));
+        let comparison = compare(&a, &[earlier, later].concat(), 0.01).unwrap();
+        let text = comparison.text();
+        assert!(comparison.lines.iter().all(|line| line.logs.1.len() == 10), "{text}");
+        assert!(comparison.differences().next().is_none(), "{text}");
+        assert!(text.contains("kernels of B: PTX 2"), "{text}");
+        assert!(text.contains("0 points of A and 1 of B are of an earlier program or driver"), "{text}");
+        // Devices and untimed iterations make measurements of their own, and that of A counts.
+        let others: [fn(&mut Point); 2] = [|point| point.device.push('0'), |point| point.warmup += 1];
+        for other in others {
+            let comparison = compare(&a, &[with(&other), b.clone()].concat(), 0.01).unwrap();
+            assert!(comparison.lines.iter().all(|line| line.logs.1.len() == 10));
+            assert_eq!(comparison.alone, (0, 1));
+            assert!(!comparison.text().contains("A and B differ"), "{}", comparison.text());
+        }
     }
 
     /// Seeds of low latency do not count, since version 1 had none.
