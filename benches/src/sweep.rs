@@ -466,9 +466,10 @@ mod tests {
             assert_eq!(lines(), number, "{other:?}");
         }
         // Another program, its kernels, another device and another driver.
-        let changes: [fn(&mut Point); 5] = [
+        let changes: [fn(&mut Point); 6] = [
             |point| point.kernels.as_mut().unwrap().ptx.push('0'),
             |point| point.kernels.as_mut().unwrap().commit.push('0'),
+            |point| point.kernels.as_mut().unwrap().program = Some("0".into()),
             |point| point.kernels = None,
             |point| point.device.push('0'),
             |point| point.driver_version += 1,

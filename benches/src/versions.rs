@@ -14,6 +14,10 @@ pub struct Versions {
     /// Commit of the program, with `-dirty` where measured code had changed since; `unknown` where
     /// it was not built in a repository.
     pub commit: String,
+    /// Digest of the executable, where the commit is dirty or unknown: several builds may have one
+    /// such commit. Missing elsewhere, and in older files.
+    #[serde(default)]
+    pub program: Option<String>,
     /// Digest of the PTX.
     pub ptx: String,
     /// Version of the driver; missing on the virtual GPU.
@@ -24,8 +28,10 @@ impl Versions {
     /// The kernels of this program, for a text of PTX.
     pub(crate) fn of_ptx(ptx: &str, is_virtual: bool) -> Versions {
         let driver = if is_virtual { None } else { loaded_driver() };
+        let commit = Versions::commit_of_this_program();
+        let program = digest_of_program(&commit);
         let digest = if ptx == epoxide_gpu::PTX { shipped_digest().to_owned() } else { digest_of_text(ptx) };
-        Versions { commit: Versions::commit_of_this_program(), ptx: digest, driver }
+        Versions { commit, program, ptx: digest, driver }
     }
 
     pub(crate) fn commit_of_this_program() -> String {
@@ -35,11 +41,13 @@ impl Versions {
     /// The kernels, for people.
     pub fn text(&self) -> String {
         let driver = self.driver.as_ref().map_or_else(String::new, |driver| format!(", driver {driver}"));
+        let program =
+            self.program.as_ref().map_or_else(String::new, |program| format!(", program {program}"));
         let other = match self.ptx == shipped_digest() {
             true => "",
             false => " (not those of this program)",
         };
-        format!("PTX {}{other}, commit {}{driver}", self.ptx, self.commit)
+        format!("PTX {}{other}, commit {}{program}{driver}", self.ptx, self.commit)
     }
 }
 
@@ -71,6 +79,14 @@ impl NcclVersion {
         let variables = self.variables.iter().map(|(name, value)| format!(", {name}={value}"));
         format!("NCCL {}{}", self.version, variables.collect::<String>())
     }
+}
+
+/// The digest of this program's executable, where `commit` does not identify the program.
+fn digest_of_program(commit: &str) -> Option<String> {
+    static DIGEST: LazyLock<Option<String>> =
+        LazyLock::new(|| std::fs::read("/proc/self/exe").ok().map(|program| digest_of_bytes(&program)));
+    let is_ambiguous = commit.ends_with("-dirty") || commit == "unknown";
+    is_ambiguous.then(|| DIGEST.clone()).flatten()
 }
 
 /// The digest of the kernels of this program.
@@ -109,8 +125,12 @@ pub(crate) fn digest_of_routing<'a>(ranks: impl IntoIterator<Item = &'a [i64]>) 
 
 /// The same of a text.
 fn digest_of_text(text: &str) -> String {
+    digest_of_bytes(text.as_bytes())
+}
+
+fn digest_of_bytes(bytes: &[u8]) -> String {
     let mut hash = hmac_sha256::Hash::new();
-    hash.update(text);
+    hash.update(bytes);
     digits(hash)
 }
 
@@ -133,5 +153,12 @@ mod tests {
         assert_eq!(digest_of_routing([&[0, 3, -1][..], &[2, 1, 7]]), "1dbbcfdfb0a7e72b");
         assert_eq!(digest_of_routing([&[0, 3][..], &[-1, 2, 1, 7]]), "3abe046e6e5876b8");
         assert_eq!(digest_of_text("abc"), "ba7816bf8f01cfea");
+    }
+
+    #[test]
+    fn a_program_without_a_commit_of_its_own_has_a_digest() {
+        let digits = |commit: &str| digest_of_program(commit).map(|digest| digest.len());
+        let commits = ["abc1234", "abc1234-dirty", "unknown"];
+        assert_eq!(commits.map(digits), [None, Some(2 * BYTES), Some(2 * BYTES)]);
     }
 }
