@@ -24,6 +24,7 @@ use std::fmt::Write;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use serde_json::{Map, Value, json};
 
 use crate::results::{Key, Phase, Point, Run, Slowest, mean, percentile};
 use crate::{Error, Result};
@@ -126,6 +127,8 @@ pub struct Comparison {
     alone_lines: (usize, usize),
     /// Points that a later program or driver measured again.
     replaced: (usize, usize),
+    /// Devices, drivers and settings in which points differ from their partners.
+    differences: BTreeSet<String>,
     /// The kernels of A and of B, for people.
     kernels: [String; 2],
     is_virtual: bool,
@@ -161,6 +164,26 @@ fn are_of_one_measurement(a: &Point, b: &Point) -> bool {
         (warmup, iters, shapes, settings, is_virtual)
     };
     settings(a) == settings(b) && (&a.device, &a.nccl) == (&b.device, &b.nccl) && may_share_routing(a, b)
+}
+
+/// Devices, drivers and settings in which two points differ, by the names of the JSON.
+fn differing(a: &Point, b: &Point) -> Vec<String> {
+    let own = |point: &Point| {
+        let Point { device, driver_version, warmup, iters, .. } = point;
+        json!({"device": device, "driver_version": driver_version, "warmup": warmup, "iters": iters})
+    };
+    // Files of before have no settings.
+    let settings = a.settings.zip(b.settings).map(|(a, b)| (json!(a), json!(b)));
+    let pairs = [(own(a), own(b)), (json!(a.shapes), json!(b.shapes))].into_iter().chain(settings);
+    let differing = pairs.flat_map(|(a, b)| {
+        let fields = [&a, &b].into_iter().filter_map(Value::as_object).flat_map(Map::keys);
+        let names: BTreeSet<&String> = fields.filter(|name| a[*name] != b[*name]).collect();
+        let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        let texts =
+            names.into_iter().map(|name| format!("{name}: {} and {}", text(&a[name]), text(&b[name])));
+        texts.collect::<Vec<_>>()
+    });
+    differing.collect()
 }
 
 /// For each point of A the index of the point of B that it is compared with. The same measurement
@@ -256,6 +279,7 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
     let ((a, replaced_of_a), (b, replaced_of_b)) = (gathered(a), gathered(b));
     let mut lines = Vec::new();
     let (mut pairs, mut alone_lines, mut is_virtual) = (0, (0, 0), false);
+    let mut differences = BTreeSet::new();
     for (old, partner) in a.iter().zip(partners(&a, &b)) {
         let Some(new) = partner.map(|at| &b[at]) else { continue };
         if old.is_virtual != new.is_virtual {
@@ -273,6 +297,7 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
             )));
         }
         (pairs, is_virtual) = (pairs + 1, is_virtual || old.is_virtual);
+        differences.extend(differing(old, new));
         let paired = alternated(&old.runs, &new.runs);
         let (ones, others, before) = (timed(old), timed(new), lines.len());
         for one in &ones {
@@ -299,7 +324,7 @@ pub fn compare(a: &[Point], b: &[Point], tolerance: f64) -> Result<Comparison> {
         texts.into_iter().collect::<Vec<_>>().join("; ")
     });
     let replaced = (replaced_of_a, replaced_of_b);
-    Ok(Comparison { lines, tolerance, alone, alone_lines, replaced, kernels, is_virtual })
+    Ok(Comparison { lines, tolerance, alone, alone_lines, replaced, differences, kernels, is_virtual })
 }
 
 /// A line without a verdict, or with the reason why there is none.
@@ -557,6 +582,10 @@ impl Comparison {
             true => write!(out, "\nkernels of both: {of_a}"),
             false => write!(out, "\nkernels of A: {of_a}\nkernels of B: {of_b}"),
         };
+        if !self.differences.is_empty() {
+            let differences: Vec<&str> = self.differences.iter().map(String::as_str).collect();
+            let _ = write!(out, "\nA and B differ: {}", differences.join("; "));
+        }
         if let (a, b) = self.replaced
             && a + b > 0
         {
@@ -591,7 +620,7 @@ mod tests {
     use epoxide_testing::tier;
 
     use super::*;
-    use crate::results::{LOW_LATENCY, Pairs};
+    use crate::results::{LOW_LATENCY, Pairs, Settings};
     use crate::tests::h200;
     use crate::versions::Versions;
 
@@ -980,6 +1009,31 @@ mod tests {
             assert_eq!(comparison.alone, (0, 1));
             assert!(!comparison.text().contains("A and B differ"), "{}", comparison.text());
         }
+    }
+
+    #[test]
+    fn other_devices_and_settings_are_named() {
+        let (a, mut b) = Machine::new(3, 0.0001).ab(10, 1.0);
+        for point in &mut b {
+            point.device = "NVIDIA H100".into();
+            (point.shapes.combine_warps, point.warmup) = (Some(3), point.warmup + 1);
+        }
+        let differ = |a: &[Point], b: &[Point]| {
+            let text = compare(a, b, 0.01).unwrap().text();
+            text.lines().find_map(|line| line.strip_prefix("A and B differ: ").map(str::to_owned))
+        };
+        let (device, warmup) = (&a[0].device, a[0].warmup);
+        let of_warmup = format!("warmup: {warmup} and {}", warmup + 1);
+        let expected = format!("combine_warps: null and 3; device: {device} and NVIDIA H100; {of_warmup}");
+        assert_eq!(differ(&a, &b), Some(expected));
+        let settings = |points: &[Point], flush_mib: u64| -> Vec<Point> {
+            let settings = Some(Settings { flush_mib, ..Settings::default() });
+            points.iter().cloned().map(|point| Point { settings, ..point }).collect()
+        };
+        let differing = differ(&settings(&a, 256), &settings(&a, 0));
+        assert_eq!(differing.as_deref(), Some("flush_mib: 256 and 0"));
+        // Files of before have no settings.
+        assert_eq!(differ(&a, &settings(&a, 0)), None);
     }
 
     /// Seeds of low latency do not count, since version 1 had none.
