@@ -187,7 +187,9 @@ pub fn run(plan: &Plan, sweep: &Sweep, out: &Path, how: &Means<'_>) -> Result<Sw
                 Err(
                     reason @ (Error::Usage(_)
                     | Error::DoesNotFit(_)
-                    | Error::Operation(epoxide::Error::Unavailable { .. })),
+                    | Error::Operation(
+                        epoxide::Error::Unavailable { .. } | epoxide::Error::Capacity { .. },
+                    )),
                 ) => swept.left_out.push((missing, reason)),
                 Err(error) => return Err(error),
             }
@@ -494,6 +496,19 @@ mod tests {
         let [(plan, reason)] = &left_out[..] else { panic!("{left_out:?}") };
         assert_eq!(plan.num_sms, [2]);
         assert!(reason.to_string().starts_with("--num-sms 2: a cached dispatch across nodes"), "{reason}");
+    }
+
+    #[test]
+    fn sizes_without_room_in_the_pool_do_not_end_the_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("sweep.jsonl");
+        let room = crate::tests::measured("--tokens 32").0[0].pool_bytes;
+        let asked = Plan { nvl_bytes: Some(room), ..plan("--tokens 4") };
+        let Swept { points, left_out } = swept(&asked, &"tokens=4,256".parse().unwrap(), &out).unwrap();
+        assert_eq!(points.iter().map(|point| point.key.tokens).collect::<Vec<_>>(), [4]);
+        let [(plan, reason)] = &left_out[..] else { panic!("{left_out:?}") };
+        assert_eq!(plan.tokens, 256);
+        assert!(reason.to_string().contains("num_nvl_bytes"), "{reason}");
     }
 
     #[test]
