@@ -62,6 +62,7 @@ pub(crate) fn measure(
     fields.ptx = plan.ptx.clone();
     let buffer = made(device, group, result, || Buffer::new(device.clone(), &**group, options))?;
 
+    let announced = plan.steps();
     result.is_joined = topology.nodes > 1 && buffer.num_nodes() == 1;
     let plan = &*plan.as_run(result.is_joined);
     let topology = plan.topology;
@@ -71,6 +72,8 @@ pub(crate) fn measure(
     let stream = mode.rig.stream.clone();
     let mut script = Script::new(plan, group, &stream, watch, mode)?;
     script.hold = hold;
+    // Steps of several nodes are not made where the buffer has joined them.
+    script.step(announced.saturating_sub(plan.steps()) as u32);
     let whole = plan.effort == Effort::Whole;
     if whole {
         script.doing("every bit against the oracle");
@@ -551,10 +554,11 @@ impl Script<'_, HighThroughput> {
         let Some(by_expert) = &self.mode.calls.by_expert else { return Ok(None) };
         let (rows, _) = by_expert.sorted();
         let (to, bytes) = (rows.ptr(), rows.rows() * rows.row_bytes());
-        let samples = self.isolated(Front::EmptiedCaches, |script| match bytes {
+        let samples = self.unannounced(|script| match bytes {
             0 => Ok(()),
             // SAFETY: rows of a staged combine are BF16 and as many as the sorted ones, of at most as
-            // many bytes. `isolated` waits for the stream, and replays of sorts write the rows anew.
+            // many bytes. `unannounced` waits for the stream, and replays of sorts write the rows
+            // anew.
             _ => unsafe { script.stream.copy(to, script.mode.calls.staged.ptr(), bytes) },
         })?;
         Ok((bytes > 0).then(|| 2e-3 * bytes as f64 / mean(&samples)))
@@ -606,7 +610,7 @@ impl Script<'_, HighThroughput> {
         {
             let mut shape = CeilingShape { blocks, warps, stages, rows, row_bytes, fanout };
             let samples = loop {
-                match self.isolated(Front::EmptiedCaches, |script| launch(script, shape)) {
+                match self.unannounced(|script| launch(script, shape)) {
                     // Nothing was launched, on no rank: their pools are of one size.
                     Err(Error::Capacity { needed, have, .. }) => {
                         shape.rows = (u128::from(shape.rows) * u128::from(have) / u128::from(needed)) as u32;
@@ -639,7 +643,7 @@ fn ring_shapes(shared_bytes: u32, row_bytes: u32) -> Vec<(u32, u32)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::{open, plan};
+    use crate::tests::{Counted, open, plan};
 
     #[test]
     fn large_rows_have_fewer_warps_in_a_ceiling() {
@@ -656,7 +660,10 @@ mod tests {
     fn ceilings_fit_into_the_pool_or_are_left_out() {
         let measured = |line: &str, nvl_bytes: Option<u64>| {
             let plan = Plan { is_virtual: false, flush_mib: 0, nvl_bytes, ..plan(line) };
-            crate::measure(&plan, open, &()).unwrap().1.remove(0)
+            let steps = Counted::default();
+            let result = crate::measure(&plan, open, &steps).unwrap().1.remove(0);
+            assert_eq!(steps.of_rank_0(), plan.steps(), "{line}");
+            result
         };
         let mut whole = measured("--tokens 32 --hidden 1024", None);
         // Without room for all rows of all ranks: two rows fewer to receive, and as many to return.

@@ -555,7 +555,7 @@ impl Plan {
     }
 
     /// Steps of a run that are reported to [`Watch`](crate::Watch): calls, or the pairs of low
-    /// latency.
+    /// latency. Measurements of ceilings have none.
     pub fn steps(&self) -> u64 {
         let calls = u64::from(self.warmup + self.iters);
         let mut of_a_number = self.rounds().len() as u64 * calls;

@@ -220,6 +220,13 @@ impl<'a, M: Mode> Script<'a, M> {
         self.chains(front, self.plan.repetitions(), 1, call)
     }
 
+    /// The same with emptied caches, of a call that [`Plan::steps`] does not announce.
+    pub fn unannounced(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<Samples> {
+        let repetitions = self.plan.repetitions();
+        let rounds = self.rounds(Front::EmptiedCaches, repetitions, 0, 1, |script, _| call(script))?;
+        Ok(rounds.into_iter().flatten().collect())
+    }
+
     /// Mean microseconds of calls that follow each other directly: one pair of events around all of
     /// them.
     pub fn back_to_back(&mut self, mut call: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {

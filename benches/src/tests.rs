@@ -1,5 +1,7 @@
 //! Tests of whole measurements, on the virtual GPU.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use epoxide::DType;
 use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
 use epoxide::internal::Topology;
@@ -96,6 +98,23 @@ pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
     measure(&plan(line), open, &()).unwrap()
 }
 
+/// Counts the steps of rank 0.
+#[derive(Default)]
+pub struct Counted(AtomicU64);
+
+impl Counted {
+    /// The count so far.
+    pub fn of_rank_0(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Watch for Counted {
+    fn step(&self, rank: u32) {
+        self.0.fetch_add(u64::from(rank == 0), Ordering::Relaxed);
+    }
+}
+
 /// The committed points of H200s.
 pub fn h200() -> Vec<Point> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/data/h200.json");
@@ -167,7 +186,9 @@ fn counts_of_the_devices_are_those_of_a_serial_count() {
 fn ranks_that_are_all_mapped_are_measured_as_one_node() {
     let kept = plan("--nodes 2 --ranks-per-node 2 --tokens 13 --num-sms 4 --transport direct");
     let asked = Plan { keep_nodes: false, ..kept.clone() };
-    let (points, ranks) = measure(&asked, open, &()).unwrap();
+    let steps = Counted::default();
+    let (points, ranks) = measure(&asked, open, &steps).unwrap();
+    assert_eq!(steps.of_rank_0(), asked.steps());
     let (point, whole) = (&points[0], asked.as_run(true));
     assert!(ranks.iter().all(|rank| rank.is_joined && !rank.mapped && rank.wire_bytes == 0));
     assert!(point.phases.iter().all(|phase| phase.wire.is_none()));
