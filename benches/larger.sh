@@ -23,7 +23,7 @@ usage: benches/larger.sh --program FILE --out FOLDER [options]
   --list          print the names of the runs, in their order, and end
   --virtual       tiny sizes on virtual GPUs: shows that every command line is accepted
 
-Exit codes: 0 all runs that were made passed, 1 one failed or the options leave none to make, 2 bad usage, 128 + N
+Exit codes: 0 no run failed, 1 one failed, all were skipped or the options leave none to make, 2 bad usage, 128 + N
 ended by signal N. Clocks, power and MIG are left as they are.
 EOF
 }
@@ -104,7 +104,7 @@ needs() {
 }
 
 # Whether the run of this name is to be made. With --list it prints the name.
-started='' made=0 failed=0 left_out=() signal=0
+started='' made=0 passed=0 failed=0 left_out=() signal=0
 wanted() {
     if [[ $list ]]; then
         echo "$1"
@@ -150,7 +150,7 @@ run() {
     fi
     made=$((made + 1))
     case $code in
-        0) said=ok ;;
+        0) said=ok && passed=$((passed + 1)) ;;
         77) said=skipped ;;
         124 | 137) said='OUT OF TIME' && failed=$((failed + 1)) ;;
         *) said="FAILED ($code)" && failed=$((failed + 1)) ;;
@@ -339,6 +339,10 @@ pack() {
         note "go on with: --from ${left_out[0]}"
     elif ((made == 0)); then
         note 'no run was made'
+        failed=1
+    fi
+    if ((made > 0 && passed + failed == 0)); then
+        note 'no run passed: all were skipped, for the reasons above'
         failed=1
     fi
     tar -C "$work" -czf "$out/results.tar.gz" . || failed=$((failed + 1))

@@ -22,6 +22,11 @@ fn larger(arguments: &[&str]) -> Output {
     command(arguments).output().unwrap()
 }
 
+fn write_program(path: impl AsRef<Path>, script: &str) {
+    std::fs::write(&path, script).unwrap();
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+}
+
 #[test]
 fn every_run_passes_on_virtual_gpus() {
     let folder = tempfile::tempdir().unwrap();
@@ -68,8 +73,7 @@ fn a_signal_ends_the_run_under_way_and_leaves_out_the_rest() {
     let started = path("started");
     let stub =
         format!("#!/bin/sh\n[ $1 = --version ] && exit\n: >'{}'\nexec sleep 1000\n", started.display());
-    std::fs::write(path("stub"), stub).unwrap();
-    std::fs::set_permissions(path("stub"), std::fs::Permissions::from_mode(0o755)).unwrap();
+    write_program(path("stub"), &stub);
     let (program, out) = (path("stub"), path("out"));
     let [program, out] = [&program, &out].map(|path| path.to_str().unwrap());
     let mut command = command(&["--virtual", "--program", program, "--out", out, "--from", "trips-fp8"]);
@@ -89,6 +93,17 @@ fn a_signal_ends_the_run_under_way_and_leaves_out_the_rest() {
         assert!(printed.contains(part), "{part}: {printed}");
     }
     assert!(Path::new(out).join("results.tar.gz").exists());
+}
+
+/// A program that lacks a feature skips everything.
+#[test]
+fn a_program_that_skips_every_run_is_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let [program, out] = ["stub", "out"].map(|name| folder.path().join(name).to_str().unwrap().to_owned());
+    write_program(&program, "#!/bin/sh\n[ $1 = --version ] && exit\nexit 77\n");
+    let output = larger(&["--virtual", "--program", &program, "--out", &out, "--only", "ll-fp8,ht-fp8"]);
+    let printed = text(&output.stdout);
+    assert!(output.status.code() == Some(1) && printed.contains("no run passed"), "{printed}");
 }
 
 #[test]
