@@ -16,6 +16,7 @@ use epoxide::internal::{PTX, read_text_file};
 use epoxide_bench::compare::{Comparison, Verdict};
 use epoxide_bench::results::{Point, Results, Run, percentile, seconds_since_1970};
 use epoxide_bench::{Effort, Error, Plan, TIMEOUT, Watch, measure, points};
+use epoxide_launch::die_with_parent;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -175,6 +176,8 @@ impl Side {
         if let Some(ptx) = &self.ptx {
             command.env("EPOXIDE_PTX", ptx);
         }
+        // A measurement that outlives this process would disturb the next one on these GPUs.
+        die_with_parent(&mut command);
         let name = || format!("ab: side {}: {}", self.name, program.display());
         let output = command.output().map_err(|error| CommandError::usage(format!("{}: {error}", name())))?;
         if !output.status.success() {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use epoxide_testing::{HeldPort, tier};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::launcher::{epoxide, launcher};
+use crate::launcher::{epoxide, launcher, write_program};
 
 /// Number of launches to kill, in place of the tier's; 200 take about five minutes.
 const COUNT: &str = "EPOXIDE_TEST_KILLS";
@@ -204,4 +204,20 @@ fn launches_killed_at_any_moment_leave_nothing() {
         "{count} kills, {swept} of them of a launcher by SIGKILL: launchers ended within {slowest:?}, and {longest:?} later \
          nothing of them was left"
     );
+}
+
+#[test]
+fn a_killed_comparison_leaves_no_program() {
+    let folder = tempfile::tempdir().unwrap();
+    let [program, started] = ["stub", "started"].map(|name| folder.path().join(name));
+    write_program(&program, &format!("#!/bin/sh\necho $$ >'{}'\nexec sleep 1000\n", started.display()));
+    let program = program.to_str().unwrap();
+    let mut command = epoxide(&["bench", "ab", "--a", program, "--b", program]);
+    let mut comparison = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let number = || fs::read_to_string(&started).ok().filter(|text| text.ends_with('\n'));
+    wait_none(END, || if number().is_none() { vec![()] } else { Vec::new() });
+    let number = number().expect("the program has started");
+    comparison.kill().unwrap();
+    comparison.wait().unwrap();
+    crate::wait_gone(number.trim());
 }

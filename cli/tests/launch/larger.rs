@@ -1,7 +1,6 @@
 //! `benches/larger.sh`, which measures on machines that have no cargo: each of its command lines is
 //! one that this command accepts.
 
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -10,7 +9,7 @@ use epoxide_testing::tier;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::PATIENCE;
-use super::launcher::text;
+use super::launcher::{text, write_program};
 
 fn command(arguments: &[&str]) -> Command {
     let mut command = Command::new("bash");
@@ -20,11 +19,6 @@ fn command(arguments: &[&str]) -> Command {
 
 fn larger(arguments: &[&str]) -> Output {
     command(arguments).output().unwrap()
-}
-
-fn write_program(path: impl AsRef<Path>, script: &str) {
-    std::fs::write(&path, script).unwrap();
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 #[test]

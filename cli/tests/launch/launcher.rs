@@ -1,5 +1,8 @@
 //! The launcher as a command, and what it prints.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use epoxide_launch::default_interrupts;
@@ -20,6 +23,12 @@ pub fn launcher(flags: &[&str], command: &[&str]) -> Command {
 /// Runs a shell script on every rank.
 pub fn script(flags: &[&str], script: &str) -> Output {
     launcher(flags, &["sh", "-c", script]).output().unwrap()
+}
+
+/// Writes a shell script that can be started as a program.
+pub fn write_program(path: impl AsRef<Path>, script: &str) {
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
 pub fn text(bytes: &[u8]) -> String {
