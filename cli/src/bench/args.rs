@@ -116,7 +116,7 @@ pub struct PlanFlags {
     #[arg(long, value_enum, default_value = "virtual", help_heading = SIZES)]
     pub device: DeviceKind,
     /// Tokens per rank [default: 4096; on the virtual GPU 64; with --mode low-latency each of 1, 2,
-    /// 4 .. 1024, or 1 .. 8].
+    /// 4 .. 1024, or 1 .. 8, up to --max-tokens].
     #[arg(long, env = "EPOXIDE_BENCH_TOKENS", help_heading = SIZES)]
     pub tokens: Option<u32>,
     /// Elements per row [default: 7168; on the virtual GPU 1024].
@@ -311,14 +311,12 @@ impl PlanFlags {
     /// A plan for each number of tokens: where none is given, low latency is measured with many.
     pub fn plans(&self) -> Result<Vec<Plan>> {
         let plan = self.plan()?;
-        if self.is_low_latency() {
-            plan.check()?;
-        }
         let most = match self.device {
             _ if self.tokens.is_some() || !self.is_low_latency() => plan.tokens,
             DeviceKind::Virtual => 8,
             DeviceKind::Cuda => 1024,
         };
+        let most = most.min(self.max_tokens.unwrap_or(most)).max(plan.tokens);
         let ladder = std::iter::successors(Some(plan.tokens), |tokens| tokens.checked_mul(2));
         let of = |tokens| Plan { tokens, ..plan.clone() };
         // No tokens stay no tokens, which is an error of its own.

@@ -41,6 +41,12 @@ fn every_number_of_tokens_is_measured() {
     };
     assert_eq!(tokens("bench --mode low-latency"), [1, 2, 4, 8]);
     assert_eq!(tokens("bench --mode low-latency --device cuda").last(), Some(&1024));
+    // The buffer has no room for more.
+    assert_eq!(tokens("bench --mode low-latency --max-tokens 5"), [1, 2, 4]);
+    assert_eq!(tokens("bench --mode low-latency --device cuda --max-tokens 128").last(), Some(&128));
+    let plans = parse("bench --mode low-latency --max-tokens 0").unwrap().plans().unwrap();
+    let message = measure_points(&plans, &()).unwrap_err().message.unwrap();
+    assert!(message.starts_with("--max-tokens 0: must be at least --tokens, 1"), "{message}");
 }
 
 #[test]
@@ -87,7 +93,8 @@ fn repetitions_have_bounds() {
     for flag in ["--iters", "--warmup", "--graph"] {
         let line =
             format!("bench --mode low-latency --ranks-per-node 2 --experts 4 --topk 2 {flag}=4294967295");
-        let message = parse(&line).unwrap().plans().unwrap_err().message.unwrap();
+        let plans = parse(&line).unwrap().plans().unwrap();
+        let message = measure_points(&plans, &()).unwrap_err().message.unwrap();
         assert_eq!(message, format!("{flag} 4294967295: must be at most 100000"));
     }
 }
@@ -166,6 +173,18 @@ fn a_sweep_measures_with_the_defaults_of_its_ranks() {
     assert_eq!(points.iter().map(|point| point.key.packet_tokens).collect::<Vec<_>>(), [Some(128), Some(64)]);
 }
 
+/// The default number of ranks, 8, has no part of 6 experts.
+#[test]
+fn a_sweep_does_not_need_sizes_that_suit_other_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = SMALL.replace("--ranks-per-node 2", "").replace("--experts 4", "--experts 6");
+    let mut args = parse(&line).unwrap();
+    args.sweep = Some("tokens=1,ranks=2,3".parse().unwrap());
+    args.out = Some(folder.path().join("low.jsonl"));
+    run(&Bench { tool: None, args: args.clone() }).unwrap();
+    assert_eq!(Results::read(&args.out.unwrap()).unwrap().points.len(), 2);
+}
+
 #[test]
 fn flags_that_a_mode_does_not_use_are_rejected() {
     for (line, rule) in [
@@ -180,7 +199,8 @@ fn flags_that_a_mode_does_not_use_are_rejected() {
         ("--chunk-tokens 2", "--chunk-tokens: only with --mode low-latency"),
         ("--packet-tokens 0", "--packet-tokens: only with --mode low-latency"),
     ] {
-        let error = parse(&format!("bench {line}")).unwrap().plans().unwrap_err();
+        let plans = parse(&format!("bench {line}")).unwrap().plans();
+        let error = plans.and_then(|plans| measure_points(&plans, &())).unwrap_err();
         assert_eq!(error.code, crate::error::USAGE);
         assert!(error.message.as_ref().is_some_and(|message| message.starts_with(rule)), "{error:?}");
     }
