@@ -84,6 +84,22 @@ impl Verdict {
         }
     }
 
+    /// How to get one.
+    fn remedy(self) -> String {
+        match self {
+            Verdict::Faster | Verdict::Slower | Verdict::Noise => String::new(),
+            Verdict::TooWide => {
+                "make more runs (--repeat), of more iterations, or on a machine without other work".into()
+            }
+            Verdict::TooFewSamples(_) => format!("measure with --iters {FEWEST_SAMPLES} or more"),
+            Verdict::TooFewRuns(_, need) => {
+                format!("measure with `epoxide bench ab --repeat {}` or more", need.max(FEWEST_PAIRS))
+            }
+            Verdict::Apart => "measure with `epoxide bench ab`, which alternates".into(),
+            Verdict::NoTime => "measure larger sizes, or without --between-us".into(),
+        }
+    }
+
     /// Whether there is one.
     pub fn is_told(self) -> bool {
         matches!(self, Verdict::Faster | Verdict::Slower | Verdict::Noise)
@@ -523,15 +539,8 @@ impl Comparison {
             )));
         }
         if let Some(line) = self.lines.iter().find(|line| !line.verdict.is_told()) {
-            let repeat = match line.verdict {
-                Verdict::TooFewRuns(_, need) => need.max(FEWEST_PAIRS),
-                _ => FEWEST_PAIRS,
-            };
-            return Err(Error::Usage(format!(
-                "compare: no verdict on {}: {}; measure with `epoxide bench ab --repeat {repeat}` or more",
-                line.what,
-                line.verdict.text()
-            )));
+            let (why, remedy) = (line.verdict.text(), line.verdict.remedy());
+            return Err(Error::Usage(format!("compare: no verdict on {}: {why}; {remedy}", line.what)));
         }
         // No difference was shown, nor that it is smaller.
         let may_be_slower = |line: &&Line| {
@@ -786,8 +795,13 @@ mod tests {
         let short = |points: &[Point]| {
             of(points, &|point| point.phases.iter_mut().for_each(|phase| phase.call.samples_us.truncate(4)))
         };
-        let text = compare(&short(&a), &short(&b), 0.01).unwrap().text();
-        assert!(text.contains("too few samples (4 < 5)"), "{text}");
+        let comparison = compare(&short(&a), &short(&b), 0.01).unwrap();
+        assert!(comparison.text().contains("too few samples (4 < 5)"), "{}", comparison.text());
+        let error = comparison.slower_by(0.01).unwrap_err().to_string();
+        assert!(error.ends_with("too few samples (4 < 5); measure with --iters 5 or more"), "{error}");
+        let comparison = compare(&on_virtual(&a), &on_virtual(&after(&b)), 0.01).unwrap();
+        let error = comparison.slower_by(0.01).unwrap_err().to_string();
+        assert!(error.ends_with("measure with `epoxide bench ab`, which alternates"), "{error}");
         // Sure, but smaller than what runs drift by.
         let (a, b) = Machine::new(2, 0.0001).ab(10, 1.005);
         let comparison = compare(&a, &b, 0.01).unwrap();
@@ -818,6 +832,9 @@ mod tests {
                 wide += u32::from(line.verdict == Verdict::TooWide);
             }
             told += u32::from(comparison.text().contains("not told: the interval is wider than 10%"));
+            if let Err(error) = comparison.slower_by(0.01) {
+                assert!(!error.to_string().contains("--repeat 9"), "{error}");
+            }
             let may_be_slower = |line: &Line| line.interval.is_some_and(|(_, high)| high >= 1.01);
             assert_eq!(
                 comparison.slower_by(0.01).is_err(),
@@ -924,7 +941,9 @@ mod tests {
                 let comparison = compare(a, b, 0.01).unwrap();
                 assert_eq!(comparison.lines[0].verdict, Verdict::NoTime);
                 assert!(comparison.lines[1..].iter().all(|line| line.verdict == Verdict::Noise));
-                assert!(comparison.slower_by(0.01).unwrap_err().to_string().contains("is not above 0"));
+                let error = comparison.slower_by(0.01).unwrap_err().to_string();
+                assert!(error.contains("is not above 0; measure larger sizes"), "{error}");
+                assert!(!error.contains("--repeat"), "{error}");
             }
         }
     }

@@ -8,6 +8,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use epoxide::driver::Device;
@@ -251,6 +252,11 @@ impl Args {
     }
 }
 
+/// The error of a run, with the side that it was of.
+fn of_side(name: &str, error: CommandError) -> CommandError {
+    CommandError { message: error.message.map(|message| format!("ab: side {name}: {message}")), ..error }
+}
+
 /// Makes the runs.
 struct Runner<'a> {
     /// One plan, or in low latency one for each number of tokens.
@@ -271,7 +277,8 @@ impl<'a> Runner<'a> {
             progress.doing(0, "checking results");
             for side in if sides[0].ptx == sides[1].ptx { &sides[..1] } else { &sides[..] } {
                 let once = Plan { warmup: 0, iters: 1, graph: None, ..plan_of(plan, side) };
-                measure_points(&[Plan { effort: Effort::Whole, ..once }], &())?;
+                let checked = measure_points(&[Plan { effort: Effort::Whole, ..once }], &());
+                checked.map_err(|error| of_side(side.name, error))?;
             }
             let opened = (0..plan.topology.ranks()).map(|rank| open(device_of(plan), rank));
             devices = Some(opened.collect::<epoxide::Result<Vec<_>>>().map_err(Error::from)?);
@@ -291,16 +298,22 @@ impl<'a> Runner<'a> {
 
     fn run_here(&self, devices: &[Device], order: &[usize]) -> Result<Vec<Vec<Point>>> {
         let plans = self.sides.each_ref().map(|side| plan_of(&self.plans[0], side));
+        let failed = OnceLock::new();
         let ranks = run_threads(plans[0].topology.ranks(), TIMEOUT, |rank, group| {
             let run = |&side: &usize| {
                 self.progress.doing(rank, self.sides[side].name);
-                let result = measure::rank(&plans[side], devices[rank as usize].clone(), &group, &())?;
+                let result = measure::rank(&plans[side], devices[rank as usize].clone(), &group, &())
+                    .inspect_err(|_| _ = failed.set(self.sides[side].name))?;
                 self.progress.step(rank);
                 Ok(result)
             };
             order.iter().map(run).collect::<epoxide::Result<Vec<_>>>()
         });
-        Ok(points::by_run(&plans[0], ranks.map_err(|failure| Error::from(failure.error))?)?)
+        let ranks = ranks.map_err(|failure| {
+            let error = Error::from(failure.error).into();
+            failed.get().into_iter().fold(error, |error, name| of_side(name, error))
+        });
+        Ok(points::by_run(&plans[0], ranks?)?)
     }
 
     /// One run of a program.
@@ -474,6 +487,24 @@ mod tests {
             if std::env::var_os("EPOXIDE_PTX").is_none() { "sh, its own kernels" } else { "sh, kernels of" };
         assert!(a.text().starts_with("A: /") && a.text().contains(own), "{}", a.text());
         assert_eq!(b.text(), format!("B: this program, kernels of {ptx}"));
+    }
+
+    #[test]
+    fn errors_name_the_side() {
+        let folder = tempfile::tempdir().unwrap();
+        let wrong = folder.path().join("wrong.ptx");
+        std::fs::write(&wrong, epoxide_gpu::PTX.replace("add.rn.f32", "sub.rn.f32")).unwrap();
+        let mut of_b = args(&format!("--b-ptx {}", wrong.display()));
+        of_b.sizes.topk = Some(4);
+        let message = run(&of_b).unwrap_err().message.unwrap();
+        assert!(message.starts_with("ab: side b: ") && message.contains("verify"), "{message}");
+
+        let (args, progress) = (args(""), Progress::new("test", 0, false));
+        let sides = args.sides().unwrap();
+        let mut runner = Runner::new(args.sizes.plans().unwrap(), sides, &progress).unwrap();
+        runner.sides[1].ptx = Some("/no/such.ptx".into());
+        let message = runner.alternate(1).unwrap_err().message.unwrap();
+        assert!(message.starts_with("ab: side b: ") && message.contains("/no/such.ptx"), "{message}");
     }
 
     #[test]
