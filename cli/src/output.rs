@@ -115,6 +115,18 @@ pub fn check_file(flag: &str, path: Option<&Path>) -> Result<()> {
     replacement(path).map(drop).map_err(rule)
 }
 
+/// Rejects flags that name one file: the later result would overwrite the earlier one.
+pub fn check_distinct(files: &[(&str, &Option<PathBuf>)]) -> Result<()> {
+    for (at, (flag, path)) in files.iter().enumerate() {
+        let Some(path) = path.as_ref().filter(|path| path.as_os_str() != "-") else { continue };
+        if let Some((other, _)) = files[..at].iter().find(|(_, other)| other.as_ref() == Some(path)) {
+            let rule = format!("{other} has the same file; name another one");
+            return Err(CommandError::usage(format!("{flag} {}: {rule}", path.display())));
+        }
+    }
+    Ok(())
+}
+
 /// A new file, and the path that it is to replace once it is whole. `None` for a path that cannot be
 /// replaced, such as that of a device or a pipe.
 fn replacement(path: &Path) -> std::io::Result<Option<(NamedTempFile, PathBuf)>> {

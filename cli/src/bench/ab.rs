@@ -85,7 +85,9 @@ pub fn run(args: &Args) -> Result<()> {
         }
     }
     let sides = args.sides()?;
-    for (flag, path) in [("--json-a", &args.json_a), ("--json-b", &args.json_b)] {
+    let files = [("--json-a", &args.json_a), ("--json-b", &args.json_b)];
+    output::check_distinct(&files)?;
+    for (flag, path) in files {
         output::check_file(flag, path.as_deref())?;
     }
     let runs = args.repeat.saturating_mul(args.comparisons).saturating_mul(2);
@@ -548,6 +550,11 @@ mod tests {
             let message = error.message.unwrap();
             assert!(message.starts_with(&format!("{flag} /no/such/folder/a.json: ")), "{message}");
         }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.json");
+        let error = run(&args(&format!("--json-a {0} --json-b {0}", path.display()))).unwrap_err();
+        assert_eq!(error.code, USAGE);
+        assert!(error.message.as_ref().is_some_and(|message| message.contains("the same file")), "{error:?}");
     }
 
     #[test]

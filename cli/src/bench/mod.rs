@@ -74,6 +74,7 @@ pub fn run(bench: &Bench) -> Result<()> {
     // Ranks of other hosts write no files, and may lack the folder.
     let files =
         [("--json", &args.json), ("--csv", &args.csv), ("--plot", &args.plot), ("--trace", &args.trace)];
+    output::check_distinct(&[&files[..], &[("--out", &args.out)]].concat())?;
     for (flag, path) in files.into_iter().filter(|_| ranks::prints()) {
         output::check_file(flag, path.as_deref())?;
     }

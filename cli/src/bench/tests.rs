@@ -355,6 +355,20 @@ fn files_that_cannot_be_written_are_bad_usage_before_anything_is_measured() {
 }
 
 #[test]
+fn one_file_for_two_results_is_bad_usage_before_anything_is_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a");
+    let path = path.display();
+    for line in [format!("--json {path} --csv {path}"), format!("--csv {path} --out {path} --sweep tokens=1")]
+    {
+        let error = run(&Bench { tool: None, args: flags(&format!("--tokens 0 {line}")) }).unwrap_err();
+        assert_eq!(error.code, USAGE);
+        let message = error.message.unwrap();
+        assert!(message.contains(&format!(" {path}: --")) && message.contains("the same file"), "{message}");
+    }
+}
+
+#[test]
 fn sizes_without_room_on_the_device_are_skipped() {
     let error = measure_points(&[arguments("--tokens 30000000 --hidden 7168")], &()).unwrap_err();
     assert_eq!(error.code, SKIPPED);
