@@ -69,7 +69,7 @@ fn events(ranks: &[RankResult]) -> Value {
         for track in 0..=tracks.unwrap_or(0) as u64 {
             let name = match track {
                 KERNELS => "kernels".to_owned(),
-                track => block_name(track - 1, rank.traced.iter().any(|call| !call.puts.is_empty())),
+                track => block_name(track - 1, rank.wire_bytes > 0),
             };
             push_track(&mut events, number, track, &name);
         }
@@ -254,6 +254,14 @@ mod tests {
             event["args"]["name"].as_str().is_some_and(|name| name.contains("VIRTUAL GPU, interpreter time"))
         });
         assert!(named);
+    }
+
+    /// Kernels store the rows for mapped nodes, and nothing is put.
+    #[test]
+    fn blocks_of_mapped_nodes_have_their_parts() {
+        let line = "--nodes 2 --ranks-per-node 1 --num-sms 4 --tokens 9 --transport shm";
+        let trace = text(&measured(line).1);
+        assert!(trace.contains("channel 1: forwarder, finisher") && !trace.contains("puts to rank"));
     }
 
     #[test]
