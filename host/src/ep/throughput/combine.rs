@@ -282,7 +282,7 @@ impl Buffer {
         let capturing = self.core.begin(order)?;
         let launch = self.prepare_combine_into(&request, (out, out_topk_weights), Halves::Send)?;
         self.launch_combine(&launch, Halves::Send, order, capturing)?;
-        Ok(self.pending(Second::Combine(Box::new(launch)), CombineOutputs(PhantomData)))
+        Ok(self.pending(Second::Combine(Box::new(launch)), CombineOutputs { borrowed: PhantomData }))
     }
 
     fn prepare_combine_into(

@@ -49,7 +49,9 @@ pub(super) enum Second {
 /// The borrow of the caller's tensors for sums and for sums of weights: the output of
 /// [`Buffer::combine_send_into`].
 #[derive(Debug)]
-pub struct CombineOutputs<'o>(pub(super) PhantomData<&'o Tensor<'o>>);
+pub struct CombineOutputs<'o> {
+    pub(super) borrowed: PhantomData<&'o Tensor<'o>>,
+}
 
 impl<'p> Pending<'_, Received<'p>> {
     /// Launches the second half: waits for the peers' rows. Collective.
