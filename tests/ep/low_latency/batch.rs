@@ -10,6 +10,7 @@ use epoxide_testing::oracle::Style;
 use epoxide_testing::tier;
 use epoxide_vgpu::for_each_seed;
 
+use super::rounds::{check_other_tokens_between, weak};
 use crate::shapes::routing;
 
 /// A case with `tokens[rank]` tokens on each rank, and three experts a rank.
@@ -23,6 +24,11 @@ fn on(tokens: &[u32], topk: u32, hidden: u32) -> LowLatencyCase {
     }
 }
 
+/// Tokens of more ranks than the kernel of few ranks has.
+fn nine() -> Vec<u32> {
+    (0..9).map(|rank| 60 - rank * 5).collect()
+}
+
 /// More and fewer tokens than a block has places for at once, ranks that are no batch of their own,
 /// an odd number of experts, and more of them than the kernels of a batch handle.
 #[test]
@@ -32,6 +38,13 @@ fn rows_are_listed_in_order() {
     on(&[300, 41], 9, 16).check();
     for tokens in tier::pick(vec![], vec![vec![600, 599], vec![200, 3, 131, 199], vec![1024, 1]]) {
         LowLatencyCase { rounds: 2, places: 2, ..on(&tokens, 7, 40) }.check();
+    }
+}
+
+#[test]
+fn rows_are_listed_behind_a_dispatch_that_no_combine_answers() {
+    for case in [on(&[140, 133], 3, 8), on(&nine(), 6, 16)] {
+        check_other_tokens_between(&LowLatencyCase { checker: weak(), ..case });
     }
 }
 
@@ -62,10 +75,9 @@ fn blocks_that_send_nothing_list_rows() {
 /// the other one beside it.
 #[test]
 fn a_batch_has_its_kernel() {
-    let nine: Vec<u32> = (0..9).map(|rank| 60 - rank * 5).collect();
     for (case, kernel) in [
         (on(&[300, 280], 8, 16), Some("low_latency_dispatch_batch")),
-        (on(&nine, 6, 16), Some("low_latency_dispatch_many_batch")),
+        (on(&nine(), 6, 16), Some("low_latency_dispatch_many_batch")),
         // More entries than blocks of a batch handle.
         (on(&[300, 41], 9, 16), None),
     ] {
@@ -87,9 +99,8 @@ fn a_batch_has_its_kernel() {
 /// The kernel of many ranks.
 #[test]
 fn rows_of_many_ranks_are_listed() {
-    let tokens: Vec<u32> = (0..9).map(|rank| 60 - rank * 5).collect();
-    on(&tokens, 6, 16).check();
-    LowLatencyCase { sm_count: 32, ..on(&tokens, 6, 16) }.check();
+    on(&nine(), 6, 16).check();
+    LowLatencyCase { sm_count: 32, ..on(&nine(), 6, 16) }.check();
 }
 
 #[test]
