@@ -423,13 +423,13 @@ fn low_latency_rounds(
         let values = [3.0f32, 5.0, 9.0, 17.0];
         let all: Vec<_> = values
             .iter()
-            .map(|&value| Ok((rank.rows_of(value)?, rank.sums(value)?)))
+            .map(|&value| Ok((rank.tokens_of(-value)?, rank.rows_of(value)?, rank.sums(value)?)))
             .collect::<Result<_>>()?;
         let stream = rank.stream.clone();
         let order = StreamOrder::on(&stream);
         rounds((&*group, &stream), (stop, fault), |index, other| {
-            let want = &all[index].1;
-            rank.experts = all[index].0.clone();
+            let (x, experts, want) = &all[index];
+            (rank.x, rank.experts) = (x.clone(), experts.clone());
             match other(Other::Dispatch) {
                 None => {}
                 Some(Other::Nothing) => return Ok(true),
@@ -445,6 +445,14 @@ fn low_latency_rounds(
             let counts = if number == 0 { Some(received.expert_counts.values(&stream)) } else { None };
             if let Some(Ok(counts)) = &counts {
                 assert_eq!(counts[..], [4, 2], "at {fault:?}");
+            }
+            let rows = if number == 0 { Some(received.x.to_host::<bf16>(&stream)) } else { None };
+            if let Some(Ok(rows)) = &rows {
+                // The first two tokens of each rank have experts of rank 0.
+                let rows =
+                    rows.chunks((TOKENS * shape.hidden) as usize).map(|of| &of[..2 * shape.hidden as usize]);
+                let is_right = rows.flatten().all(|&got| got == bf16::from_f32(-values[index]));
+                assert!(is_right, "at {fault:?}: rows of another round");
             }
             match other(Other::Combine) {
                 None => {}
@@ -474,7 +482,8 @@ fn low_latency_rounds(
             if let Ok(sums) = &sums {
                 assert!(sums == want, "at {fault:?}: {sums:?}");
             }
-            Ok(has_failed(&sums) | counts.is_some_and(|counts| has_failed(&counts)))
+            let rows_failed = rows.is_some_and(|rows| has_failed(&rows));
+            Ok(has_failed(&sums) | counts.is_some_and(|counts| has_failed(&counts)) | rows_failed)
         })
     });
     rank_0_failed(&outcomes, fault)

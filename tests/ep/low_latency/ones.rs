@@ -93,6 +93,11 @@ impl Ones {
         rows_of(&self.stream, self.buffer.rows(), self.shape.hidden, value)
     }
 
+    /// Other rows of the tokens.
+    pub fn tokens_of(&self, value: f32) -> Result<Tensor<'static>> {
+        rows_of(&self.stream, self.x.rows(), self.shape.hidden, value)
+    }
+
     /// Overwrites the experts' outputs.
     pub fn set_experts(&self, value: f32) -> Result<()> {
         self.experts.write(&self.stream, &numbers(self.experts.rows() * self.shape.hidden, value))
