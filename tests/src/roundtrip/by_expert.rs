@@ -13,9 +13,6 @@ use crate::harness::{Rank, Setup};
 use crate::oracle::{self, ExpertPlan};
 use crate::payload::{self, mix, rounded_bytes};
 
-/// Padding, whose marks must be new.
-const STALE: u8 = 0x5a;
-
 impl Case {
     /// Buffers with room for its rows by expert, and no more.
     pub fn setup_by_expert(&self, alignment: u32) -> Setup {
@@ -77,12 +74,10 @@ impl Rank {
         self.check_rows_by_expert(case, 1, &plan, "on-device dispatch by expert", &output)?;
         self.check_selections(case, &plan, &output)?;
         let on_device = output.handle.clone();
-        // Marks of padding are made anew.
-        let marks = output.recv_src_idx.as_deref().expect("a dispatch that was not cached");
-        // SAFETY: the tensor lies in the pool, and no operation runs on any rank before the
-        // barrier.
-        unsafe { self.stream.fill(marks.ptr(), STALE, marks.rows() * 4)? };
+        self.learn_regions(&output);
         drop(output);
+        // The next dispatch sends the same rows, and marks the same padding.
+        self.poison_received(plan.rows.len() as u64)?;
         self.synchronize()?;
 
         let request = request.topk_weights(&weights).counts(Counts::Exact);
