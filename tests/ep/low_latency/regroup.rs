@@ -71,15 +71,17 @@ fn fail(rank: &mut LowLatencyRank, case: &LowLatencyCase, gone: Gone, is_gone: b
 }
 
 /// Runs `case` with all, then without the ranks `gone`, then with all again; everything is compared
-/// with the oracle.
+/// with the oracle. Each time rows and weights are others, so that none left behind is right.
 pub fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
-    let without = case.without(gone);
+    let [failing, without, again] =
+        [1, 2, 3].map(|more| LowLatencyCase { seed: case.seed.wrapping_add(more), ..case.clone() });
+    let without = without.without(gone);
     case.run(|rank| {
         case.verify(rank)?;
         let (all, is_gone) = (rank.group.clone(), gone.contains(&rank.rank));
         let part = all.split(is_gone.into())?;
         all.barrier(PATIENCE)?;
-        fail(rank, case, when, is_gone)?;
+        fail(rank, &failing, when, is_gone)?;
         if !is_gone {
             rank.group = part;
             rank.buffer.regroup(&*rank.group.clone())?;
@@ -91,7 +93,7 @@ pub fn leave_out_and_take_in(case: &LowLatencyCase, gone: &[u32], when: Gone) {
         rank.group = all;
         rank.buffer.regroup(&*rank.group.clone())?;
         assert_eq!(rank.buffer.members().len(), case.routing.num_ranks() as usize);
-        rank.round_trip(case)
+        rank.round_trip(&again)
     });
 }
 
@@ -157,8 +159,11 @@ fn missed_deadlines_leave_nothing_behind() {
         let nodes = if seed % 2 == 0 { None } else { two_nodes(TransportKind::Shm) };
         let case = LowLatencyCase { nodes, schedule_seed: Some(seed), chunk_tokens: 3, ..case(0) };
         case.run(|rank| {
-            let (inputs, group) = (case.inputs(rank)?, rank.group.clone());
+            let group = rank.group.clone();
             for round in 0..4 {
+                // Other rows in each round, so that none left behind is right.
+                let case = LowLatencyCase { seed: u64::from(round) + 2, ..case.clone() };
+                let inputs = case.inputs(rank)?;
                 let is_late = rank.rank == round;
                 let come = |device: &Device| {
                     if is_late {
@@ -312,14 +317,22 @@ fn rounds_go_on_where_the_low_half_of_an_epoch_wraps() {
 /// written has the low half of the epoch 2^32.
 #[test]
 fn a_late_rank_is_in_no_other_call_where_the_low_half_of_an_epoch_is_0() {
+    /// More polls than a wait makes before it checks for other calls.
+    const POLLS: u64 = 200;
     for kind in [TransportKind::Direct, TransportKind::Shm] {
+        let checker = Checker::new(CheckConfig { races: false, ..CheckConfig::default() });
+        checker.count_loads();
+        let loads_of_the_other = || -> u64 {
+            checker.loads().iter().filter(|loaded| loaded.by == 0).map(|loaded| loaded.loads).sum()
+        };
         run_ranks(2, |number, group| {
             let shape = Shape { max_tokens: TOKENS as u32, hidden: HIDDEN, num_topk: 2, num_experts: 4 };
             let transport = TransportOptions::new(kind);
             let options = |options: Options| {
                 options.ranks_per_node(1).keep_nodes().transport(transport).timeout(PATIENCE)
             };
-            let device = VirtualGpu::new(VirtConfig { ordinal: number, ..VirtConfig::default() });
+            let checker = Some(checker.clone());
+            let device = VirtualGpu::new(VirtConfig { ordinal: number, checker, ..VirtConfig::default() });
             let mut rank = Ones::new(device, group.clone(), shape, options, &[0, 2, 1, 3, 3, 0, 2, 1])?;
             let mut place = rank.buffer.place(0)?;
             // Two rounds, so that words of the operations 1 and 2 have been written again.
@@ -328,7 +341,10 @@ fn a_late_rank_is_in_no_other_call_where_the_low_half_of_an_epoch_is_0() {
                     regroup_ahead(&mut rank.buffer, &*group, ahead)?;
                     if number == 1 {
                         // No time of the ranks passes, so that the other one polls.
-                        std::thread::sleep(Duration::from_millis(50));
+                        let before = loads_of_the_other();
+                        while loads_of_the_other() < before + POLLS {
+                            std::thread::sleep(Duration::from_millis(1));
+                        }
                     }
                 }
                 let received = rank.dispatch(&mut place)?;
