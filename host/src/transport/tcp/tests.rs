@@ -1205,11 +1205,20 @@ fn many_large_puts_in_one_call_arrive() {
             let sockets = theirs.into_iter().map(|socket| (socket, None)).collect();
             let mut queue = TcpQueue::new(setup, setup.ends(1), sockets, patience).unwrap();
             let half = BYTES / 2;
+            let mut random = ChaCha8Rng::seed_from_u64(1);
+            let bytes: Vec<u8> = (64..half).map(|_| random.random_range(0..=u8::MAX)).collect();
+            // SAFETY: the bytes are within the memory of a virtual GPU, which no other thread uses
+            // before the first put.
+            unsafe {
+                let to = (setup.memory.ptr().0 + 64) as *mut u8;
+                std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+            }
             let put = |value| Put { from: 64, to: half, bytes: half - 64, counter: COUNTER, value };
             let puts: Vec<Put> = (1..=PUTS).map(put).collect();
             queue.put_with_counter(&puts).unwrap();
             queue.quiet(SOON).unwrap();
             wait_for_counter(setup, PUTS);
+            assert!(memory(setup)[half as usize..][..bytes.len()] == bytes);
             queue.close();
             assert!(failure(&receivers).is_none(), "{:?}", failure(&receivers));
         });
