@@ -1,6 +1,6 @@
 //! Operations in the background.
 
-use std::time::Duration;
+use std::time::Instant;
 
 use epoxide::group::{Collectives, ProcessGroup, ReduceOp};
 
@@ -51,12 +51,20 @@ fn dropping_a_group_ends_queued_operations() {
     let errors = threads(2, options(PATIENCE), |group| {
         if group.rank() == 0 {
             let waiting = group.start_recv::<u8>(Some(1), 1);
+            // A send behind the receive ends once the worker has begun both.
+            group.start_send(1, 2, &[9u8]).wait().unwrap();
             let queued = group.start_barrier();
-            std::thread::sleep(Duration::from_millis(50));
+            let start = Instant::now();
             drop(group);
-            return vec![waiting.wait().err(), queued.wait().err()];
+            assert!(start.elapsed() < PATIENCE / 4, "the drop took {:?}", start.elapsed());
+            return vec![waiting.wait().map(drop).unwrap_err(), queued.wait().map(drop).unwrap_err()];
         }
-        vec![group.barrier(PATIENCE).err()]
+        vec![group.barrier(PATIENCE).unwrap_err()]
     });
-    assert!(errors.into_iter().flatten().all(|error| error.is_some()));
+    for (rank, errors) in errors.iter().enumerate() {
+        for error in errors.iter().map(ToString::to_string) {
+            assert!(error.contains("was dropped"), "rank {rank}: {error}");
+            assert!(rank == 0 || error.contains("rank 0"), "rank {rank}: {error}");
+        }
+    }
 }

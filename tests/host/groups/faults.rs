@@ -1,6 +1,7 @@
 //! Ranks that do the wrong thing, or nothing: errors name rank and place within the deadline.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -82,15 +83,21 @@ fn ranks_that_left_or_never_joined_are_missing() {
 
 #[test]
 fn an_abort_ends_a_wait_for_missing_ranks() {
-    let group = MeshGroup::new(Arc::new(HashStore::new()), 0, 2, "g", options(PATIENCE)).unwrap();
     let start = std::time::Instant::now();
-    std::thread::scope(|scope| {
-        let missing = scope.spawn(|| group.missing_ranks(PATIENCE).unwrap());
-        std::thread::sleep(Duration::from_millis(100));
-        group.abort("enough");
-        missing.join().unwrap();
-    });
-    assert!(start.elapsed() < PATIENCE);
+    // After an abort no rank is missing: a list with the other rank is of a wait that was under way.
+    for pause in (1..).map(|number| Duration::from_millis(20 * number)) {
+        let group = MeshGroup::new(Arc::new(HashStore::new()), 0, 2, "g", options(PATIENCE)).unwrap();
+        let missing = std::thread::scope(|scope| {
+            let missing = scope.spawn(|| group.missing_ranks(PATIENCE).unwrap());
+            std::thread::sleep(pause);
+            group.abort("enough");
+            missing.join().unwrap()
+        });
+        assert!(start.elapsed() < PATIENCE, "the wait went on: {missing:?}");
+        if missing == [1] {
+            break;
+        }
+    }
 }
 
 #[test]
@@ -191,6 +198,7 @@ fn joining_wrong() {
 fn strangers_are_turned_away() {
     let store: Arc<dyn Store> = Arc::new(HashStore::new());
     let tcp = MeshOptions { sockets: Sockets::Tcp, interface: Some("lo".to_owned()), ..options(PATIENCE) };
+    let goes_on = &AtomicBool::new(true);
     std::thread::scope(|scope| {
         let groups: Vec<_> =
             (0..2).map(|rank| MeshGroup::new(store.clone(), rank, 2, "g", tcp.clone()).unwrap()).collect();
@@ -198,25 +206,34 @@ fn strangers_are_turned_away() {
             serde_json::from_slice(&store.get("g/mesh/0", PATIENCE).unwrap()).unwrap();
         let address = address["tcp"].as_str().unwrap().to_owned();
         let mut strangers = Vec::new();
-        for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], b"EPXG", b""] {
+        for garbage in [&[0xff; 4096][..], b"GET / HTTP/1.1\r\n\r\n", b"EPXG", b""] {
             let mut stranger = std::net::TcpStream::connect(&address).unwrap();
             stranger.write_all(garbage).unwrap();
             strangers.push(stranger);
         }
         for group in groups {
             scope.spawn(move || {
-                for _ in 0..100 {
-                    group.barrier(PATIENCE).unwrap();
-                }
+                // Rank 0 ends them.
+                while group.all_gather(&[u8::from(goes_on.load(Ordering::Relaxed))]).unwrap()[0] == [1] {}
                 group.destroy().unwrap();
             });
         }
-        for mut stranger in strangers {
+        let answers = strangers.into_iter().enumerate().map(|(index, mut stranger)| {
+            // The others have sent less than a hello, and are closed with the group at the latest.
+            if index == 1 {
+                goes_on.store(false, Ordering::Relaxed);
+            }
             stranger.set_read_timeout(Some(PATIENCE)).unwrap();
             let mut answer = Vec::new();
-            // Closed, one way or the other, without a byte.
-            let _ = stranger.read_to_end(&mut answer);
-            assert!(answer.is_empty());
+            let outcome = stranger.read_to_end(&mut answer).map_err(|error| error.kind());
+            (outcome, answer)
+        });
+        // Before a check fails: the ranks end once all have been read.
+        let answers: Vec<_> = answers.collect();
+        // Closed, one way or the other, without a byte.
+        for (outcome, answer) in answers {
+            let is_closed = matches!(outcome, Ok(0) | Err(ErrorKind::ConnectionReset));
+            assert!(is_closed && answer.is_empty(), "{outcome:?}, {answer:?}");
         }
     });
 }
