@@ -1,6 +1,6 @@
 //! A process between client and server that forwards a challenge unchanged gains nothing behind it.
 
-use std::io::{Read as _, Write as _};
+use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -48,8 +48,10 @@ fn record(signer: &mut Signer, bytes: &[u8]) -> Vec<u8> {
 /// True where the server closes the connection without an answer.
 fn is_closed(mut socket: TcpStream) -> bool {
     let mut rest = Vec::new();
-    let _ = socket.read_to_end(&mut rest);
-    rest.is_empty()
+    let outcome = socket.read_to_end(&mut rest);
+    // No answer within the time to read, either, is no end.
+    let has_ended = outcome.map_or_else(|error| error.kind() == ErrorKind::ConnectionReset, |_| true);
+    has_ended && rest.is_empty()
 }
 
 #[test]
