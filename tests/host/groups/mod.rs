@@ -4,7 +4,7 @@
 mod background;
 mod faults;
 mod harness;
-mod networks;
+pub mod networks;
 mod oracle;
 mod processes;
 mod secrets;

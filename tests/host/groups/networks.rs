@@ -12,15 +12,27 @@ use super::harness::{PATIENCE, options, threads};
 /// Makes a test the process in the name space.
 const INSIDE: &str = "EPOXIDE_TEST_NETWORK";
 
+/// Makes tests of networks that this machine lacks fail.
+const REQUIRE: &str = "EPOXIDE_REQUIRE_NETWORKS";
+
+/// Notes that a test is skipped.
+///
+/// # Panics
+/// With [`REQUIRE`].
+pub fn skip(why: &str) {
+    assert!(!std::env::var(REQUIRE).is_ok_and(|value| value == "1"), "{REQUIRE}=1, but {why}");
+    eprintln!("skipped: {why}");
+}
+
 /// True in a process in a name space of its own, after these commands. The caller of that process
 /// only checks that it ends well.
 fn inside(test: &str, commands: &str) -> bool {
     if std::env::var_os(INSIDE).is_some() {
         return true;
     }
-    let try_out = Command::new("unshare").args(["-n", "sh", "-ec", commands]).output();
+    let try_out = Command::new("unshare").args(["-n", "ip", "link"]).output();
     if !try_out.as_ref().is_ok_and(|output| output.status.success()) {
-        eprintln!("{test}: skipped, no such network can be had here: {try_out:?}");
+        skip(&format!("this process may have no network name space, or there is no `ip`: {try_out:?}"));
         return false;
     }
     let exe = std::env::current_exe().unwrap();
