@@ -529,7 +529,7 @@ impl Stream {
     /// As [`Stream::call`]; and [`Error::Launch`] where the attribute names no block.
     ///
     /// # Safety
-    /// As [`Stream::call`].
+    /// The same as of [`Stream::call`].
     pub(crate) unsafe fn launch_blocks<K: gpu::Entry>(
         &self,
         kernel: &Kernel,
@@ -745,6 +745,11 @@ pub(crate) trait Outcome: fmt::Debug + Send + Sync {
     /// [`Outcome::report`] where `stream` has passed the work.
     fn check_behind(&self, _stream: &Stream) -> Result<()> {
         self.report()
+    }
+
+    /// Whether it owns memory that operations reuse.
+    fn owns_memory(&self) -> bool {
+        false
     }
 }
 

@@ -233,15 +233,9 @@ pub struct Tensor<'a> {
 /// A tensor of the caller's, with the outcome of an operation that fills it.
 #[derive(Debug)]
 pub(crate) struct Filled {
-    tensor: Arc<Mutex<Option<Arc<dyn Outcome>>>>,
-    of: Arc<dyn Outcome>,
-}
-
-impl Filled {
-    /// Records that the operation fills the tensor, for all its clones.
-    pub(crate) fn record(&self) {
-        *lock(&self.tensor) = Some(self.of.clone());
-    }
+    /// The record of the tensor and all its clones.
+    pub tensor: Arc<Mutex<Option<Arc<dyn Outcome>>>>,
+    pub of: Arc<dyn Outcome>,
 }
 
 impl fmt::Debug for Tensor<'_> {

@@ -515,6 +515,49 @@ fn a_rejected_call_leaves_the_outcome_of_tensors_alone() {
     });
 }
 
+#[test]
+fn a_rejected_gather_leaves_the_outcome_of_its_output_alone() {
+    run_ranks(1, |_, group| {
+        let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+        let device = open_device(VirtConfig::default())?;
+        let mut rank = Ones::new(device, group, shape, |options| options, &[0, 1, 1, 0])?;
+        let (stream, mut place) = (rank.stream.clone(), rank.buffer.place(0)?);
+        let rows = u64::from(rank.buffer.local_experts()) * rank.buffer.rows();
+        let ones = vec![bf16::ONE; (rows * HIDDEN) as usize];
+        let x = Tensor::from_host(&stream, DType::Bf16, &[rows, HIDDEN], &ones)?;
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx);
+        let step = rank.buffer.capture(&stream, |buffer, order| {
+            buffer.dispatch(&mut place, request, order).map(Received::detach)
+        })?;
+        let detached = rank.dispatch(&mut place)?.detach();
+        let received = detached.at(&place)?;
+        rank.topk_idx.write(&stream, &[0i64, 1, 1, 2])?;
+        step.launch(&stream)?;
+        let gathered = rank.buffer.gather_by_expert(received, &x, None, StreamOrder::on(&stream));
+        assert!(matches!(gathered, Err(Error::StaleHandle(_))), "{gathered:?}");
+        refused(step.check(&stream), &["topk_idx", "2 of token 1"]);
+        assert_eq!(x.to_host::<bf16>(&stream)?, ones);
+        Ok(())
+    });
+}
+
+#[test]
+fn tensors_that_a_warm_up_fills_have_its_outcome() {
+    run_ranks(1, |_, group| {
+        let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+        let device = open_device(VirtConfig::default())?;
+        let mut rank = Ones::new(device, group, shape, |options| options, &[0, 1, 1, 2])?;
+        let mut place = rank.buffer.place(0)?;
+        let counts = TypedTensor::from_host(&rank.stream, &[2], &[0i32, 0])?;
+        rank.buffer.begin_warmup();
+        let request = DispatchRequest::new(&rank.x, &rank.topk_idx).cumulative_counts(&counts);
+        rank.buffer.dispatch(&mut place, request, StreamOrder::on(&rank.stream)).map(drop)?;
+        rank.buffer.end_warmup();
+        refused(counts.to_host::<i32>(&rank.stream), &["topk_idx", "2 of token 1"]);
+        Ok(())
+    });
+}
+
 /// The host waits for a call as long as the call may wait for peers.
 #[test]
 fn a_call_may_take_longer_than_the_buffers_deadline() {

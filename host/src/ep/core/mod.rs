@@ -62,6 +62,7 @@ use super::tensor::{Filled, Owner, Tensor};
 use crate::driver::{Device, Event, Kernel, Memory, Outcome, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
+use crate::lock::lock;
 use crate::transport::{self, TransportOptions};
 
 /// A buffer, but for its mode. `R`: the contents of a place.
@@ -371,8 +372,9 @@ impl<R> Core<R> {
                 core.arena.order_before(stream)?;
             }
             // Not before: a rejected call has written nothing.
-            if !core.recordings.is_warmup() {
-                uses.filled.iter().for_each(Filled::record);
+            uses.filled.iter().for_each(|filled| core.record(filled));
+            if !matches!(operation, Some((_, Halves::Send))) {
+                uses.filled_last.iter().for_each(|filled| core.record(filled));
             }
             work(buffer, stream)
         })?;
@@ -381,6 +383,15 @@ impl<R> Core<R> {
             enqueuer.comm_stream().order_fences_behind()?;
         }
         Ok(event)
+    }
+
+    /// Records that an operation fills a tensor of the caller's. In a warm-up the buffer's faults
+    /// stand for an outcome that owns memory: the tensor would keep the memory from the recording.
+    fn record(&self, filled: &Filled) {
+        let Filled { tensor, of } = filled;
+        let keeps = self.recordings.is_warmup() && of.owns_memory();
+        let of: Arc<dyn Outcome> = if keeps { self.faults.clone() } else { of.clone() };
+        *lock(tensor) = Some(of);
     }
 
     /// Where a launch of `blocks` blocks writes its times; null without a trace.
@@ -410,6 +421,8 @@ pub struct Uses {
     owners: Vec<Owner>,
     /// The caller's tensors that the operation fills.
     filled: Vec<Filled>,
+    /// Those that it does not fill in a first half.
+    filled_last: Vec<Filled>,
 }
 
 impl Uses {
@@ -423,11 +436,16 @@ impl Uses {
     pub(crate) fn fills(&mut self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
         self.filled.push(tensor.filled(of));
     }
+
+    /// The same of a tensor that a first half leaves as it is.
+    pub(crate) fn fills_last(&mut self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
+        self.filled_last.push(tensor.filled(of));
+    }
 }
 
 impl From<Vec<Owner>> for Uses {
     fn from(owners: Vec<Owner>) -> Uses {
-        Uses { owners, filled: Vec::new() }
+        Uses { owners, ..Uses::default() }
     }
 }
 

@@ -130,13 +130,10 @@ impl<R: Debug + Send + Sync + 'static> Core<R> {
         self.recordings.warmup = None;
     }
 
-    /// Records that an operation whose outcome is known behind it alone, `of`, fills a tensor of the
-    /// caller's, which then owns `of`; [`Uses::fills`](super::Uses::fills) records others. Not before
-    /// a recording: memory that the tensor owns could not be reused for it.
+    /// Records that an operation fills a tensor of the caller's, where its outcome is known behind
+    /// the operation alone; [`Uses::fills`](super::Uses::fills) adds others before.
     pub(crate) fn fills_tensor(&self, tensor: &Tensor<'_>, of: &Arc<impl Outcome + 'static>) {
-        if self.recordings.warmup.is_none() {
-            tensor.filled(of).record();
-        }
+        self.record(&tensor.filled(of));
     }
 
     /// Records a dispatch for the step that is being captured, if any, with its plan if that can

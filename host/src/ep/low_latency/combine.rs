@@ -211,7 +211,7 @@ impl Buffer {
         let outcome = self.outcome(order)?;
         let mut operation = self.combine_operation(received, request, out.ptr(), &outcome)?;
         operation.uses.extend(self.core.owners([("out", Some(out))])?);
-        operation.uses.fills(out, &outcome);
+        operation.uses.fills_last(out, &outcome);
         Ok(operation)
     }
 
@@ -339,10 +339,49 @@ mod tests {
     use std::cell::RefCell;
 
     use super::*;
-    use crate::driver::Stream;
     use crate::driver::virt::{VirtConfig, VirtualGpu};
+    use crate::driver::{Outcome, Stream};
     use crate::group::run_threads;
+    use crate::lock::lock;
     use crate::low_latency::{DispatchRequest, Options, Shape};
+
+    /// The outcome of a call that filled a tensor, and has failed.
+    #[derive(Debug)]
+    struct Failed;
+
+    impl Outcome for Failed {
+        fn report(&self) -> Result<()> {
+            Err(Error::internal("test", "an earlier call has failed"))
+        }
+
+        fn order_before(&self, _: &Stream) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_first_half_leaves_the_outcome_of_the_sums_alone() {
+        run_threads(1, Duration::from_secs(60), |_, group| {
+            let device = VirtualGpu::new(VirtConfig::default());
+            let stream = Stream::new(&device)?;
+            let order = StreamOrder::on(&stream);
+            let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 1 };
+            let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
+            let mut place = buffer.place(0)?;
+            let x = Tensor::from_host(&stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
+            let out = Tensor::from_host(&stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
+            let ids = TypedTensor::from_host(&stream, &[1, 1], &[0i64])?;
+            let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &ids), order)?;
+            let earlier = out.filled(&Arc::new(Failed));
+            *lock(&earlier.tensor) = Some(earlier.of.clone());
+            let pending = buffer.combine_send_into(received, CombineRequest::by_row(&x), &out, order)?;
+            assert!(out.to_host::<half::bf16>(&stream).is_err());
+            pending.receive(order)?;
+            assert_eq!(out.to_host::<half::bf16>(&stream)?, [half::bf16::ONE; 8]);
+            Ok(())
+        })
+        .unwrap();
+    }
 
     /// Steps run between the check of the arguments and the enqueueing, as those of another thread
     /// may.

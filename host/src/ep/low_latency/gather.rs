@@ -107,6 +107,7 @@ impl Buffer {
         order: StreamOrder<'_>,
     ) -> Result<Option<Event>> {
         let place = self.place_of(received)?;
+        received.lease.check_current()?;
         let (rows, hidden) = (self.rows(), self.options.shape.hidden);
         let experts = u64::from(self.local_experts());
         let of_row = hidden.div_ceil(SCALE_BLOCK.into());

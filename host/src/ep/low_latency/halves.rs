@@ -77,8 +77,8 @@ fn phases(halves: Halves) -> u32 {
 
 /// The results of an operation once its second half has run: [`Pending::receive`] launches that. No
 /// other operation of the buffer is possible before. Both halves run, or both are recorded: else
-/// the second one is [`Error::Broken`]. Dropping this without the second half makes the buffer
-/// unusable, since the peers wait for that half.
+/// the second one is [`Error::Broken`](crate::Error::Broken). Dropping this without the second half
+/// makes the buffer unusable, since the peers wait for that half.
 #[derive(Debug)]
 #[must_use = "the peers wait for its second half: call `receive`"]
 pub struct Pending<'b, T> {
@@ -203,8 +203,9 @@ impl Buffer {
                 common.phases = phases(halves);
                 common.comm.trace = buffer.core.trace(name, grid);
                 let (packs_scales, messages) = (operation.packs_scales, operation.place.room().messages);
-                // SAFETY: the memory of inputs is freed only behind all work enqueued on streams, and
-                // a recording keeps them; the rest is the buffer's.
+                // SAFETY: the memory of inputs is freed only behind all work enqueued on streams,
+                // and a recording keeps them; the rest is the buffer's. The number of nodes decides
+                // both the set of kernels and whether the place has messages.
                 unsafe { buffer.kernels.launch(stream, grid, args, packs_scales, messages)? };
                 has_left = true;
                 Ok(())

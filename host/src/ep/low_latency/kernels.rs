@@ -62,7 +62,7 @@ macro_rules! choice {
 #[derive(Debug)]
 struct Dispatches<A> {
     plain: Choice<A>,
-    /// Of rows that become MXFP8.
+    /// The one of rows that become MXFP8.
     mxfp8: Choice<A>,
     /// Within a node of few ranks, with scales that are sent as packets.
     packed: Option<Choice<A>>,
@@ -87,7 +87,7 @@ impl<A> Dispatches<A> {
 /// The kernels of a combine, within a node of few ranks, of many, or across nodes.
 #[derive(Debug)]
 struct Combines {
-    /// Of rows of [`Options::combine_dtype`].
+    /// The one of rows of [`Options::combine_dtype`].
     plain: Choice<LowLatencyCombineArgs>,
     quantised: Choice<LowLatencyCombineArgs>,
     /// Within a node, of many bf16 rows that are summed over experts already.
@@ -108,8 +108,8 @@ impl Combines {
 }
 
 /// Whether a combine's blocks return rows while they sum. True if each block has more than two
-/// tokens to sum, and the rows, of bf16, are summed over experts already. With one or two, half of a
-/// block's warps would be idle: 256 tokens on 132 blocks took 8 % longer.
+/// tokens to sum, and the rows, of bf16, are summed over experts already. With one or two, half of
+/// a block's warps would be idle: 256 tokens on 132 blocks took 8 % longer.
 fn returns_while_summing(args: &LowLatencyCombineArgs, grid: u32) -> bool {
     let common = &args.common;
     args.by_expert == 0
@@ -348,7 +348,8 @@ impl Kernels {
     /// Launches the kernel that waits between the halves of an operation.
     ///
     /// # Safety
-    /// As [`Kernels::launch`].
+    /// The memory of the arguments is live until the stream has passed the kernel. The messages are
+    /// among them.
     pub unsafe fn launch_wait(&self, stream: &Stream, args: LowLatencyWaitArgs) -> Result<()> {
         // SAFETY: the caller keeps the memory.
         unsafe { self.launch_choice(&self.wait, stream, args.common.comm.num_ranks, args, None) }
@@ -357,7 +358,7 @@ impl Kernels {
     /// Launches a chosen kernel.
     ///
     /// # Safety
-    /// As [`Kernels::launch`].
+    /// The same as of [`Kernels::launch`].
     unsafe fn launch_choice<A>(
         &self,
         choice: &Choice<A>,

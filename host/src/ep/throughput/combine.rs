@@ -329,7 +329,7 @@ impl Buffer {
         }
         let at = (out.ptr(), out_topk_weights.map_or(DevicePtr::NULL, |weights| weights.ptr()));
         let mut uses = Uses::from(self.core.owners(outs)?);
-        outs.into_iter().filter_map(|(_, out)| out).for_each(|out| uses.fills(out, &request.handle.0));
+        outs.into_iter().filter_map(|(_, out)| out).for_each(|out| uses.fills_last(out, &request.handle.0));
         self.combine_launch(request, halves, sums, at, uses)
     }
 

@@ -65,6 +65,10 @@ impl Outcome for HandleState {
         self.plans.faults().order_before(stream)
     }
 
+    fn owns_memory(&self) -> bool {
+        true
+    }
+
     fn check_behind(&self, stream: &Stream) -> Result<()> {
         self.plans.faults().check()?;
         if self.num_recv_tokens.get().is_some() {

@@ -191,7 +191,7 @@ impl ByExpert {
     fn of(module: &Module, nodes: u32, shared_limit: u32) -> Result<ByExpert> {
         let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] = ByExpert::names(nodes);
         Ok(ByExpert {
-            // Of any number of experts.
+            // For any number of experts.
             number: module.kernel(number, number_shared_bytes(PLAN_THREADS, u32::MAX))?,
             plan: module.kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
             dispatch: module.kernel(dispatch, shared_limit)?,
