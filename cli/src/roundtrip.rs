@@ -391,6 +391,7 @@ mod tests {
             "--nodes 1 --ranks-per-node 4 --tokens 5 --hidden 144 --dtype fp8 --topk 7 --experts 12",
             "--nodes 1 --ranks-per-node 3 --tokens 7 --hidden 64 --num-sms 4 --random --iterations 5",
             "--nodes 1 --ranks-per-node 2 --tokens 3 --hidden 32 --iterations 2 --seed 9",
+            "--nodes 1 --ranks-per-node 2 --tokens 6 --hidden 64 --num-sms 4 --dtype f32 --random --iterations 6",
             "--nodes 1 --ranks-per-node 3 --tokens 6 --hidden 40 --graph-replays 7",
             "--nodes 1 --ranks-per-node 2 --tokens 5 --hidden 144 --dtype fp8 --num-sms 4 --graph-replays 6",
             "--nodes 1 --ranks-per-node 1 --tokens 0 --hidden 8 --graph-replays 1",

@@ -38,7 +38,8 @@ impl Sizes {
     pub fn unit(&self) -> u64 {
         match (self.quantise, self.format) {
             (Quantise::Fp8 | Quantise::Fp8PowerOfTwo, _) => ELEMENTS_PER_SCALE,
-            (_, format) => format.unit(),
+            // Combines return as many elements, of bf16.
+            (_, format) => format.unit().max(Format::Bf16.unit()),
         }
     }
 
@@ -75,6 +76,7 @@ impl Sizes {
             (false, Format::Fp8) if self.quantise != Quantise::None => {
                 (self.unit(), format!("a scale is that of {ELEMENTS_PER_SCALE} elements"))
             }
+            (false, Format::F32) => (self.unit(), "rows of bf16 sums are multiples of 16 bytes".into()),
             (false, _) => (self.unit(), "rows are multiples of 16 bytes".into()),
         };
         if hidden == 0 || !hidden.is_multiple_of(unit) || hidden > MOST_ELEMENTS {
@@ -141,6 +143,10 @@ mod tests {
             (
                 Sizes { ranks: 72, ..low_latency },
                 "--nodes, --ranks-per-node: 72 ranks in all, and low latency has at most 64",
+            ),
+            (
+                Sizes { hidden: 836, format: Format::F32, ..right },
+                "--hidden 836: must be a positive multiple of 8 (rows of bf16",
             ),
             (Sizes { hidden: 2, ..right }, "--hidden 2: must be a positive multiple of 8 (rows"),
             (
