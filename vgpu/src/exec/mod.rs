@@ -47,8 +47,8 @@ use state::{Flow, Poll, Run, stop};
 /// Instructions a group may run before it must let the other runnable groups of its warp run.
 const GROUP_FUEL: u32 = 4096;
 
-/// Reads that a warp remembers to find that it spins: groups of lanes that are apart have their own.
-const MOST_POLLS: usize = 64;
+/// Reads that a warp remembers to find that it spins: eight for each lane, as all may be apart.
+const MOST_POLLS: usize = 32 * 8;
 /// Stands for the clock among the addresses that a warp polls.
 const TIMER: u64 = u64::MAX;
 
