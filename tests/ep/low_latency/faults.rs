@@ -493,13 +493,19 @@ fn a_second_half_that_is_not_launched_breaks_the_buffer() {
     });
 }
 
+/// Runs `work` on one rank of two tokens and two experts, with these ids.
+fn on_one_rank(ids: [i64; 4], work: impl Fn(Ones) -> Result<()> + Sync) {
+    let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
+    run_ranks(1, |_, group| {
+        let device = open_device(VirtConfig::default())?;
+        work(Ones::new(device, group, shape, |options| options, &ids)?)
+    });
+}
+
 /// A rejected call writes nothing: tensors that it was to fill have the outcomes of others.
 #[test]
 fn a_rejected_call_leaves_the_outcome_of_tensors_alone() {
-    run_ranks(1, |_, group| {
-        let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
-        let device = open_device(VirtConfig::default())?;
-        let mut rank = Ones::new(device, group, shape, |options| options, &[0, 1, 1, 2])?;
+    on_one_rank([0, 1, 1, 2], |mut rank| {
         let mut place = rank.buffer.place(0)?;
         let times = TypedTensor::from_host(&rank.stream, &[1], &[0i64])?;
         let counts = TypedTensor::from_host(&rank.stream, &[2], &[0i32, 0])?;
@@ -517,10 +523,7 @@ fn a_rejected_call_leaves_the_outcome_of_tensors_alone() {
 
 #[test]
 fn a_rejected_gather_leaves_the_outcome_of_its_output_alone() {
-    run_ranks(1, |_, group| {
-        let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
-        let device = open_device(VirtConfig::default())?;
-        let mut rank = Ones::new(device, group, shape, |options| options, &[0, 1, 1, 0])?;
+    on_one_rank([0, 1, 1, 0], |mut rank| {
         let (stream, mut place) = (rank.stream.clone(), rank.buffer.place(0)?);
         let rows = u64::from(rank.buffer.local_experts()) * rank.buffer.rows();
         let ones = vec![bf16::ONE; (rows * HIDDEN) as usize];
@@ -543,10 +546,7 @@ fn a_rejected_gather_leaves_the_outcome_of_its_output_alone() {
 
 #[test]
 fn tensors_that_a_warm_up_fills_have_its_outcome() {
-    run_ranks(1, |_, group| {
-        let shape = Shape { max_tokens: 2, hidden: HIDDEN, num_topk: 2, num_experts: 2 };
-        let device = open_device(VirtConfig::default())?;
-        let mut rank = Ones::new(device, group, shape, |options| options, &[0, 1, 1, 2])?;
+    on_one_rank([0, 1, 1, 2], |mut rank| {
         let mut place = rank.buffer.place(0)?;
         let counts = TypedTensor::from_host(&rank.stream, &[2], &[0i32, 0])?;
         rank.buffer.begin_warmup();

@@ -359,47 +359,47 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_first_half_leaves_the_outcome_of_the_sums_alone() {
+    /// Runs `work` with the buffer of one rank, a token of ones, and its expert.
+    fn on_one_rank(work: impl Fn(Buffer, &Stream, &Tensor<'_>, &TypedTensor<'_, i64>) -> Result<()> + Sync) {
         run_threads(1, Duration::from_secs(60), |_, group| {
             let device = VirtualGpu::new(VirtConfig::default());
             let stream = Stream::new(&device)?;
-            let order = StreamOrder::on(&stream);
             let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 1 };
-            let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
-            let mut place = buffer.place(0)?;
             let x = Tensor::from_host(&stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
-            let out = Tensor::from_host(&stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
             let ids = TypedTensor::from_host(&stream, &[1, 1], &[0i64])?;
-            let received = buffer.dispatch(&mut place, DispatchRequest::new(&x, &ids), order)?;
-            let earlier = out.filled(&Arc::new(Failed));
-            *lock(&earlier.tensor) = Some(earlier.of.clone());
-            let pending = buffer.combine_send_into(received, CombineRequest::by_row(&x), &out, order)?;
-            assert!(out.to_host::<half::bf16>(&stream).is_err());
-            pending.receive(order)?;
-            assert_eq!(out.to_host::<half::bf16>(&stream)?, [half::bf16::ONE; 8]);
-            Ok(())
+            work(Buffer::new(device, &*group, Options::new(shape))?, &stream, &x, &ids)
         })
         .unwrap();
+    }
+
+    #[test]
+    fn a_first_half_leaves_the_outcome_of_the_sums_alone() {
+        on_one_rank(|mut buffer, stream, x, ids| {
+            let order = StreamOrder::on(stream);
+            let mut place = buffer.place(0)?;
+            let out = Tensor::from_host(stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
+            let received = buffer.dispatch(&mut place, DispatchRequest::new(x, ids), order)?;
+            let earlier = out.filled(&Arc::new(Failed));
+            *lock(&earlier.tensor) = Some(earlier.of.clone());
+            let pending = buffer.combine_send_into(received, CombineRequest::by_row(x), &out, order)?;
+            assert!(out.to_host::<half::bf16>(stream).is_err());
+            pending.receive(order)?;
+            assert_eq!(out.to_host::<half::bf16>(stream)?, [half::bf16::ONE; 8]);
+            Ok(())
+        });
     }
 
     /// Steps run between the check of the arguments and the enqueueing, as those of another thread
     /// may.
     #[test]
     fn rows_that_a_step_has_overwritten_since_are_not_combined() {
-        run_threads(1, Duration::from_secs(60), |_, group| {
-            let device = VirtualGpu::new(VirtConfig::default());
-            let stream = Stream::new(&device)?;
-            let order = StreamOrder::on(&stream);
-            let shape = Shape { max_tokens: 1, hidden: 8, num_topk: 1, num_experts: 1 };
-            let mut buffer = Buffer::new(device, &*group, Options::new(shape))?;
+        on_one_rank(|mut buffer, stream, x, ids| {
+            let order = StreamOrder::on(stream);
             let mut place = buffer.place(0)?;
-            let x = Tensor::from_host(&stream, DType::Bf16, &[1, 8], &[half::bf16::ONE; 8])?;
             let (out, rows) = (Tensor::alloc(stream.device(), DType::Bf16, &[1, 8])?, x.clone());
-            let ids = TypedTensor::from_host(&stream, &[1, 1], &[0i64])?;
-            let (request, rows) = (DispatchRequest::new(&x, &ids), CombineRequest::by_row(&rows));
+            let (request, rows) = (DispatchRequest::new(x, ids), CombineRequest::by_row(&rows));
             let mut capture = |buffer: &mut Buffer| {
-                buffer.capture(&stream, |buffer, order| {
+                buffer.capture(stream, |buffer, order| {
                     let received = buffer.dispatch(&mut place, request, order)?.detach();
                     Ok(RefCell::new(Some(received)))
                 })
@@ -408,21 +408,20 @@ mod tests {
 
             let received = buffer.dispatch(&mut place, request, order)?;
             let mut operation = buffer.prepare_combine_into(received, rows, &out, order)?;
-            let launched = step.launch(&stream);
+            let launched = step.launch(stream);
             assert!(matches!(launched, Err(Error::Argument { .. })), "{launched:?}");
             buffer.launch(order, &mut operation, Halves::Both)?;
 
             // Rows of a step borrow nothing.
-            step.launch(&stream)?;
+            step.launch(stream)?;
             let of_step = step.output().take().ok_or_else(|| Error::internal("test", "taken"))?;
             let received = of_step.attach(&mut place)?;
             let mut operation = buffer.prepare_combine_into(received, rows, &out, order)?;
-            other.launch(&stream)?;
+            other.launch(stream)?;
             let combined = buffer.launch(order, &mut operation, Halves::Both);
             assert!(matches!(combined, Err(Error::StaleHandle(_))), "{combined:?}");
             stream.synchronize()?;
             buffer.check()
-        })
-        .unwrap();
+        });
     }
 }
