@@ -121,7 +121,7 @@ struct Block {
     stalled: u64,
     /// The priority of each warp, with [`Schedule::Preemptions`].
     priority: Vec<u64>,
-    /// The epoch in which one of its warps last polled memory in vain.
+    /// The epoch in which one of its warps last read memory that others outside may change.
     polled_memory: u64,
 }
 
@@ -543,6 +543,7 @@ impl Grid {
                 copies: CopyQueue::default(),
                 landed: vec![],
                 warpgroups: vec![],
+                looked: false,
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
             ready: 0,
@@ -704,9 +705,9 @@ impl Grid {
         Ok(if self.live_blocks == 0 { Progress::Done } else { Progress::Running })
     }
 
-    /// Grows with every slice that changes something.
-    pub(crate) fn epoch(&self) -> u64 {
-        self.epoch
+    /// Grows with every slice and every copy that changes something.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes
     }
 
     fn checker(&self) -> Option<Checker> {
@@ -764,6 +765,10 @@ impl Grid {
     /// warpgroup, or have just tested an mbarrier. `None` for other blocks.
     fn waits_for_itself(&self, block: &Block) -> Option<u64> {
         if block.state.is_copying() || block.polled_memory + 1 == self.epoch {
+            return None;
+        }
+        // A clock may end the wait as well.
+        if block.warps.iter().any(|warp| warp.clock_readers != 0) {
             return None;
         }
         let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
@@ -857,13 +862,13 @@ impl Grid {
         let pick_bits = u64::from(pick.block) << 32 | u64::from(pick.warp) << 16 | slice.executed & 0xffff;
         self.digest = mix(self.digest ^ pick_bits).wrapping_add(slice.executed);
 
-        let warp = &mut block.warps[pick.warp as usize];
-        let waits = &mut warp.waits;
+        if block.state.looked {
+            block.state.looked = false;
+            block.polled_memory = self.epoch;
+        }
+        let waits = &mut block.warps[pick.warp as usize].waits;
         match slice.activity {
             Activity::Idle => {
-                if matches!(warp.waiting, Some(WaitingFor::Memory { .. })) {
-                    block.polled_memory = self.epoch;
-                }
                 waits.idle_slices = waits.idle_slices.saturating_add(1);
                 if waits.idle_epoch != self.epoch {
                     waits.idle_epoch = self.epoch;

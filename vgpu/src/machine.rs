@@ -32,6 +32,11 @@ const FIRST_JUMP_NS: u64 = 1_000;
 const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 /// How long all grids may only wait, in nanoseconds of the virtual clock.
 const STUCK_NS: u64 = 1_000_000_000_000;
+/// Warp instructions that all grids execute together behind that, while the clock is held: a loop
+/// that computes and reads a word that nobody changes looks like a wait.
+const HELD_INSTRUCTIONS: u64 = 1_000_000;
+/// As many of these count for a turn at the least: a wait ends its turn when it has polled.
+const HELD_TURN: u64 = 50;
 
 /// The report of a [`Machine`]. `Debug` is the text as well, so that `unwrap` shows it.
 #[derive(Clone, thiserror::Error)]
@@ -1066,6 +1071,8 @@ impl Machine {
         let (mut stuck_ns, mut jump_ns) = (0, FIRST_JUMP_NS);
         // Kernels that only exchange words wait in turn, so that no limit of one kernel ends them.
         let limit = self.config.instructions_allowed(true).saturating_mul(EXCHANGING);
+        // Warp instructions since the clock is held.
+        let mut held = 0;
         let mut executed = 0;
         loop {
             for device in &mut self.devices {
@@ -1077,13 +1084,14 @@ impl Machine {
                 return Ok(());
             }
             if busy.iter().all(|&at| self.devices[at].spins) {
-                if stuck_ns >= STUCK_NS {
+                if stuck_ns < STUCK_NS {
+                    // The clock advances to the kernels' own deadlines, after which they may continue.
+                    self.clock_ns.fetch_add(jump_ns, Ordering::Relaxed);
+                    stuck_ns += jump_ns;
+                    jump_ns = (jump_ns * 2).min(LONGEST_JUMP_NS);
+                } else if held >= HELD_INSTRUCTIONS {
                     return Err(MachineError::Stuck(self.stuck()));
                 }
-                // The clock advances to the kernels' own deadlines, after which they may continue.
-                self.clock_ns.fetch_add(jump_ns, Ordering::Relaxed);
-                stuck_ns += jump_ns;
-                jump_ns = (jump_ns * 2).min(LONGEST_JUMP_NS);
                 self.devices.iter_mut().for_each(|device| device.spins = false);
             }
             let awake: Vec<usize> = busy.into_iter().filter(|&at| !self.devices[at].spins).collect();
@@ -1094,7 +1102,9 @@ impl Machine {
             let after = self.devices[at].work();
             executed = match (before, after) {
                 (Some(before), Some(after)) if before.blocks_done == after.blocks_done => {
-                    executed + after.warp_instructions - before.warp_instructions
+                    let work = after.warp_instructions - before.warp_instructions;
+                    held += if stuck_ns >= STUCK_NS { work.max(HELD_TURN) } else { 0 };
+                    executed + work
                 }
                 _ => 0,
             };
@@ -1106,7 +1116,7 @@ impl Machine {
                 // Its warps poll, and some have not had their turn.
                 Turn::ChangedNothing => {}
                 Turn::Changed => {
-                    (stuck_ns, jump_ns) = (0, FIRST_JUMP_NS);
+                    (stuck_ns, jump_ns, held) = (0, FIRST_JUMP_NS, 0);
                     // Other kernels may wait for the change.
                     self.devices.iter_mut().for_each(|device| device.spins = false);
                 }
@@ -1242,10 +1252,10 @@ impl Device {
 
     fn step(&mut self, turn: u64) -> Result<Turn, MachineError> {
         let Some(grid) = &mut self.running else { return Ok(Turn::Changed) };
-        let before = grid.epoch();
+        let before = grid.changes();
         Ok(match grid.step(turn)? {
             Progress::Spinning => Turn::Spun,
-            Progress::Running if grid.epoch() == before => Turn::ChangedNothing,
+            Progress::Running if grid.changes() == before => Turn::ChangedNothing,
             Progress::Running => Turn::Changed,
             Progress::Done => {
                 self.end();

@@ -442,9 +442,18 @@ fn thread_id() -> i32 {
 /// first field of `schedstat` is the time on a processor in nanoseconds.
 fn look_at(id: i32) -> Option<Look> {
     let read = |file: &str| std::fs::read_to_string(format!("/proc/self/task/{id}/{file}")).ok();
-    let wait = wait_of(&read("syscall")?);
+    let mut wait = wait_of(&read("syscall")?);
+    if wait != Wait::None && waits_for_a_disk(&read("stat")?) {
+        wait = Wait::None;
+    }
     let ran_ns = read("schedstat")?.split_ascii_whitespace().next()?.parse().ok()?;
     Some(Look { wait, ran_ns })
+}
+
+/// Reads the text of `stat` (proc(5)): the state behind the name in parentheses is D while a disk
+/// works, and no peer can end such a wait.
+fn waits_for_a_disk(stat: &str) -> bool {
+    stat.rsplit_once(')').is_some_and(|(_, fields)| fields.trim_start().starts_with('D'))
 }
 
 /// Reads the text of `syscall`.
@@ -599,6 +608,18 @@ mod tests {
             ("11 0x7f00 0x1000 0x0 0x0 0x0 0x0 0x7ffd 0x7f3c", Wait::None),
         ] {
             assert_eq!(wait_of(text), wait, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_wait_for_a_disk_is_known_by_its_state() {
+        for (text, disk) in [
+            ("7 (virtual GPU 0) D 1 7 7", true),
+            ("7 (a) D (b) S 1 7 7", false),
+            ("7 (DD) S 1 7 7", false),
+            ("7 (a) R 1 7 7", false),
+        ] {
+            assert_eq!(waits_for_a_disk(text), disk, "{text}");
         }
     }
 

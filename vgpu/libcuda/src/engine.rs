@@ -22,6 +22,8 @@ const SLICE: u64 = 64 * 1024;
 const SLICE_PER_WARP: u64 = 256;
 /// How often the engine yields its time slice before it sleeps, when all grids wait.
 const YIELDS: u32 = 4;
+/// Most time that counts for a round in which all jobs only waited: a debugger may stop the program.
+const LONGEST_ROUND: Duration = Duration::from_secs(1);
 /// Longest sleep when all grids wait: the host, or another process, must store the polled words.
 const LONGEST_NAP: Duration = Duration::from_micros(500);
 
@@ -88,11 +90,15 @@ struct Engine {
 
 impl Engine {
     fn run(&mut self) {
-        // Rounds in a row in which all jobs only waited, and since when.
-        let (mut waits, mut since) = (0, Instant::now());
+        // Rounds in a row in which all jobs only waited, and for how long.
+        let (mut waits, mut waited, mut last) = (0, Duration::ZERO, Instant::now());
         let mut seen = 0;
         loop {
+            let rested = self.jobs.is_empty();
             self.await_work(waits);
+            if rested {
+                (waited, last) = (Duration::ZERO, Instant::now());
+            }
             let mut progress = false;
             let mut index = 0;
             while index < self.jobs.len() {
@@ -114,20 +120,23 @@ impl Engine {
                     }
                 }
             }
-            if progress {
+            // A kernel of another device may wait for a host function.
+            let calls_host = self.jobs.iter().any(|job| matches!(job.running, Running::Host(_)));
+            if progress || calls_host {
                 self.world.made_progress();
             }
             let now = self.world.progress.load(Ordering::Relaxed);
-            let calls_host = self.jobs.iter().any(|job| matches!(job.running, Running::Host(_)));
-            if progress || now != seen || calls_host || self.jobs.is_empty() {
-                since = Instant::now();
+            let since_last = std::mem::replace(&mut last, Instant::now()).elapsed();
+            waited += since_last.min(LONGEST_ROUND);
+            if now != seen {
+                waited = Duration::ZERO;
                 seen = now;
             }
             waits = if progress { 0 } else { waits + 1 };
             let limit = self.world.config.stuck_seconds.map(Duration::from_secs);
-            if limit.is_some_and(|limit| since.elapsed() >= limit) {
+            if limit.is_some_and(|limit| waited >= limit) {
                 self.report_stuck();
-                since = Instant::now();
+                waited = Duration::ZERO;
             }
         }
     }

@@ -45,7 +45,7 @@ pub(crate) mod clock;
 pub(crate) mod cluster;
 mod gaps;
 pub(crate) mod grids;
-mod hash;
+pub(crate) mod hash;
 pub(crate) mod history;
 pub(crate) mod hooks;
 #[cfg(test)]

@@ -626,6 +626,7 @@ impl<W: Hooks> Exec<'_, W> {
         let spins = match first {
             Some((at, value)) if a.sem != Sem::Weak => {
                 self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
+                self.block.looked = true;
                 self.poll(at, seen)
             }
             _ => false,
@@ -688,6 +689,7 @@ impl<W: Hooks> Exec<'_, W> {
         if !stays {
             let due: Vec<_> = self.warp.late.extract_if(.., |l| l.lanes & running != 0).collect();
             for LateLoad { access, addr, lanes } in due {
+                self.block.looked |= access.sem != Sem::Weak;
                 self.take_values(&access, &addr, lanes, 0)?;
             }
         }
@@ -1110,6 +1112,7 @@ impl<W: Hooks> Exec<'_, W> {
             false
         } else {
             self.warp.waiting = Some(WaitingFor::Memory { addr: last.0, value: last.1 });
+            self.block.looked = true;
             self.poll(last.0, seen)
         };
         self.pc += 1;

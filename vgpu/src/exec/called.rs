@@ -55,6 +55,7 @@ unsafe extern "sysv64" fn poll<W: Hooks>(
             exec.drain();
             if let Some((first, seen)) = exec.load_words(access, m) {
                 exec.pc = pc;
+                exec.executed = exec.run_end - left as u64;
                 let flow = exec.loaded(access, Some(first), seen);
                 // Neither the running lanes nor others have moved.
                 if flow != Flow::Next {

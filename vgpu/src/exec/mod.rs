@@ -21,6 +21,7 @@ pub(crate) mod lanes;
 pub(crate) mod mma;
 mod multimem;
 mod parts;
+mod polls;
 mod print;
 pub(crate) mod products;
 mod simd;
@@ -42,15 +43,10 @@ use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op, Timer};
 pub(crate) use state::{
     Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp,
 };
-use state::{Flow, Poll, Run, stop};
+use state::{Flow, Run, stop};
 
 /// Instructions a group may run before it must let the other runnable groups of its warp run.
 const GROUP_FUEL: u32 = 4096;
-
-/// Reads that a warp remembers to find that it spins: eight for each lane, as all may be apart.
-const MOST_POLLS: usize = 32 * 8;
-/// Stands for the clock among the addresses that a warp polls.
-const TIMER: u64 = u64::MAX;
 
 impl<'a, W: Hooks> Exec<'a, W> {
     pub(crate) fn new(env: &'a Env, block: &'a mut BlockState, warp: &'a mut Warp, watch: W) -> Self {
@@ -65,7 +61,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             executed: 0,
             side_effect: false,
             read_same: false,
-            spins: false,
+            spun: 0,
             run_end: 0,
             called: None,
             called_fault: None,
@@ -132,7 +128,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             match g.state {
                 GroupState::Ready => {
                     status = Status::Ready;
-                    all_spin &= g.spins;
+                    all_spin &= g.spun != 0 && self.is_wait(g.spun, self.now());
                 }
                 GroupState::Barrier { arrived: true, .. } if status != Status::Ready => {
                     status = Status::Blocked
@@ -145,6 +141,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             () if self.read_same && all_spin => Activity::Idle,
             () => Activity::Neutral,
         };
+        self.warp.executed = self.now();
         if !COVER {
             self.kernel.compiled.note(self.kernel, W::ON, self.executed);
         }
@@ -472,26 +469,15 @@ impl<'a, W: Hooks> Exec<'a, W> {
         }
     }
 
-    /// The lanes `m` have read `now_ns` from a clock that stands between the steps of its owner.
-    fn note_clock_reading(&mut self, now_ns: u64, m: u32) {
-        let seen = if self.warp.clock_seen.0 == now_ns { self.warp.clock_seen.1 } else { 0 };
-        self.warp.clock_seen = (now_ns, seen | m);
-        self.warp.clock_readers |= m;
-        // A loop that reads nothing but such a clock waits for its owner.
-        if self.warp.polls.iter().all(|p| p.addr == TIMER) {
-            self.poll(TIMER, now_ns);
-        }
-    }
-
     fn push(&mut self, mask: u32, pc: u32, state: GroupState) {
-        let (apart, spins) = (self.apart, self.spins);
-        self.warp.groups.push(Group { mask, pc, state, deferred: false, apart, spins });
+        let (apart, spun) = (self.apart, self.spun);
+        self.warp.groups.push(Group { mask, pc, state, deferred: false, apart, spun });
     }
 
     /// Parks the running group.
     fn park(&mut self, state: GroupState, deferred: bool) {
-        let (apart, spins) = (self.apart, self.spins);
-        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred, apart, spins });
+        let (apart, spun) = (self.apart, self.spun);
+        self.warp.groups.push(Group { mask: self.mask, pc: self.pc, state, deferred, apart, spun });
     }
 
     /// Keeps the lanes `m` of the running group; the others continue at the next instruction.
@@ -523,7 +509,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             return false;
         }
         let g = self.warp.groups.swap_remove(best.0);
-        (self.mask, self.pc, self.apart, self.spins) = (g.mask, g.pc, g.apart, g.spins);
+        (self.mask, self.pc, self.apart, self.spun) = (g.mask, g.pc, g.apart, g.spun);
         true
     }
 
@@ -549,7 +535,8 @@ impl<'a, W: Hooks> Exec<'a, W> {
             match g.state {
                 GroupState::Ready | GroupState::Lanes { .. } if g.pc == pc && !g.apart && !self.apart => {
                     self.mask |= g.mask;
-                    self.spins &= g.spins;
+                    // Lanes that join spin if both groups do.
+                    self.spun = if g.spun == 0 { 0 } else { self.spun };
                     self.warp.groups.swap_remove(i);
                     continue;
                 }
@@ -579,39 +566,13 @@ impl<'a, W: Hooks> Exec<'a, W> {
     /// Notes a change that other warps can observe.
     fn changed(&mut self) {
         self.side_effect = true;
-        self.spins = false;
-        self.warp.groups.iter_mut().for_each(|g| g.spins = false);
+        self.spun = 0;
+        self.warp.groups.iter_mut().for_each(|g| g.spun = 0);
         if !self.warp.polls.is_empty() {
             self.warp.polls.clear();
         }
         self.warp.spinning = false;
         self.warp.waiting = None;
-    }
-
-    /// Notes a read of memory that others may change. True when the same read gave the same value
-    /// before and nothing was changed since: the warp spins.
-    #[inline(always)]
-    fn poll(&mut self, addr: u64, value: u64) -> bool {
-        let (pc, lanes) = (self.pc, self.mask);
-        let now = Poll { pc, lanes, addr, value };
-        let spins = match self.warp.polls.iter_mut().find(|p| p.pc == pc && p.lanes == lanes) {
-            Some(p) => {
-                let spins = p.addr == addr && p.value == value;
-                *p = now;
-                spins
-            }
-            None => {
-                if self.warp.polls.len() >= MOST_POLLS {
-                    self.warp.polls.clear();
-                }
-                self.warp.polls.push(now);
-                false
-            }
-        };
-        self.warp.spinning = spins;
-        self.read_same |= spins;
-        self.spins = spins;
-        spins
     }
 
     /// `base + offset` of every lane.

@@ -10,6 +10,7 @@ use super::cluster::{ClusterMemory, RANK_SHIFT};
 use super::converged::Converged;
 use super::copies::CopyQueue;
 use super::lanes;
+use super::polls::Polls;
 use super::wgmma::{Products, Warpgroup};
 use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
@@ -47,9 +48,9 @@ pub(crate) struct Group {
     pub(super) deferred: bool,
     /// Joins no other group before a warp-wide instruction or a block barrier makes it.
     pub(super) apart: bool,
-    /// Its last read of memory returned the same value as before, and the warp has changed nothing
-    /// since.
-    pub(super) spins: bool,
+    /// When its last read of memory returned the same value as before ([`Exec::now`], at least 1),
+    /// if the warp has changed nothing since; otherwise 0.
+    pub(super) spun: u32,
 }
 
 impl Group {
@@ -62,16 +63,6 @@ impl Group {
     pub(super) fn waits_at(&self, barrier: u32) -> bool {
         matches!(self.state, GroupState::Barrier { id, arrived: false, .. } if id == barrier)
     }
-}
-
-/// A load that a warp repeats, waiting for the value to change.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Poll {
-    pub(super) pc: u32,
-    /// The group of lanes that read.
-    pub(super) lanes: u32,
-    pub(super) addr: u64,
-    pub(super) value: u64,
 }
 
 /// Instructions that are kept of a warp's past.
@@ -157,7 +148,9 @@ pub(super) struct LongRows {
 pub(crate) struct Warp {
     pub(crate) regs: Regs,
     pub(crate) groups: Vec<Group>,
-    pub(super) polls: Vec<Poll>,
+    pub(super) polls: Polls,
+    /// Instructions that it has executed before this slice, modulo 2^32.
+    pub(super) executed: u32,
     pub(super) since_switch: u32,
     /// The last read of memory returned the same value as before, and nothing was changed since.
     pub(super) spinning: bool,
@@ -208,9 +201,10 @@ impl Warp {
             state: GroupState::Ready,
             deferred: false,
             apart: false,
-            spins: false,
+            spun: 0,
         });
         self.polls.clear();
+        self.executed = 0;
         self.spinning = false;
         self.clock_readers = 0;
         self.clock_seen = (0, 0);
@@ -316,6 +310,8 @@ pub(crate) struct BlockState {
     pub(crate) landed: Vec<Landed>,
     /// Empty unless the kernel has `wgmma`.
     pub(crate) warpgroups: Vec<Warpgroup>,
+    /// A warp has read memory that others outside of the block may change, for the scheduler.
+    pub(crate) looked: bool,
 }
 
 impl BlockState {
@@ -465,8 +461,8 @@ pub(crate) struct Exec<'a, W> {
     pub(super) side_effect: bool,
     /// A read of memory in this slice returned the same value as before.
     pub(super) read_same: bool,
-    /// [`Group::spins`] of the running group.
-    pub(super) spins: bool,
+    /// [`Group::spun`] of the running group.
+    pub(super) spun: u32,
     /// The value of `executed` at which the budget of compiled code ends.
     pub(super) run_end: u64,
     /// Outcome of the instruction with which compiled code ended, where there was no fault. Apart

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use epoxide_vgpu::{
-    Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Memory, Module, Progress, Schedule,
-    WaitingFor, for_each_seed,
+    CheckConfig, Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Machine, MachineError,
+    Memory, Module, Progress, Schedule, WaitingFor, for_each_seed,
 };
 
 use crate::common::*;
@@ -507,4 +507,119 @@ fn coverage_marks_instructions_that_any_lane_has_executed() {
     assert_ne!(other.fingerprint(), kernel.fingerprint());
     let same = Module::parse(&text(body)).unwrap().kernel("k").unwrap();
     assert_eq!(same.fingerprint(), kernel.fingerprint());
+}
+
+/// A machine with this kernel, the word `flag` and a second one, has run to its end.
+fn run_machine(
+    body: &str,
+    threads: u32,
+    seed: u64,
+    check: Option<CheckConfig>,
+) -> Result<[u64; 2], MachineError> {
+    let config = DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
+    let mut machine = Machine::with_config(1, config, check);
+    let buf = machine.upload(0, "buf", &[0u64; 2]).unwrap();
+    let module = Module::parse(&kernel("", body)).unwrap();
+    machine.launch_with(0, &module, "k", launch(1, threads), &[&buf]).unwrap();
+    machine.run()?;
+    Ok(buf.download().unwrap().try_into().unwrap())
+}
+
+#[test]
+fn a_loop_that_computes_and_reads_an_unchanged_word_is_no_hang() {
+    let body = "mov.u32 %r1, 0;
+        L: ld.relaxed.gpu.global.u64 %rd1, [%rd40]; add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 10000; @%p1 bra L;
+        st.global.u32 [%rd40+8], %r1;";
+    for check in [None, Some(CheckConfig::default())] {
+        assert_eq!(run_machine(body, 1, 1, check).unwrap(), [0, 10_000]);
+    }
+}
+
+#[test]
+fn lanes_that_compute_beside_others_that_wait_are_no_hang() {
+    // All lanes poll once in vain. Lane 0 then computes and stores the word.
+    let body = "mov.u32 %r1, 0; mov.u32 %r2, 0;
+        POLL: ld.acquire.gpu.global.u64 %rd1, [%rd40]; setp.ne.u64 %p1, %rd1, 0; @%p1 bra END;
+        add.u32 %r2, %r2, 1; setp.ne.u32 %p2, %r40, 0; @%p2 bra POLL; setp.lt.u32 %p2, %r2, 4; @%p2 bra POLL;
+        WORK: add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 300000; @%p2 bra WORK;
+        st.release.gpu.global.u64 [%rd40], 1; bra POLL;
+        END:";
+    for_each_seed(tier(4, 20), |seed| {
+        for check in [None, Some(CheckConfig::default())] {
+            assert_eq!(run_machine(body, 2, seed, check).unwrap()[0], 1);
+        }
+    });
+}
+
+#[test]
+fn a_wait_that_reads_several_words_by_one_load_is_a_hang() {
+    let body = "mov.u32 %r1, 0;
+        L: add.u32 %r1, %r1, 8; and.b32 %r2, %r1, 8; cvt.u64.u32 %rd1, %r2; add.u64 %rd1, %rd40, %rd1;
+        ld.acquire.gpu.global.u64 %rd2, [%rd1]; setp.eq.u64 %p1, %rd2, 0; @%p1 bra L;";
+    for check in [None, Some(CheckConfig::default())] {
+        let outcome = run_machine(body, 1, 1, check);
+        assert!(matches!(outcome, Err(MachineError::Stuck(_))), "{outcome:?}");
+    }
+}
+
+/// A lane has polled a word that then changed, and waits for the clock alone.
+#[test]
+fn a_wait_for_a_clock_behind_a_poll_counts_as_spinning() {
+    let time = Arc::new(AtomicU64::new(1_000));
+    let dev = DeviceConfig { clock: Clock::Stepped(time.clone()), ..DeviceConfig::default() };
+    let body = "POLL: ld.acquire.sys.global.u64 %rd1, [%rd40]; setp.eq.u64 %p1, %rd1, 0; @%p1 bra POLL;
+        mov.u64 %rd2, %globaltimer;
+        WAIT: mov.u64 %rd3, %globaltimer; sub.u64 %rd4, %rd3, %rd2; setp.lt.u64 %p1, %rd4, 500; @%p1 bra WAIT;
+        st.global.u64 [%rd40], %rd4;";
+    let mut run = Run::new(&kernel("", body), &[1], launch(1, 1), &dev);
+    for _ in 0..10 {
+        assert_eq!(run.grid.step(10_000).unwrap(), Progress::Spinning);
+    }
+    time.store(1_600, std::sync::atomic::Ordering::Relaxed);
+    run.finish().unwrap();
+    assert_eq!(run.words(), [600]);
+}
+
+#[test]
+fn a_wait_for_an_mbarrier_with_a_deadline_is_no_deadlock() {
+    let time = Arc::new(AtomicU64::new(1_000));
+    let dev = DeviceConfig { clock: Clock::Stepped(time.clone()), ..DeviceConfig::default() };
+    let body = "mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 2; mov.u64 %rd2, %globaltimer;
+        WAIT: mov.u64 %rd3, %globaltimer; sub.u64 %rd4, %rd3, %rd2; setp.ge.u64 %p1, %rd4, 500; @%p1 bra END;
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r1], 0; @!%p3 bra WAIT;
+        END: st.global.u64 [%rd40], %rd4;";
+    let mut run = Run::new(&kernel(".shared .align 8 .b8 BAR[8];\n", body), &[0], launch(1, 1), &dev);
+    while run.grid.step(10_000).unwrap() == Progress::Running {}
+    for _ in 0..10 {
+        assert_eq!(run.grid.step(10_000).unwrap(), Progress::Spinning);
+    }
+    time.store(1_600, std::sync::atomic::Ordering::Relaxed);
+    run.finish().unwrap();
+    assert_eq!(run.words(), [600]);
+}
+
+/// The second block stores the word late. The first one tests an mbarrier beside it, and weak memory
+/// may deliver the word's value later than its load.
+#[test]
+fn a_wait_for_a_word_or_an_mbarrier_in_weak_memory_is_no_deadlock() {
+    let body = "mov.u32 %r3, %ctaid.x; setp.ne.u32 %p1, %r3, 0; mov.u32 %r2, 0; @%p1 bra LATE;
+        mov.u32 %r1, BAR; mbarrier.init.shared.b64 [%r1], 2;
+        WAIT: ld.relaxed.gpu.global.u64 %rd1, [%rd40];
+        mbarrier.test_wait.parity.shared::cta.b64 %p3, [%r1], 0; @%p3 bra END;
+        setp.eq.u64 %p1, %rd1, 0; @%p1 bra WAIT;
+        bra END;
+        LATE: ld.relaxed.gpu.global.u64 %rd1, [%rd40+8]; setp.eq.u64 %p1, %rd1, 0; @%p1 bra LATE;
+        st.relaxed.gpu.global.u64 [%rd40], 1;
+        END:";
+    let ptx = kernel(".shared .align 8 .b8 BAR[8];\n", body);
+    let module = Module::parse(&ptx).unwrap();
+    for_each_seed(tier(40, 400), |seed| {
+        let check = CheckConfig { weak_memory: Some(seed), ..CheckConfig::default() };
+        let mut machine = Machine::with_config(1, seeded(seed), Some(check));
+        let buf = machine.upload(0, "buf", &[0u64; 2]).unwrap();
+        machine.launch_with(0, &module, "k", launch(2, 1), &[&buf]).unwrap();
+        let outcome = machine.run();
+        // Nobody stores the second word.
+        assert!(matches!(outcome, Err(MachineError::Stuck(_))), "{outcome:?}");
+    });
 }

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::ffi::c_void;
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
@@ -196,6 +197,41 @@ fn kernels_that_only_wait_end_after_the_time_that_is_set() {
     let report = String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success() && report.contains("kernel 'wait': 1 groups of lanes"), "{report}");
     assert!(report.contains("spins on") && report.contains("EPOXIDE_VGPU_STUCK_SECONDS"), "{report}");
+}
+
+/// Stores 10 in the word at `data` after more than the time for which kernels may only wait.
+unsafe extern "C" fn very_late_ten(data: *mut c_void) {
+    std::thread::sleep(Duration::from_millis(2500));
+    // SAFETY: the test passes an aligned word that outlives the stream's work.
+    unsafe { AtomicU32::from_ptr(data.cast()) }.store(10, Ordering::Release);
+}
+
+#[test]
+fn a_kernel_waits_for_a_host_function_of_another_device() {
+    if std::env::var_os(CHILD).is_some() {
+        let (other, own) = (Context::on(1), Context::on(0));
+        let mut words = 0u64;
+        ok!(cuMemHostAlloc(&mut words => *mut u64, 8 => usize, 1 => u32));
+        Module::load().launch_at("wait", 0, [1, 1], words);
+        other.make_current();
+        let host = stream(1);
+        let word = (words + 4) as *mut c_void;
+        ok!(cuLaunchHostFunc(
+            host => Handle, very_late_ten => unsafe extern "C" fn(*mut c_void), word => *mut c_void,
+        ));
+        own.make_current();
+        ok!(cuCtxSynchronize());
+        // SAFETY: host memory of this test.
+        assert_eq!(unsafe { (words as *const u32).read() }, 10);
+        return;
+    }
+    let program = std::env::current_exe().expect("this program has a path");
+    let child = Command::new(program)
+        .args(["faults::a_kernel_waits_for_a_host_function_of_another_device", "--exact", "--nocapture"])
+        .envs([(CHILD, "waits"), ("EPOXIDE_VGPU_STUCK_SECONDS", "1"), ("EPOXIDE_VGPU_DEVICES", "2")])
+        .output()
+        .expect("the program starts again");
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));
 }
 
 /// The limit of check mode can be set and lifted, and the report says how.

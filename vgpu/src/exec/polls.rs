@@ -1,0 +1,111 @@
+//! Finds that lanes wait: they read memory again and find the value of before, and their warp has
+//! changed nothing since.
+//!
+//! A loop that computes and reads the same word in each turn looks alike. Two rules keep most of such
+//! loops apart from waits: there are few instructions between two reads of a wait, and lanes wait no
+//! longer once they execute more without another read. Who reports a hang lets all that wait run on
+//! for a while, with the clock held.
+
+use super::state::Exec;
+use crate::check::hash::FastMap;
+use crate::check::hooks::Hooks;
+
+/// The most instructions of a group of lanes between two reads of a wait.
+const LONGEST_WAIT: u32 = 1024;
+/// The most reads that a warp remembers: 16 of each lane, where all are apart.
+const MOST_POLLS: usize = 32 * 16;
+/// Stands for the clock among the addresses that a warp polls.
+const TIMER: u64 = u64::MAX;
+
+/// A read that lanes may repeat: the instruction, its lanes, and the address of the first one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Poll {
+    pc: u32,
+    lanes: u32,
+    addr: u64,
+}
+
+/// What a read gave, and when: in instructions of the warp.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    value: u64,
+    at: u32,
+}
+
+/// The reads of a warp since it has last changed anything.
+pub(super) type Polls = FastMap<Poll, Seen>;
+
+impl<W: Hooks> Exec<'_, W> {
+    /// Notes a read of memory that others may change. True when the same read gave the same value
+    /// before and nothing was changed since: its lanes spin.
+    #[inline(always)]
+    pub(super) fn poll(&mut self, addr: u64, value: u64) -> bool {
+        let now = self.now();
+        let before = self.look(addr, Seen { value, at: now });
+        let spins = before.is_some_and(|before| before.value == value && self.is_wait(before.at, now));
+        self.warp.spinning = spins;
+        self.read_same |= spins;
+        self.spun = if spins { now.max(1) } else { 0 };
+        spins
+    }
+
+    /// The lanes `m` have read `now_ns` from a clock that stands between the steps of its owner.
+    pub(super) fn note_clock_reading(&mut self, now_ns: u64, m: u32) {
+        let seen = if self.warp.clock_seen.0 == now_ns { self.warp.clock_seen.1 } else { 0 };
+        self.warp.clock_seen = (now_ns, seen | m);
+        self.warp.clock_readers |= m;
+        // A loop that reads nothing but such a clock waits for its owner.
+        let (pc, lanes) = (self.pc, self.mask);
+        let last = self.warp.polls.get(&Poll { pc, lanes, addr: TIMER }).map(|seen| seen.at);
+        let reads_memory = |last: u32| {
+            let (now, mut polls) = (self.now(), self.warp.polls.iter());
+            polls.any(|(poll, seen)| {
+                let since = now.wrapping_sub(seen.at) < now.wrapping_sub(last);
+                since && poll.addr != TIMER && poll.lanes & lanes != 0
+            })
+        };
+        if last.is_some_and(reads_memory) {
+            self.look(TIMER, Seen { value: now_ns, at: self.now() });
+        } else {
+            self.poll(TIMER, now_ns);
+        }
+    }
+
+    /// Remembers a read. Returns its last outcome.
+    #[inline(always)]
+    fn look(&mut self, addr: u64, seen: Seen) -> Option<Seen> {
+        let poll = Poll { pc: self.pc, lanes: self.mask, addr };
+        if let Some(before) = self.warp.polls.get_mut(&poll) {
+            return Some(std::mem::replace(before, seen));
+        }
+        if self.warp.polls.len() >= MOST_POLLS {
+            self.forget_polls();
+        }
+        self.warp.polls.insert(poll, seen);
+        None
+    }
+
+    /// Makes room for reads: those of lanes that have parted or joined since will not come again.
+    #[cold]
+    fn forget_polls(&mut self) {
+        let (running, groups) = (self.mask, &self.warp.groups);
+        self.warp
+            .polls
+            .retain(|poll, _| poll.lanes == running || groups.iter().any(|g| g.mask == poll.lanes));
+        if self.warp.polls.len() > MOST_POLLS / 2 {
+            self.warp.polls.clear();
+        }
+    }
+
+    /// Instructions that the warp has executed, modulo 2^32.
+    pub(super) fn now(&self) -> u32 {
+        self.warp.executed.wrapping_add(self.executed as u32)
+    }
+
+    /// Whether lanes that read at `last` can be in a wait at `now`. All groups of the warp may have
+    /// run meanwhile.
+    #[inline(always)]
+    pub(super) fn is_wait(&self, last: u32, now: u32) -> bool {
+        now.wrapping_sub(last) <= LONGEST_WAIT * (self.warp.groups.len() as u32 + 1)
+    }
+}
