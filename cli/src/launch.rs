@@ -42,8 +42,8 @@ pub struct Args {
     #[arg(long, value_name = "R", default_value_t = 0)]
     node_rank: u32,
 
-    /// Host and port of the first node, the same on every node: its launcher listens there, on one
-    /// node rank 0 may [default: any free port, on one node]
+    /// Host and port at which the first node's launcher listens, the same on every node. With one
+    /// node rank 0 may listen there [default: any free port, with one node]
     #[arg(long, value_name = "H:P", value_parser = endpoint)]
     rdzv_endpoint: Option<(String, u16)>,
 

@@ -211,7 +211,8 @@ const DEFAULT_NODES: u32 = 2;
 /// How many ranks there are, as asked for.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct WorldFlags {
-    /// How tokens travel [default: as --nodes says, else the command's own]
+    /// How tokens travel [default: intranode with --nodes 1, internode with more; without --nodes,
+    /// internode in `roundtrip` and intranode in `bench`]
     #[arg(long, value_enum)]
     pub mode: Option<Mode>,
 
@@ -348,11 +349,11 @@ pub struct RoundTripFlags {
     #[command(flatten)]
     pub place: WorldFlags,
 
-    /// Tokens of each rank [default: 128]
+    /// Tokens of each rank [default: 128, with --check 32]
     #[arg(long, value_name = "T")]
     pub tokens: Option<u32>,
 
-    /// Elements of a row [default: 1024]
+    /// Elements of a row [default: 1024, with --check 256]
     #[arg(long, value_name = "H")]
     pub hidden: Option<u64>,
 
@@ -388,16 +389,17 @@ pub struct RoundTripFlags {
     #[arg(long, value_parser = parse_seed, default_value = "0xA1B2")]
     pub seed: u64,
 
-    /// Multiprocessors for dispatch and for combine; even, a channel is two [default: 20 intranode,
-    /// 152 internode, as the test that this one is taken from]
+    /// Multiprocessors for dispatch and for combine, an even number [default: 20 on one node, 152 on
+    /// several, with --check 8]
     #[arg(long, value_name = "S")]
     pub num_sms: Option<u32>,
 
-    /// Run every rank as a process of its own [default with --device cuda, and internode]
+    /// Run every rank as a process of its own [default with --device cuda, and on several nodes]
     #[arg(long, conflicts_with_all = ["threads", "check"])]
     pub processes: bool,
 
-    /// Run the ranks as threads of this process [default with --device virtual, intranode]
+    /// Run the ranks as threads of this process [default on one node of virtual GPUs, and with
+    /// --check]
     #[arg(long)]
     pub threads: bool,
 

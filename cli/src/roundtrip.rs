@@ -46,8 +46,8 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 0)]
     iterations: u64,
 
-    /// Random sizes up to the given ones in those, with another number of tokens on each rank [N:
-    /// 100]
+    /// Draw new sizes for each iteration, up to the given ones, and another number of tokens for each
+    /// rank. Without --iterations there are 100
     #[arg(long)]
     random: bool,
 
@@ -56,8 +56,8 @@ pub struct Args {
     graph_replays: u64,
 
     /// Meanwhile threads of each rank's process allocate, free, load modules and copy on its
-    /// device, as other libraries do. Each rests for so long between two calls [default: 100, and
-    /// 5000 on the virtual GPU]
+    /// device, as other libraries do. A thread pauses this many microseconds between two calls
+    /// [default: 100, on the virtual GPU 5000]
     #[arg(long, value_name = "US", num_args = 0..=1, require_equals = true)]
     neighbour: Option<Option<u64>>,
 }

@@ -32,7 +32,7 @@
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     let sums = run_threads(2, Duration::from_secs(60), |rank, group| {
-//!         // On GPUs, with the feature `cuda`: driver::cuda::CudaDevice::open(local_rank)?
+//!         // On GPUs, with the feature `cuda`: epoxide::driver::cuda::CudaDevice::open(rank)?
 //!         let device = VirtualGpu::new(VirtConfig { ordinal: rank, ..VirtConfig::default() });
 //!         let stream = Stream::new(&device)?;
 //!         let order = StreamOrder::on(&stream);

@@ -36,15 +36,16 @@
 //! | [`Buffer::regroup`] | continues without lost ranks |
 //!
 //! A method is collective if its documentation contains that word: every rank makes the same
-//! collective calls in the same order.
+//! collective calls in the same order. A rank without tokens makes the same calls, with tensors of 0
+//! rows; otherwise its peers time out.
 //!
 //! # Two batches at once
 //! One batch's experts can run while another batch is under way. Make a buffer for each of the two,
 //! with a stream of its own, and interleave their halves: `dispatch_send` of A, `dispatch_send` of
 //! B, `receive` of A, `combine_send` of A, `receive` of B, and so on. A [`Pending`] borrows its
 //! buffer, so the compiler rejects a second operation in flight there. Give each buffer half of the
-//! multiprocessors ([`Options::num_sms`]): the operations of both then fit on the device, in any
-//! order of the ranks' launches ([`StreamOrder`](crate::StreamOrder) explains why that matters). A
+//! multiprocessors ([`Options::num_sms`]), so that the operations of both fit on the device. Launch
+//! the operations in the same order on every rank ([`StreamOrder`](crate::StreamOrder) says why). A
 //! [`Step`] has one of the buffers. Record both with
 //! [`Stream::capture`](crate::driver::Stream::capture), whose launch is `unsafe`.
 //!

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! A method is collective if its documentation contains that word: each rank of the group makes the
-//! same collective calls in the same order. Work is enqueued on a stream
+//! same collective calls in the same order. A rank without tokens makes the same calls, with tensors
+//! of 0 rows; otherwise its peers time out. Work is enqueued on a stream
 //! ([`StreamOrder`](crate::StreamOrder)); only an exact-size dispatch, for the counts, and
 //! [`Buffer::capture`] make the host wait.
 //!

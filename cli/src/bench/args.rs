@@ -202,7 +202,7 @@ pub struct PlanFlags {
     /// MiB written between iterations to empty the L2 cache; on the virtual GPU nothing is.
     #[arg(long, default_value_t = DEFAULT_FLUSH_MIB, help_heading = TIMING)]
     pub flush_mib: u64,
-    /// With --mode low-latency: tokens of a rank that are said to be complete together.
+    /// With --mode low-latency: tokens of a rank that are published as complete together.
     #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..), default_value_t = Options::DEFAULT_CHUNK_TOKENS, help_heading = LOW)]
     pub chunk_tokens: u32,
     /// With --mode low-latency: most tokens of a rank whose rows return as packets instead of with

@@ -82,11 +82,12 @@ pub enum Error {
         /// The rank whose ids are wrong.
         rank: u32,
     },
-    /// A peer did not do its part before the deadline. The device context is intact.
+    /// A peer did not do its part before the deadline. The buffer cannot be used any more, except in
+    /// low latency after a `regroup`. The device context is intact.
     #[error(
         "rank {rank} waited {waited:?} in {operation}{} (epoch {epoch}) for {word} of rank {peer}: needed {needed}, saw {seen}; \
          {} may have died, hang, or not have made the same call{other_causes}; \
-         ask the group's missing_ranks() which ranks are gone, shrink the group by them and make a new buffer",
+         ask the group's missing_ranks() which ranks are gone, shrink the group by them, then make a new buffer, or regroup in low latency",
         in_place(*place), ranks(late_ranks)
     )]
     PeerTimeout {
@@ -160,10 +161,12 @@ pub enum Error {
         /// Otherwise empty.
         other_causes: Box<str>,
     },
-    /// A call of this rank failed after peers had begun to depend on it. Their waits for it expire,
-    /// and the buffer cannot be used any more.
+    /// An operation of this rank failed, on the host or on the device, and the buffer cannot be used
+    /// any more. In low latency, `regroup` makes it usable again where the device recorded the error.
+    /// Peers may wait for this rank until their deadlines. After a bad expert id in low latency, peers
+    /// still receive all other entries.
     #[error(
-        "the buffer is of no use since {call} failed half way: {reason}; peers may wait for this rank until their deadline: make a new buffer"
+        "the buffer cannot be used since {call} failed: {reason}; peers may wait for this rank until their deadline: make a new buffer, or regroup in low latency"
     )]
     Broken {
         /// The call.

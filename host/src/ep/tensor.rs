@@ -295,10 +295,14 @@ impl Tensor<'static> {
 impl<'a> Tensor<'a> {
     /// A tensor in memory of another owner, such as a framework.
     ///
+    /// The address of rows is a multiple of 16 bytes: rows that a call sends, combines, sums or
+    /// copies. Other tensors need the alignment of their elements. Calls return
+    /// [`Error::Argument`] otherwise.
+    ///
     /// # Safety
     /// `shape` is `[rows]` or `[rows, columns]`. The memory is on the device that the tensor is used
-    /// on, and holds `shape` contiguous elements of `dtype`. It is live for `'a` and until the
-    /// streams that use the tensor meanwhile have passed.
+    /// on, and holds `shape` contiguous elements of `dtype`. The memory stays allocated for `'a`, and
+    /// until all enqueued work that uses the tensor has ended.
     pub unsafe fn from_raw(ptr: DevicePtr, dtype: DType, shape: &[u64]) -> Tensor<'a> {
         Tensor::new(ptr, dtype, shape, None)
     }

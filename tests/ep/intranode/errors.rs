@@ -238,8 +238,8 @@ fn buffer_options_are_checked() {
         &["hidden = 12 x bf16 (24 bytes per row)", "multiple of 16 bytes"],
     );
     assert_names(&shape(&|s| s.hidden = 0), &["hidden = 0 x bf16 (0 bytes per row)", "positive"]);
-    assert_names(&shape(&|s| s.max_topk = 0), &["num_topk = 0", "1 to 32"]);
-    assert_names(&shape(&|s| s.max_topk = 33), &["num_topk = 33", "1 to 32"]);
+    assert_names(&shape(&|s| s.max_topk = 0), &["max_topk = 0", "1 to 32"]);
+    assert_names(&shape(&|s| s.max_topk = 33), &["max_topk = 33", "1 to 32"]);
     for tokens in [1 << 25, u32::MAX] {
         let value = format!("max_tokens = {tokens}: must be at most 33554431");
         assert_names(&shape(&|s| s.max_tokens = tokens), &[&value]);

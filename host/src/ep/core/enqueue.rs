@@ -13,18 +13,16 @@ use crate::error::{Error, Result};
 /// The operations of one [`Buffer`](crate::throughput::Buffer) run one after the other on every
 /// rank, on any streams. Within a recording that spans several streams, the caller orders them.
 ///
-/// Two *different* buffers have no order between them. Their operations wait for peers while they
-/// hold multiprocessors. Such operations deadlock until their deadlines if all of this holds. The
-/// error then names the other buffer, unless that one's operation got through behind the deadline
-/// before the host asked:
-/// * One rank launches buffer A's operation before B's, another rank B's before A's.
-/// * They run on concurrent streams.
-/// * Both do not fit on the device at once ([`Config::num_sms`](crate::throughput::Config) blocks
-///   each, and those that copy in a combine of a tensor).
+/// Two *different* buffers have no order between them, and their operations wait for peers while
+/// they hold multiprocessors. Launch the operations of two buffers in the same order on every rank.
+/// Otherwise they can deadlock until their deadlines, in any of these cases:
+/// * Both operations are on one stream, so that the second starts after the first has ended.
+/// * The device cannot hold the blocks of both ([`Config::num_sms`](crate::throughput::Config)
+///   blocks each, and those that copy in a combine of a tensor).
+/// * One operation overwrites rows, and therefore waits for earlier work of all other streams.
 ///
-/// Launch them in one order on every rank. Other ways do not suffice: on a stream that they share,
-/// the first one holds up the other, and an operation that overwrites rows waits for all work that
-/// other streams have by then.
+/// The error then names the other buffer, unless the operation there got through behind the deadline
+/// before the host asked.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamOrder<'a> {
     caller: &'a Stream,

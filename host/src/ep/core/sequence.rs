@@ -215,10 +215,7 @@ mod tests {
             sequence.give_up(call, &Error::os("launch", call));
         }
         let broken = sequence.check().unwrap_err();
-        assert!(
-            broken.to_string().contains("since dispatch failed half way: launch: dispatch; "),
-            "{broken}"
-        );
+        assert!(broken.to_string().contains("since dispatch failed: launch: dispatch; "), "{broken}");
         assert_eq!(broken.source().unwrap().to_string(), "launch: dispatch");
     }
 }

@@ -18,9 +18,9 @@ use crate::ep::{DType, Quantise, StreamOrder, Tensor, TypedTensor};
 use crate::error::{Error, Result};
 
 /// Arguments of [`Buffer::combine`]: the experts' results for the rows of a dispatch. `rows` stands
-/// for `num_ranks * max_tokens`. Everything except the values is the same on every rank, with one
-/// exception: one rank may give rows `by_expert` and another one `by_row`. All give them `in_pool`,
-/// or none does.
+/// for `num_ranks * max_tokens`. `quantise` is the same on every rank. One rank may give rows
+/// `by_expert` and another one `by_row`, but all ranks give rows `in_pool` or none does. Weighting,
+/// `num_sms`, `cumulative_wait_ns` and the deadline may differ between ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct CombineRequest<'a> {
     rows: Rows<'a>,

@@ -47,7 +47,8 @@ impl Shape {
     }
 }
 
-/// How to make a low-latency [`Buffer`](super::Buffer). The same on every rank.
+/// How to make a low-latency [`Buffer`](super::Buffer). Ranks give the same options. `num_sms`,
+/// `rows_by_expert`, `beside_persistent_kernels`, `keep_sums_on_failure` and `timeout` may differ.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Options {

@@ -58,7 +58,8 @@ impl Shape {
     }
 }
 
-/// How to make a [`Buffer`](super::Buffer). The same on every rank.
+/// How to make a [`Buffer`](super::Buffer). Ranks give the same options. `timeout` and
+/// `keep_sums_on_failure` may differ.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub(crate) fields: Fields,

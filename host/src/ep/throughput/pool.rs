@@ -98,7 +98,7 @@ pub fn pool_layouts(
         ));
     }
     if shape.max_topk == 0 || shape.max_topk > MAX_TOPK {
-        return Err(Error::argument("num_topk", shape.max_topk, format!("must be 1 to {MAX_TOPK}")));
+        return Err(Error::argument("max_topk", shape.max_topk, format!("must be 1 to {MAX_TOPK}")));
     }
     let wanted = shape.max_tokens as u64 * topology.ranks() as u64;
     let wanted = wanted.max(by_expert.unwrap_or(0));
