@@ -24,7 +24,7 @@ pub mod virt;
 pub use device::Device;
 pub(crate) use device::Driver;
 pub use owned::{Event, Graph, Kernel, Memory, Module, Stream};
-pub(crate) use owned::{MappedMemory, Outcome, give_up_unless, poll};
+pub(crate) use owned::{LaunchShape, MappedMemory, Outcome, give_up_unless, poll};
 pub(crate) use raw::{CopyEnd, FabricHandle, RawMemory};
 pub use raw::{DeviceInfo, LaunchConfig, MemoryKind, RawStream, RdmaWriteOrder};
 pub(crate) use rule::NoDriverCalls;

@@ -497,10 +497,8 @@ impl Stream {
         shared_bytes: u32,
         call: std::result::Result<Call<K>, ContractError>,
     ) -> Result<()> {
-        let call = kernel.takes(call)?;
-        let shape = call.shape_of(grid, block, shared_bytes).map_err(broken)?;
         // SAFETY: the caller vouches for the addresses.
-        unsafe { self.launch_checked(kernel, shape, &call) }
+        unsafe { self.launch_shaped(kernel, LaunchShape::All(grid, block, shared_bytes), call) }
     }
 
     /// Launches `kernel`, a `K`, in the shape that its attribute gives a call:
@@ -522,24 +520,27 @@ impl Stream {
         unsafe { self.launch_checked(kernel, shape, &call) }
     }
 
-    /// Launches `kernel`, a `K`, on `grid` blocks, in the shape that its attribute gives them:
-    /// `#[kernel(block = .., ..)]`.
+    /// Launches `kernel`, a `K`, in a shape that its attribute may give in part.
     ///
     /// # Errors
-    /// As [`Stream::call`]; and [`Error::Launch`] where the attribute names no block.
+    /// As [`Stream::call`]; and [`Error::Launch`] where only blocks are given and the attribute
+    /// names no block.
     ///
     /// # Safety
     /// The same as of [`Stream::call`].
-    pub(crate) unsafe fn launch_blocks<K: gpu::Entry>(
+    pub(crate) unsafe fn launch_shaped<K: gpu::Entry>(
         &self,
         kernel: &Kernel,
-        grid: u32,
+        shape: LaunchShape,
         call: std::result::Result<Call<K>, ContractError>,
     ) -> Result<()> {
         let call = kernel.takes(call)?;
-        let shape = call.shape_on(grid).map_err(broken)?;
+        let shape = match shape {
+            LaunchShape::Blocks(grid) => call.shape_on(grid),
+            LaunchShape::All(grid, block, shared_bytes) => call.shape_of(grid, block, shared_bytes),
+        };
         // SAFETY: the caller vouches for the addresses.
-        unsafe { self.launch_checked(kernel, shape, &call) }
+        unsafe { self.launch_checked(kernel, shape.map_err(broken)?, &call) }
     }
 
     /// Launches a call in a shape that fits it.
@@ -1078,6 +1079,16 @@ impl Kernel {
         }
         Ok(call)
     }
+}
+
+/// The shape of a launch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum LaunchShape {
+    /// Blocks of the threads and dynamic shared memory that the kernel's attribute names:
+    /// `#[kernel(block = .., ..)]`.
+    Blocks(u32),
+    /// Blocks, threads of a block, and bytes of its dynamic shared memory.
+    All(u32, u32, u32),
 }
 
 /// A recorded piece of stream work. It keeps the modules of its kernels.

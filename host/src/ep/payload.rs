@@ -2,12 +2,11 @@
 
 use std::sync::Arc;
 
-use epoxide_gpu::kernels::PackColumns;
 use epoxide_gpu::layout::{DevicePtr, MAX_COLUMNS, MX_BLOCK, PackArgs, column_stride};
 
-use super::core::{Arena, Pieces};
+use super::core::{Arena, Choice, Pieces};
 use super::tensor::{DType, Owner, Tensor};
-use crate::driver::{Kernel, Stream};
+use crate::driver::Stream;
 use crate::error::{Error, Result};
 
 /// Threads per block of the kernel that packs columns.
@@ -392,11 +391,11 @@ impl Records {
     ///
     /// # Safety
     /// Columns and records are live until the stream has passed the kernel.
-    pub unsafe fn launch(&self, stream: &Stream, kernel: &Kernel, most_blocks: u32) -> Result<()> {
+    pub unsafe fn launch(&self, stream: &Stream, kernel: &Choice<PackArgs>, most_blocks: u32) -> Result<()> {
         let Some((args, _)) = &self.pack else { return Ok(()) };
         let grid = args.num_tokens.div_ceil(PACK_THREADS / 32).clamp(1, most_blocks.max(1));
         // SAFETY: the caller keeps columns and records; each has the bytes that `lay_out` found.
-        unsafe { stream.call(kernel, grid, PACK_THREADS, 0, PackColumns::call(*args)) }
+        unsafe { kernel.call(stream, grid, PACK_THREADS, 0, *args) }
     }
 }
 

@@ -3,7 +3,8 @@
 use epoxide_gpu::kernels::AddCounts;
 use epoxide_gpu::layout::{AddCountsArgs, Comm, DevicePtr};
 
-use crate::driver::{Kernel, Stream};
+use super::Choice;
+use crate::driver::Stream;
 use crate::ep::{DType, TypedTensor};
 use crate::error::Result;
 
@@ -29,7 +30,7 @@ pub fn check_wait_ns(times: &TypedTensor<'_, i64>, num_ranks: u32) -> Result<()>
 /// # Safety
 /// The addresses are live until the stream has passed the kernel.
 pub unsafe fn add_counts(
-    kernel: &Kernel,
+    kernel: &Choice<AddCountsArgs>,
     stream: &Stream,
     comm: Comm,
     header: DevicePtr,
@@ -39,5 +40,5 @@ pub unsafe fn add_counts(
     let (counts, cumulative) = (counts.into(), cumulative.into());
     let args = AddCountsArgs { comm, counts, cumulative, header, len: local_experts.into() };
     // SAFETY: passed on to the caller.
-    unsafe { stream.call(kernel, 1, THREADS, 0, AddCounts::call(args)) }
+    unsafe { kernel.call(stream, 1, THREADS, 0, args) }
 }

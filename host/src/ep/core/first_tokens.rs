@@ -53,7 +53,7 @@ pub fn first_tokens<B: HasCore, T: ExpertId>(
         let grid = (args.max_tokens * args.num_topk).div_ceil(THREADS).clamp(1, MOST_BLOCKS);
         // SAFETY: the memory of tensors and block is freed only behind all work enqueued on
         // streams, and a recording keeps them.
-        unsafe { stream.call(buffer.first_tokens(), grid, THREADS, 0, FirstTokens::call(args)) }
+        unsafe { buffer.first_tokens().call(stream, grid, THREADS, 0, args) }
     })?;
     let out = TypedTensor::in_memory(out, &[max_tokens, num_topk], block);
     Ok(out.result("topk_idx", buffer.core().sequence()))

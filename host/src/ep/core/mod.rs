@@ -5,6 +5,7 @@
 //! | `mod.rs` | [`Core`]: a buffer without rows, counts and layouts; the modes call its methods |
 //! | `enqueue.rs`, `sequence.rs` | the stream of an operation, and the order of operations on the device |
 //! | `place.rs` | places: their holders, and when it may be overwritten |
+//! | `choice.rs` | the kernels of a buffer: their choice and their launch |
 //! | `arena.rs` | device memory that operations reuse |
 //! | `peers.rs` | the pools of the node, mapped |
 //! | `network.rs` | the way to other nodes |
@@ -20,6 +21,7 @@
 
 mod add_counts;
 mod arena;
+mod choice;
 mod enqueue;
 mod fault;
 mod first_tokens;
@@ -36,10 +38,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytemuck::Zeroable;
-use epoxide_gpu::layout::{Comm, DevicePtr};
+use epoxide_gpu::layout::{Comm, DevicePtr, FirstTokensArgs};
 
 pub(crate) use add_counts::{CUMULATIVE_COUNTS, add_counts, check_cumulative, check_wait_ns};
 pub use arena::{Arena, Block, Offsets, Pieces, laid_out};
+pub(crate) use choice::choice;
+pub use choice::{Choice, Chosen};
 pub use enqueue::{StreamOrder, is_same_gpu, named};
 pub use fault::{Calls, Faults};
 pub use first_tokens::first_tokens;
@@ -59,7 +63,7 @@ use step::Recordings;
 
 use super::Topology;
 use super::tensor::{Filled, Owner, Tensor};
-use crate::driver::{Device, Event, Kernel, Memory, Outcome, Stream};
+use crate::driver::{Device, Event, Memory, Outcome, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 use crate::lock::lock;
@@ -92,7 +96,7 @@ pub trait HasCore {
     fn core_ref(&self) -> &Core<Self::Room>;
 
     /// The kernel of [`first_tokens`].
-    fn first_tokens(&self) -> &Kernel;
+    fn first_tokens(&self) -> &Choice<FirstTokensArgs>;
 }
 
 impl<R> Core<R> {

@@ -183,18 +183,17 @@ impl Buffer {
         outs.into_iter().filter_map(|(_, out)| out).for_each(|out| uses.fills(out, &outcome));
         self.run(order, None, &uses, |buffer, stream, _| {
             received.lease.check_current()?;
-            let (call, threads) = (LowLatencyGather::call(args), LowLatencyGather::INFO.max_threads);
+            let threads = LowLatencyGather::INFO.max_threads;
             // SAFETY: the memory of the tensors is freed only behind all work enqueued on streams,
             // and a recording keeps them; the rest is the buffer's.
-            unsafe { stream.call(&buffer.kernels.gather, blocks, threads, 0, call)? };
+            unsafe { buffer.kernels.gather.call(stream, blocks, threads, 0, args)? };
             let Some(args) = of_columns else { return Ok(()) };
             let threads = LowLatencyGatherColumns::INFO.max_threads;
             // A warp takes four lines of an expert at a time.
             let warps = args.local_experts * args.num_words.div_ceil(4);
             let blocks = buffer.blocks_for(warps.div_ceil(threads / 32), None);
-            let call = LowLatencyGatherColumns::call(args);
             // SAFETY: as above.
-            unsafe { stream.call(&buffer.kernels.gather_columns, blocks, threads, 0, call) }
+            unsafe { buffer.kernels.gather_columns.call(stream, blocks, threads, 0, args) }
         })
     }
 

@@ -17,45 +17,31 @@ use epoxide_gpu::kernels::{
     LowLatencyWait, LowLatencyWaitMany, PackColumns,
 };
 use epoxide_gpu::layout::{
-    BATCH_TOPK, FEW_RANKS, LowLatencyCombineArgs, LowLatencyDispatchArgs, LowLatencyExpertDispatchArgs,
+    AddCountsArgs, BATCH_TOPK, FEW_RANKS, FirstTokensArgs, LowLatencyCombineArgs, LowLatencyDispatchArgs,
+    LowLatencyExpertDispatchArgs, LowLatencyGatherArgs, LowLatencyGatherColumnsArgs,
     LowLatencyInternodeCombineArgs, LowLatencyInternodeDispatchArgs, LowLatencyInternodeExpertDispatchArgs,
-    LowLatencyMessages, LowLatencyWaitArgs, Quantise, is_batch, phase,
+    LowLatencyMessages, LowLatencyWaitArgs, PackArgs, Quantise, is_batch, phase,
 };
 
 use super::Options;
 use super::halves::Arguments;
-use crate::driver::{Device, Kernel, Module, Stream};
+use crate::driver::{Device, Stream};
+use crate::ep::core::{self, Chosen};
 use crate::ep::{DType, Topology};
 use crate::error::{Error, Result};
 
-/// Launches a kernel on so many blocks, with its arguments, and the messages of its place where
-/// ranks are on several nodes.
-type Launch<A> = unsafe fn(&Stream, &Kernel, u32, A, LowLatencyMessages) -> Result<()>;
+/// One of the kernels that take `A` within a node, or `A` with messages across nodes.
+type Choice<A> = core::Choice<(A, LowLatencyMessages)>;
 
-/// One of the kernels that take `A`.
-#[derive(Debug)]
-struct Choice<A> {
-    /// Its place among the buffer's kernels.
-    index: usize,
-    launch: Launch<A>,
-}
-
-/// The choice of a kernel, whose name is added to `$names`. Kernels across nodes are given with the
-/// struct that they take.
+/// The choice of a kernel. Kernels across nodes are given with the function that makes their
+/// arguments.
 macro_rules! choice {
-    ($names:ident, $kernel:ty) => {
-        choice!($names, $kernel, |args, _messages| args)
+    ($chosen:ident, $kernel:ty) => {
+        choice!($chosen, $kernel, |(args, _)| args)
     };
-    ($names:ident, $kernel:ty, |$args:ident, $messages:ident| $all:expr) => {{
-        $names.push(<$kernel>::INFO.name);
-        Choice {
-            index: $names.len() - 1,
-            launch: |stream, kernel, grid, $args, $messages| {
-                // SAFETY: `Kernels::launch` has the same contract.
-                unsafe { stream.launch_blocks(kernel, grid, <$kernel>::call($all)) }
-            },
-        }
-    }};
+    ($chosen:ident, $kernel:ty, $arguments:expr) => {
+        core::choice!($chosen, $kernel, 0, $arguments)
+    };
 }
 
 /// The kernels of a dispatch: those of rows by expert have other arguments.
@@ -121,17 +107,16 @@ fn returns_while_summing(args: &LowLatencyCombineArgs, grid: u32) -> bool {
 /// All kernels of a buffer.
 #[derive(Debug)]
 pub struct Kernels {
-    loaded: Vec<Kernel>,
     dispatch: Dispatches<LowLatencyDispatchArgs>,
     /// Where the buffer has room for rows by expert.
     dispatch_by_expert: Option<Dispatches<LowLatencyExpertDispatchArgs>>,
     combine: Combines,
-    wait: Choice<LowLatencyWaitArgs>,
-    pub gather: Kernel,
-    pub gather_columns: Kernel,
-    pub first_tokens: Kernel,
-    pub pack_columns: Kernel,
-    pub add_counts: Kernel,
+    wait: core::Choice<LowLatencyWaitArgs>,
+    pub gather: core::Choice<LowLatencyGatherArgs>,
+    pub gather_columns: core::Choice<LowLatencyGatherColumnsArgs>,
+    pub first_tokens: core::Choice<FirstTokensArgs>,
+    pub pack_columns: core::Choice<PackArgs>,
+    pub add_counts: core::Choice<AddCountsArgs>,
 }
 
 /// The set of kernels that a buffer has.
@@ -156,25 +141,25 @@ impl Kind {
 }
 
 /// The choices of a dispatch.
-fn dispatches(kind: Kind, names: &mut Vec<&'static str>) -> Dispatches<LowLatencyDispatchArgs> {
+fn dispatches(kind: Kind, chosen: &mut Chosen) -> Dispatches<LowLatencyDispatchArgs> {
     match kind {
         Kind::Few => Dispatches {
-            plain: choice!(names, LowLatencyDispatch),
-            mxfp8: choice!(names, LowLatencyDispatchMxfp8),
-            packed: Some(choice!(names, LowLatencyDispatchScalePackets)),
-            batch: Some(choice!(names, LowLatencyDispatchBatch)),
+            plain: choice!(chosen, LowLatencyDispatch),
+            mxfp8: choice!(chosen, LowLatencyDispatchMxfp8),
+            packed: Some(choice!(chosen, LowLatencyDispatchScalePackets)),
+            batch: Some(choice!(chosen, LowLatencyDispatchBatch)),
         },
         Kind::Many => Dispatches {
-            plain: choice!(names, LowLatencyDispatchMany),
-            mxfp8: choice!(names, LowLatencyDispatchManyMxfp8),
+            plain: choice!(chosen, LowLatencyDispatchMany),
+            mxfp8: choice!(chosen, LowLatencyDispatchManyMxfp8),
             packed: None,
-            batch: Some(choice!(names, LowLatencyDispatchManyBatch)),
+            batch: Some(choice!(chosen, LowLatencyDispatchManyBatch)),
         },
         Kind::Nodes => Dispatches {
-            plain: choice!(names, LowLatencyInternodeDispatch, |dispatch, messages| {
+            plain: choice!(chosen, LowLatencyInternodeDispatch, |(dispatch, messages)| {
                 LowLatencyInternodeDispatchArgs { dispatch, messages }
             }),
-            mxfp8: choice!(names, LowLatencyInternodeDispatchMxfp8, |dispatch, messages| {
+            mxfp8: choice!(chosen, LowLatencyInternodeDispatchMxfp8, |(dispatch, messages)| {
                 LowLatencyInternodeDispatchArgs { dispatch, messages }
             }),
             packed: None,
@@ -184,37 +169,29 @@ fn dispatches(kind: Kind, names: &mut Vec<&'static str>) -> Dispatches<LowLatenc
 }
 
 /// The choices of a dispatch that brings rows by expert.
-fn dispatches_by_expert(
-    kind: Kind,
-    names: &mut Vec<&'static str>,
-) -> Dispatches<LowLatencyExpertDispatchArgs> {
+fn dispatches_by_expert(kind: Kind, chosen: &mut Chosen) -> Dispatches<LowLatencyExpertDispatchArgs> {
     fn across(
-        LowLatencyExpertDispatchArgs { dispatch, to }: LowLatencyExpertDispatchArgs,
-        messages: LowLatencyMessages,
+        (args, messages): (LowLatencyExpertDispatchArgs, LowLatencyMessages),
     ) -> LowLatencyInternodeExpertDispatchArgs {
-        let dispatch = LowLatencyInternodeDispatchArgs { dispatch, messages };
-        LowLatencyInternodeExpertDispatchArgs { dispatch, to }
+        let dispatch = LowLatencyInternodeDispatchArgs { dispatch: args.dispatch, messages };
+        LowLatencyInternodeExpertDispatchArgs { dispatch, to: args.to }
     }
     match kind {
         Kind::Few => Dispatches {
-            plain: choice!(names, LowLatencyDispatchByExpert),
-            mxfp8: choice!(names, LowLatencyDispatchByExpertMxfp8),
-            packed: Some(choice!(names, LowLatencyDispatchByExpertScalePackets)),
+            plain: choice!(chosen, LowLatencyDispatchByExpert),
+            mxfp8: choice!(chosen, LowLatencyDispatchByExpertMxfp8),
+            packed: Some(choice!(chosen, LowLatencyDispatchByExpertScalePackets)),
             batch: None,
         },
         Kind::Many => Dispatches {
-            plain: choice!(names, LowLatencyDispatchManyByExpert),
-            mxfp8: choice!(names, LowLatencyDispatchManyByExpertMxfp8),
+            plain: choice!(chosen, LowLatencyDispatchManyByExpert),
+            mxfp8: choice!(chosen, LowLatencyDispatchManyByExpertMxfp8),
             packed: None,
             batch: None,
         },
         Kind::Nodes => Dispatches {
-            plain: choice!(names, LowLatencyInternodeDispatchByExpert, |args, messages| across(
-                args, messages
-            )),
-            mxfp8: choice!(names, LowLatencyInternodeDispatchByExpertMxfp8, |args, messages| across(
-                args, messages
-            )),
+            plain: choice!(chosen, LowLatencyInternodeDispatchByExpert, across),
+            mxfp8: choice!(chosen, LowLatencyInternodeDispatchByExpertMxfp8, across),
             packed: None,
             batch: None,
         },
@@ -222,35 +199,38 @@ fn dispatches_by_expert(
 }
 
 /// The choices of a combine of `num_ranks` ranks with sums of `dtype`.
-fn combines(kind: Kind, dtype: DType, num_ranks: u32, names: &mut Vec<&'static str>) -> Combines {
+fn combines(kind: Kind, dtype: DType, num_ranks: u32, chosen: &mut Chosen) -> Combines {
     macro_rules! across {
         ($kernel:ty) => {
-            choice!(names, $kernel, |combine, messages| LowLatencyInternodeCombineArgs { combine, messages })
+            choice!(chosen, $kernel, |(combine, messages)| LowLatencyInternodeCombineArgs {
+                combine,
+                messages
+            })
         };
     }
     match kind {
         Kind::Few => Combines {
             plain: match dtype {
-                DType::F16 => choice!(names, LowLatencyCombineF16),
-                DType::F32 => choice!(names, LowLatencyCombineF32),
-                _ => choice!(names, LowLatencyCombineBf16),
+                DType::F16 => choice!(chosen, LowLatencyCombineF16),
+                DType::F32 => choice!(chosen, LowLatencyCombineF32),
+                _ => choice!(chosen, LowLatencyCombineBf16),
             },
-            quantised: choice!(names, LowLatencyCombineFp8),
-            summed: (dtype == DType::Bf16).then(|| choice!(names, LowLatencyCombineSummed)),
+            quantised: choice!(chosen, LowLatencyCombineFp8),
+            summed: (dtype == DType::Bf16).then(|| choice!(chosen, LowLatencyCombineSummed)),
             pooled: Some(match num_ranks {
-                ..=2 => choice!(names, LowLatencyCombineTwoPooled),
-                _ => choice!(names, LowLatencyCombinePooled),
+                ..=2 => choice!(chosen, LowLatencyCombineTwoPooled),
+                _ => choice!(chosen, LowLatencyCombinePooled),
             }),
         },
         Kind::Many => Combines {
             plain: match dtype {
-                DType::F16 => choice!(names, LowLatencyCombineManyF16),
-                DType::F32 => choice!(names, LowLatencyCombineManyF32),
-                _ => choice!(names, LowLatencyCombineManyBf16),
+                DType::F16 => choice!(chosen, LowLatencyCombineManyF16),
+                DType::F32 => choice!(chosen, LowLatencyCombineManyF32),
+                _ => choice!(chosen, LowLatencyCombineManyBf16),
             },
-            quantised: choice!(names, LowLatencyCombineManyFp8),
-            summed: (dtype == DType::Bf16).then(|| choice!(names, LowLatencyCombineManySummed)),
-            pooled: Some(choice!(names, LowLatencyCombineManyPooled)),
+            quantised: choice!(chosen, LowLatencyCombineManyFp8),
+            summed: (dtype == DType::Bf16).then(|| choice!(chosen, LowLatencyCombineManySummed)),
+            pooled: Some(choice!(chosen, LowLatencyCombineManyPooled)),
         },
         Kind::Nodes => Combines {
             plain: match dtype {
@@ -272,37 +252,24 @@ impl Kernels {
     /// Errors of the driver.
     pub fn load(device: &Device, topology: Topology, options: &Options) -> Result<Kernels> {
         let kind = Kind::of(topology);
-        let others = [
-            LowLatencyGather::INFO.name,
-            LowLatencyGatherColumns::INFO.name,
-            FirstTokens::INFO.name,
-            PackColumns::INFO.name,
-            AddCounts::INFO.name,
-        ];
-        let mut names = Vec::new();
-        let dispatch = dispatches(kind, &mut names);
-        let dispatch_by_expert = options.rows_by_expert.map(|_| dispatches_by_expert(kind, &mut names));
-        let combine = combines(kind, options.combine_dtype, topology.ranks(), &mut names);
-        let wait = match kind {
-            Kind::Few => choice!(names, LowLatencyWait),
-            Kind::Many => choice!(names, LowLatencyWaitMany),
-            Kind::Nodes => choice!(names, LowLatencyInternodeWait),
+        let chosen = &mut Chosen::default();
+        let kernels = Kernels {
+            dispatch: dispatches(kind, chosen),
+            dispatch_by_expert: options.rows_by_expert.map(|_| dispatches_by_expert(kind, chosen)),
+            combine: combines(kind, options.combine_dtype, topology.ranks(), chosen),
+            wait: match kind {
+                Kind::Few => core::choice!(chosen, LowLatencyWait, 0),
+                Kind::Many => core::choice!(chosen, LowLatencyWaitMany, 0),
+                Kind::Nodes => core::choice!(chosen, LowLatencyInternodeWait, 0),
+            },
+            gather: core::choice!(chosen, LowLatencyGather, 0),
+            gather_columns: core::choice!(chosen, LowLatencyGatherColumns, 0),
+            first_tokens: core::choice!(chosen, FirstTokens, 0),
+            pack_columns: core::choice!(chosen, PackColumns, 0),
+            add_counts: core::choice!(chosen, AddCounts, 0),
         };
-        let module = Module::shipped(device, None, &[&names[..], &others[..]].concat())?;
-        let [gather, gather_columns, first_tokens, pack_columns, add_counts] =
-            others.map(|name| module.kernel(name, 0));
-        Ok(Kernels {
-            loaded: names.iter().map(|name| module.kernel(name, 0)).collect::<Result<_>>()?,
-            dispatch,
-            dispatch_by_expert,
-            combine,
-            wait,
-            gather: gather?,
-            gather_columns: gather_columns?,
-            first_tokens: first_tokens?,
-            pack_columns: pack_columns?,
-            add_counts: add_counts?,
-        })
+        chosen.load(device, None)?;
+        Ok(kernels)
     }
 
     /// Launches the kernel of an operation on `grid` blocks. `packs_scales`: whether scales of a
@@ -319,11 +286,12 @@ impl Kernels {
         packs_scales: bool,
         messages: Option<LowLatencyMessages>,
     ) -> Result<()> {
+        let messages = messages.unwrap_or_else(LowLatencyMessages::zeroed);
         // SAFETY: the caller keeps the memory.
         unsafe {
             match args {
                 Arguments::Dispatch(args) => {
-                    self.launch_choice(self.dispatch.of(&args, packs_scales), stream, grid, args, messages)
+                    self.dispatch.of(&args, packs_scales).call_on(stream, grid, (args, messages))
                 }
                 Arguments::DispatchByExpert(args) => {
                     let Some(kernels) = &self.dispatch_by_expert else {
@@ -331,14 +299,13 @@ impl Kernels {
                             "the buffer has no kernel for them: create it with Options::rows_by_expert";
                         return Err(Error::argument("by_expert", "asked for", rule));
                     };
-                    let choice = kernels.of(&args.dispatch, packs_scales);
-                    self.launch_choice(choice, stream, grid, args, messages)
+                    kernels.of(&args.dispatch, packs_scales).call_on(stream, grid, (args, messages))
                 }
                 Arguments::Combine(args) => {
-                    self.launch_choice(self.combine.of(&args, grid), stream, grid, args, messages)
+                    self.combine.of(&args, grid).call_on(stream, grid, (args, messages))
                 }
                 Arguments::PooledCombine(args) => match &self.combine.pooled {
-                    Some(pooled) => self.launch_choice(pooled, stream, grid, args, messages),
+                    Some(pooled) => pooled.call_on(stream, grid, (args, messages)),
                     None => Err(Error::internal("combine", "no rows are in the pool across nodes")),
                 },
             }
@@ -352,23 +319,6 @@ impl Kernels {
     /// among them.
     pub unsafe fn launch_wait(&self, stream: &Stream, args: LowLatencyWaitArgs) -> Result<()> {
         // SAFETY: the caller keeps the memory.
-        unsafe { self.launch_choice(&self.wait, stream, args.common.comm.num_ranks, args, None) }
-    }
-
-    /// Launches a chosen kernel.
-    ///
-    /// # Safety
-    /// The same as of [`Kernels::launch`].
-    unsafe fn launch_choice<A>(
-        &self,
-        choice: &Choice<A>,
-        stream: &Stream,
-        grid: u32,
-        args: A,
-        messages: Option<LowLatencyMessages>,
-    ) -> Result<()> {
-        let messages = messages.unwrap_or_else(LowLatencyMessages::zeroed);
-        // SAFETY: the caller keeps the memory.
-        unsafe { (choice.launch)(stream, &self.loaded[choice.index], grid, args, messages) }
+        unsafe { self.wait.call_on(stream, args.common.comm.num_ranks, args) }
     }
 }

@@ -30,7 +30,7 @@ use std::time::Duration;
 
 use bytemuck::Zeroable;
 use epoxide_gpu::layout::{
-    Comm, DevicePtr, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
+    Comm, DevicePtr, FirstTokensArgs, LowLatencyArgs, LowLatencyCall, LowLatencyMessages, LowLatencyPlace,
 };
 
 use super::core::{
@@ -38,7 +38,7 @@ use super::core::{
     laid_out,
 };
 use super::{DType, Topology};
-use crate::driver::{Device, Event, Kernel, Memory, MemoryKind, Stream};
+use crate::driver::{Device, Event, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result};
 use crate::group::ProcessGroup;
 
@@ -274,7 +274,7 @@ impl HasCore for Buffer {
         &self.core
     }
 
-    fn first_tokens(&self) -> &Kernel {
+    fn first_tokens(&self) -> &core::Choice<FirstTokensArgs> {
         &self.kernels.first_tokens
     }
 }

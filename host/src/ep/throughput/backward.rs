@@ -175,8 +175,7 @@ impl Buffer {
                 if let Some(empty) = empty_at.filter(|_| rows > 0) {
                     stream.fill(empty, 0, rows * 16)?;
                 }
-                let call = WeightGradients::call(args);
-                stream.call(&buffer.kernels.weight_gradients, sms, THREADS, 0, call)
+                buffer.kernels.weight_gradients.call(stream, sms, THREADS, 0, args)
             }
         })?;
 

@@ -69,10 +69,9 @@ impl Buffer {
         self.run_on(received, order, capturing, uses, |buffer, stream| {
             let sms = buffer.core.device().info().sm_count;
             let grid = (rows as u32).div_ceil(THREADS).clamp(1, sms);
-            let (kernel, call) = (&buffer.kernels.transpose_column, TransposeColumn::call(args));
             // SAFETY: the memory of the tensor and of the handle's block is freed only behind all
             // work enqueued on streams, and a recording keeps them; the pool has so many records.
-            unsafe { stream.call(kernel, grid, THREADS, 0, call) }
+            unsafe { buffer.kernels.transpose_column.call(stream, grid, THREADS, 0, args) }
         })
     }
 }

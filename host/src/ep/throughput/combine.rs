@@ -4,13 +4,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use epoxide_gpu::kernels::{
-    CombineBf16, CombineByExpertBf16, CombineByExpertF16, CombineByExpertF32, CombineF16, CombineF32,
-    CombineManyBf16, CombineManyF16, CombineManyF32, CombineStagedBf16, CombineStagedF32,
-    CombineStagedManyBf16, CombineStagedManyF32, InternodeCombine, InternodeCombineByExpert,
-    InternodeCombineByExpertF16, InternodeCombineByExpertF32, InternodeCombineF16, InternodeCombineF32,
-    JOINED_BYTES, PROGRESS_BYTES, StageByExpert, StageCombine,
-};
+use epoxide_gpu::kernels::{CombineStagedBf16, JOINED_BYTES, PROGRESS_BYTES};
 use epoxide_gpu::layout::{
     Call, CallKind, CombineArgs, DevicePtr, ExpertCombineArgs, ExpertStageArgs, InternodeCombineArgs,
     InternodeExpertCombineArgs, StageArgs, StagedCombineArgs, combine_slot_bytes,
@@ -18,7 +12,7 @@ use epoxide_gpu::layout::{
 
 use super::halves::{CombineOutputs, Pending, Second, Waits};
 use super::handle::HandleState;
-use super::kernels::{RingShape, Spread, call_within};
+use super::kernels::{RingShape, Spread};
 use super::place::PoolRows;
 use super::{Buffer, DType, DispatchHandle, StreamOrder, Tensor, TypedTensor};
 use super::{RowBytes, blocks_for, check_fits};
@@ -586,20 +580,19 @@ impl Buffer {
                 if stage.x.is_null() && !launch.may_be_short {
                     return Ok(());
                 }
-                let kernel = &handle.tables.routing.by_expert()?.stage;
+                let kernel = &self.kernels.stage_by_expert;
                 let args = ExpertStageArgs {
                     stage,
                     expert_counts: at.expert_counts,
                     expert_starts: at.expert_starts,
                     local_experts: handle.local_experts.into(),
                 };
-                return stream.call(kernel, launch.copiers, STAGE_THREADS, 0, StageByExpert::call(args));
+                return kernel.call(stream, launch.copiers, STAGE_THREADS, 0, args);
             }
             if stage.x.is_null() && stage.weights.is_null() && !launch.may_be_short {
                 return Ok(());
             }
-            let kernel = &self.kernels.stage_combine;
-            stream.call(kernel, launch.copiers, STAGE_THREADS, 0, StageCombine::call(stage))
+            self.kernels.stage_combine.call(stream, launch.copiers, STAGE_THREADS, 0, stage)
         }
     }
 
@@ -619,92 +612,45 @@ impl Buffer {
             // One more warp posts puts.
             (Spread::SeveralNodes(..), None) => (*num_sms, ring.threads() + 32, PROGRESS_BYTES),
         };
-        let shape = (blocks, threads, ring.shared_bytes() + reserved);
-        let (grid, block, shared) = shape;
-        args.comm.trace = self.core.trace("combine", grid);
+        let shared = ring.shared_bytes() + reserved;
+        args.comm.trace = self.core.trace("combine", blocks);
         // SAFETY: the caller keeps the memory.
         unsafe {
-            if let (Spread::OneNode(..), Some(at)) = (&handle.tables.routing, by_expert) {
-                let kernels = handle.tables.routing.by_expert()?;
-                let args = ExpertCombineArgs {
-                    combine: args,
-                    weights: entry_weights.unwrap_or(DevicePtr::NULL),
-                    num_topk: at.num_topk.into(),
-                };
-                return match dtype {
-                    DType::F32 => {
-                        let call = CombineByExpertF32::call(args);
-                        stream.call(&kernels.combine_f32, grid, block, shared, call)
-                    }
-                    DType::F16 => {
-                        let call = CombineByExpertF16::call(args);
-                        stream.call(&kernels.combine_f16, grid, block, shared, call)
-                    }
-                    _ => stream.call(&kernels.combine, grid, block, shared, CombineByExpertBf16::call(args)),
-                };
-            }
-            match (&handle.tables.routing, staged) {
-                (Spread::OneNode(node, _), Some((staged, _))) => {
+            match (&handle.tables.routing, by_expert, staged) {
+                (Spread::OneNode(node, _), Some(at), _) => {
+                    let args = ExpertCombineArgs {
+                        combine: args,
+                        weights: entry_weights.unwrap_or(DevicePtr::NULL),
+                        num_topk: at.num_topk.into(),
+                    };
+                    node.by_expert.combine.of(dtype).call(stream, blocks, threads, shared, args)
+                }
+                (Spread::OneNode(node, _), None, Some((staged, _))) => {
                     let args = StagedCombineArgs { combine: args, ..*staged };
-                    if dtype == DType::F32 {
-                        call_within!(stream, node, combine_staged_f32: CombineStagedF32 | CombineStagedManyF32, shape, args)
-                    } else {
-                        call_within!(stream, node, combine_staged: CombineStagedBf16 | CombineStagedManyBf16, shape, args)
-                    }
+                    let is_f32 = dtype == DType::F32;
+                    let kernel = if is_f32 { &node.combine_staged_f32 } else { &node.combine_staged };
+                    kernel.call(stream, blocks, threads, shared, args)
                 }
-                (Spread::OneNode(node, _), None) if dtype == DType::F32 => {
-                    call_within!(stream, node, combine_f32: CombineF32 | CombineManyF32, shape, args)
+                (Spread::OneNode(node, _), None, None) => {
+                    node.combine.of(dtype).call(stream, blocks, threads, shared, args)
                 }
-                (Spread::OneNode(node, _), None) if dtype == DType::F16 => {
-                    call_within!(stream, node, combine_f16: CombineF16 | CombineManyF16, shape, args)
-                }
-                (Spread::OneNode(node, _), None) => {
-                    call_within!(stream, node, combine: CombineBf16 | CombineManyBf16, shape, args)
-                }
-                (Spread::SeveralNodes(nodes, routing), _) => {
+                (Spread::SeveralNodes(nodes, routing), ..) => {
                     let args = InternodeCombineArgs {
                         combine: args,
-                        wire: nodes.wire(&self.config),
+                        wire: self.wire(),
                         route: routing.route,
                         slot_bytes: combine_slot_bytes(args.row_bytes, args.num_topk),
                         reserved: 0,
                     };
                     let (Some(at), Some(tables)) = (by_expert, routing.by_expert) else {
-                        return match dtype {
-                            DType::F32 => {
-                                let call = InternodeCombineF32::call(args);
-                                stream.call(&nodes.combine_f32, grid, block, shared, call)
-                            }
-                            DType::F16 => {
-                                let call = InternodeCombineF16::call(args);
-                                stream.call(&nodes.combine_f16, grid, block, shared, call)
-                            }
-                            _ => {
-                                let call = InternodeCombine::call(args);
-                                stream.call(&nodes.combine, grid, block, shared, call)
-                            }
-                        };
+                        return nodes.combine.of(dtype).call(stream, blocks, threads, shared, args);
                     };
-                    let kernels = handle.tables.routing.by_expert()?;
                     let args = InternodeExpertCombineArgs {
                         rows: args,
                         weights: entry_weights.map_or(DevicePtr::NULL, |_| tables.forward_weights),
                         num_topk: at.num_topk.into(),
                     };
-                    match dtype {
-                        DType::F32 => {
-                            let call = InternodeCombineByExpertF32::call(args);
-                            stream.call(&kernels.combine_f32, grid, block, shared, call)
-                        }
-                        DType::F16 => {
-                            let call = InternodeCombineByExpertF16::call(args);
-                            stream.call(&kernels.combine_f16, grid, block, shared, call)
-                        }
-                        _ => {
-                            let call = InternodeCombineByExpert::call(args);
-                            stream.call(&kernels.combine, grid, block, shared, call)
-                        }
-                    }
+                    nodes.by_expert.combine.of(dtype).call(stream, blocks, threads, shared, args)
                 }
             }
         }

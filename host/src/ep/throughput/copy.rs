@@ -1,6 +1,5 @@
 //! The copy of received rows into tensors of the caller's.
 
-use epoxide_gpu::kernels::{StageByExpert, StageCombine};
 use epoxide_gpu::layout::{Call, CallKind, DevicePtr, ExpertStageArgs, ROW_ALIGN, StageArgs, row_stride};
 
 use super::combine::STAGE_THREADS;
@@ -122,19 +121,15 @@ impl Buffer {
             unsafe {
                 match handle.tables.by_expert {
                     Some(at) => {
-                        let kernel = &handle.tables.routing.by_expert()?.stage;
                         let args = ExpertStageArgs {
                             stage,
                             expert_counts: at.expert_counts,
                             expert_starts: at.expert_starts,
                             local_experts: handle.local_experts.into(),
                         };
-                        stream.call(kernel, sms, STAGE_THREADS, 0, StageByExpert::call(args))?;
+                        buffer.kernels.stage_by_expert.call(stream, sms, STAGE_THREADS, 0, args)?;
                     }
-                    None => {
-                        let (kernel, call) = (&buffer.kernels.stage_combine, StageCombine::call(stage));
-                        stream.call(kernel, sms, STAGE_THREADS, 0, call)?;
-                    }
+                    None => buffer.kernels.stage_combine.call(stream, sms, STAGE_THREADS, 0, stage)?,
                 }
                 match weights {
                     Some((to, bytes)) if bytes > 0 => stream.copy(to, from, bytes),

@@ -4,10 +4,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use epoxide_gpu::kernels::{
-    COPY_STAGES, Dispatch, DispatchByExpert, DispatchClaiming, DispatchMany, DispatchManyClaiming,
-    InternodeCount, InternodeDispatch, InternodeDispatchByExpert, InternodeNotify, InternodePlanByExpert,
-    JOINED_BYTES, Notify, NotifyMany, NumberSelections, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES,
-    PlanByExpert, copy_rings_behind, number_shared_bytes,
+    COPY_STAGES, JOINED_BYTES, PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, copy_rings_behind,
+    number_shared_bytes,
 };
 use epoxide_gpu::layout::{
     CACHED_DTYPE, COLUMNS_BY_EXPERT, Call, CallKind, Comm, DevicePtr, DispatchArgs, ExpertDispatchArgs,
@@ -17,7 +15,7 @@ use epoxide_gpu::layout::{
 
 use super::halves::{AddedCounts, Copies, DispatchEnd, Pending, Waits};
 use super::handle::{DispatchHandle, HandleShape, HandleState, HandleTables};
-use super::kernels::{RingShape, Spread, call_within};
+use super::kernels::{RingShape, Spread};
 use super::place::{Place, Room};
 use super::quantise::Source;
 use super::received::Received;
@@ -401,6 +399,7 @@ impl Buffer {
             channels: num_channels,
             tokens: layout.num_tokens,
             local_experts,
+            slots: self.wire().layout.slots,
             by_expert: by_expert.then_some(layout.num_topk),
             is_weighted: request.topk_weights.is_some(),
         };
@@ -905,11 +904,7 @@ impl Buffer {
                         row_signature: payload.row_signature(),
                         columns,
                     };
-                    if node.is_many {
-                        stream.launch_call(&node.notify, NotifyMany::call(args))
-                    } else {
-                        stream.launch_call(&node.notify, Notify::call(args))
-                    }
+                    node.notify.call_on(stream, num_channels, args)
                 }
                 Spread::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
@@ -922,11 +917,11 @@ impl Buffer {
                         num_ranks,
                         ranks_per_node: self.ranks_per_node(),
                     };
-                    stream.call(&nodes.count, num_channels, PLAN_THREADS, 0, InternodeCount::call(args))?;
+                    nodes.count.call(stream, num_channels, PLAN_THREADS, 0, args)?;
                     comm.trace = self.core.trace("notify", 1);
                     let args = InternodeNotifyArgs {
                         comm,
-                        wire: nodes.wire(&self.config),
+                        wire: self.wire(),
                         channel_counts: routing.channel_counts,
                         num_tokens_per_expert: layout.tables.num_tokens_per_expert,
                         invalid: layout.tables.invalid,
@@ -946,7 +941,7 @@ impl Buffer {
                         columns,
                         reserved: 0,
                     };
-                    stream.launch_call(&nodes.notify, InternodeNotify::call(args))
+                    nodes.notify.call_on(stream, 1, args)
                 }
             }
         }
@@ -964,7 +959,6 @@ impl Buffer {
         tables: &HandleTables,
     ) -> Result<()> {
         let Some(at) = tables.by_expert else { return Ok(()) };
-        let kernels = tables.routing.by_expert()?;
         let layout = counts.layout;
         let (topk_idx, narrow_ids) = layout.ids();
         let (num_tokens, num_topk) = (layout.num_tokens, layout.num_topk);
@@ -1006,15 +1000,15 @@ impl Buffer {
         unsafe {
             let grid = blocks_for(num_tokens, counts.num_sms);
             let numbers = number_shared_bytes(PLAN_THREADS, layout.num_experts);
-            stream.call(&kernels.number, grid, PLAN_THREADS, numbers, NumberSelections::call(args))?;
+            self.kernels.number_selections.call(stream, grid, PLAN_THREADS, numbers, args)?;
             match &tables.routing {
-                Spread::OneNode(..) => {
-                    stream.call(&kernels.plan, grid, PLAN_THREADS, shared, PlanByExpert::call(plan))
+                Spread::OneNode(node, _) => {
+                    node.by_expert.plan.call(stream, grid, PLAN_THREADS, shared, plan)
                 }
                 Spread::SeveralNodes(nodes, routing) => {
                     let bases = routing.by_expert.map_or(DevicePtr::NULL, |it| it.bases);
-                    let args = InternodeExpertPlanArgs { plan, wire: nodes.wire(&self.config), bases };
-                    stream.call(&kernels.plan, grid, PLAN_THREADS, shared, InternodePlanByExpert::call(args))
+                    let args = InternodeExpertPlanArgs { plan, wire: self.wire(), bases };
+                    nodes.by_expert.plan.call(stream, grid, PLAN_THREADS, shared, args)
                 }
             }
         }
@@ -1057,8 +1051,7 @@ impl Buffer {
             match &tables.routing {
                 Spread::OneNode(node, _) => {
                     let threads = ring.threads() + args.metadata_warps * 32;
-                    let shape = (grid, threads, ring.shared_bytes() + JOINED_BYTES);
-                    if let (Some(kernels), Some(_)) = (&node.by_expert, tables.by_expert) {
+                    if tables.by_expert.is_some() {
                         let (shape, warps) = (&self.options.shape, self.kernels.copy_warps(ring.bytes));
                         let copy_warps = if end.waits.is_some() { 0 } else { warps };
                         let shared = copy_rings_behind(ring.shared_bytes())
@@ -1071,22 +1064,19 @@ impl Buffer {
                             copy_warps,
                             reserved: 0,
                         };
-                        let call = DispatchByExpert::call(args);
-                        stream.call(&kernels.dispatch, grid, block, shared, call)?;
+                        node.by_expert.dispatch.call(stream, grid, block, shared, args)?;
                         if end.waits.is_some() {
-                            let copies = Copies { node: node.clone(), args, blocks: num_sms, warps };
-                            self.announce(stream, &copies)?;
-                            end.copies = Some(copies);
+                            node.by_expert.announce.call_on(stream, 1, args)?;
+                            end.copies = Some(Copies { node: node.clone(), args, blocks: num_sms, warps });
                         }
                         return Ok(());
                     }
                     let (tokens, fixed) = (args.num_tokens, args.fixed_tokens * ring.warps * grid);
                     let claimed = tokens.saturating_sub(fixed);
-                    if grid >= self.options.tuning.dispatch_claiming_blocks && claimed >= tokens.div_ceil(4) {
-                        call_within!(stream, node, claiming: DispatchClaiming | DispatchManyClaiming, shape, args)
-                    } else {
-                        call_within!(stream, node, dispatch: Dispatch | DispatchMany, shape, args)
-                    }
+                    let claims =
+                        grid >= self.options.tuning.dispatch_claiming_blocks && claimed >= tokens.div_ceil(4);
+                    let kernel = if claims { &node.claiming } else { &node.dispatch };
+                    kernel.call(stream, grid, threads, ring.shared_bytes() + JOINED_BYTES, args)
                 }
                 Spread::SeveralNodes(nodes, routing) => {
                     let num_topk = (args.with_metadata != 0).then_some(args.num_topk);
@@ -1094,7 +1084,7 @@ impl Buffer {
                         if routing.by_expert.is_some() { SlotShape::by_expert } else { SlotShape::new };
                     let args = InternodeDispatchArgs {
                         dispatch: args,
-                        wire: nodes.wire(&self.config),
+                        wire: self.wire(),
                         route: routing.route,
                         send_head: tables.send_head,
                         forward_start: routing.forward_start,
@@ -1109,7 +1099,6 @@ impl Buffer {
                             _ => copy_rings_behind(shared) + ring_bytes(copy_warps, COPY_STAGES, ring.bytes),
                         };
                         let block = block + copy_warps * 32;
-                        let kernel = &tables.routing.by_expert()?.dispatch;
                         let by_expert = ExpertRoute {
                             numbers: given.numbers,
                             bases: at.bases,
@@ -1123,15 +1112,9 @@ impl Buffer {
                             copy_warps,
                             reserved: 0,
                         };
-                        return stream.call(
-                            kernel,
-                            grid,
-                            block,
-                            shared,
-                            InternodeDispatchByExpert::call(args),
-                        );
+                        return nodes.by_expert.dispatch.call(stream, grid, block, shared, args);
                     }
-                    stream.call(&nodes.dispatch, grid, block, shared, InternodeDispatch::call(args))
+                    nodes.dispatch.call(stream, grid, block, shared, args)
                 }
             }
         }

@@ -7,12 +7,12 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use bytemuck::Zeroable as _;
-use epoxide_gpu::kernels::{AnnounceTokens, COPY_STAGES, CopyReceivedRows, EndOperation, EnterOperation};
+use epoxide_gpu::kernels::COPY_STAGES;
 use epoxide_gpu::layout::{CombineArgs, Comm, DevicePtr, EndArgs, EnterArgs, ExpertDispatchArgs, ring_bytes};
 
 use super::combine::{CombineLaunch, Combined};
 use super::handle::HandleState;
-use super::kernels::{OneNode, not_loaded};
+use super::kernels::OneNode;
 use super::received::Received;
 use super::{Buffer, StreamOrder, Tensor, TypedTensor};
 use crate::driver::{Event, Stream};
@@ -178,7 +178,7 @@ impl Buffer {
         let args =
             EnterArgs { comm, header, waited, holds: holds.into(), is_combine: waits.is_combine.into() };
         // SAFETY: the caller keeps the memory; the words are the buffer's.
-        unsafe { stream.launch_call(&self.kernels.enter_operation, EnterOperation::call(args)) }
+        unsafe { self.kernels.enter_operation.call_on(stream, comm.num_ranks, args) }
     }
 
     /// Enqueues the end of an operation that has been entered with `holds`. `combine`: the sums of
@@ -192,7 +192,7 @@ impl Buffer {
         let combine = CombineArgs { comm, ..combine };
         let args = EndArgs { combine, waited, is_combine: waits.is_combine.into() };
         // SAFETY: the caller keeps the memory; the words are the buffer's.
-        unsafe { stream.launch_call(&self.kernels.end_operation, EndOperation::call(args)) }
+        unsafe { self.kernels.end_operation.call_on(stream, comm.num_ranks, args) }
     }
 
     /// Enqueues what follows the kernels of a dispatch.
@@ -207,9 +207,8 @@ impl Buffer {
                 self.end(stream, waits, CombineArgs::zeroed())?;
             }
             if let Some(Copies { node, args, blocks, warps }) = &end.copies {
-                let kernel = &node.halves_by_expert.as_ref().ok_or_else(not_loaded)?.copy;
                 let shared = ring_bytes(*warps, COPY_STAGES, args.dispatch.stage_bytes);
-                stream.call(kernel, *blocks, warps * 32, shared, CopyReceivedRows::call(*args))?;
+                node.by_expert.copy.call(stream, *blocks, warps * 32, shared, *args)?;
             }
             if let Some(AddedCounts { header, counts, cumulative, local_experts }) = end.counts {
                 let to = (cumulative, local_experts);
@@ -236,17 +235,6 @@ impl Buffer {
             self.core.give_up(end.name, error);
         }
         ended
-    }
-
-    /// Enqueues, behind the movement of rows by expert without copies, the word that peers wait for
-    /// which copy while they move rows.
-    ///
-    /// # Safety
-    /// The same as of [`Buffer::enter`].
-    pub(super) unsafe fn announce(&self, stream: &Stream, copies: &Copies) -> Result<()> {
-        let kernel = &copies.node.halves_by_expert.as_ref().ok_or_else(not_loaded)?.announce;
-        // SAFETY: the caller keeps the memory.
-        unsafe { stream.launch_call(kernel, AnnounceTokens::call(copies.args)) }
     }
 
     /// The address to which an operation adds its waits, if any.

@@ -8,7 +8,7 @@ use epoxide_gpu::layout::{
 
 use super::TypedTensor;
 use super::fault::Plans;
-use super::kernels::{BufferSpread, Spread};
+use super::kernels::Spread;
 use crate::driver::{Outcome, Stream};
 use crate::ep::ExpertRows;
 use crate::ep::core::{Block, Pieces};
@@ -139,6 +139,8 @@ pub struct HandleShape {
     pub channels: u32,
     pub tokens: u32,
     pub local_experts: u32,
+    /// Slots of wire memory for each node; 0 with one node.
+    pub slots: u64,
     /// Entries per token, in a dispatch of rows by expert.
     pub by_expert: Option<u32>,
     /// Whether weights are sent.
@@ -147,8 +149,8 @@ pub struct HandleShape {
 
 impl HandleTables {
     /// Reserves the parts of a handle of a buffer of this mode.
-    pub fn lay_out(pieces: &mut Pieces, mode: &BufferSpread, shape: HandleShape) -> HandleTables {
-        let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert, is_weighted } = shape;
+    pub fn lay_out(pieces: &mut Pieces, mode: &Spread<(), ()>, shape: HandleShape) -> HandleTables {
+        let HandleShape { ranks, nodes, channels, tokens, local_experts, by_expert, is_weighted, .. } = shape;
         let [ranks, nodes, channels, tokens, experts] =
             [ranks, nodes, channels, tokens, local_experts].map(u64::from);
         let header = |name| Section::one(name, size_of::<PlanHeader>() as u64).of(PLAN_HEADER);
@@ -181,9 +183,9 @@ impl HandleTables {
                     };
                     Spread::OneNode(kernels.clone(), tables)
                 }
-                Spread::SeveralNodes(kernels, _) => {
+                Spread::SeveralNodes(kernels, ()) => {
                     // Most tokens that this rank relays.
-                    let relayed = kernels.wire.layout.slots * nodes;
+                    let relayed = shape.slots * nodes;
                     let row = u64::from(SEND_ROW_STRIDE);
                     // By expert a relayed token has a list, whose entries have two words.
                     let list = u64::from(2 * SEND_LIST_STRIDE);

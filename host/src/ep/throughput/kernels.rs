@@ -1,6 +1,6 @@
 //! The loaded kernels, and how large their launches are.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use epoxide_gpu::kernels::{
@@ -16,14 +16,21 @@ use epoxide_gpu::kernels::{
     PLAN_BY_EXPERT_SHARED_BYTES, PROGRESS_BYTES, PackColumns, PlanByExpert, QuantiseRows, StageByExpert,
     StageCombine, TransposeColumn, WeightGradients, notify_shared_bytes, number_shared_bytes,
 };
-use epoxide_gpu::layout::{FEW_RANKS, SlotShape, Wire, bulk_scale_bytes, ring_bytes, tail_bytes_by_expert};
+use epoxide_gpu::layout::{
+    AddCountsArgs, CombineArgs, DispatchArgs, EndArgs, EnterArgs, ExpertCombineArgs, ExpertDispatchArgs,
+    ExpertPlanArgs, ExpertStageArgs, FEW_RANKS, FirstTokensArgs, InternodeCombineArgs, InternodeCountArgs,
+    InternodeDispatchArgs, InternodeExpertCombineArgs, InternodeExpertDispatchArgs, InternodeExpertPlanArgs,
+    InternodeNotifyArgs, LayoutArgs, NotifyArgs, NumberArgs, PackArgs, QuantiseArgs, SlotShape, StageArgs,
+    StagedCombineArgs, TransposeArgs, WeightGradientsArgs, bulk_scale_bytes, ring_bytes,
+    tail_bytes_by_expert,
+};
 
 use super::dispatch::PLAN_THREADS;
 use super::options::{MOST_DISPATCH_WARPS, Tuning};
-use super::wire::WireTables;
-use super::{Config, Fields, Topology};
+use super::{DType, Fields, Topology};
 use crate::driver::{Device, Kernel, Module};
-use crate::error::{Error, Result};
+use crate::ep::core::{Choice, Chosen, choice};
+use crate::error::Result;
 
 /// Most warps of a dispatch, on all multiprocessors together.
 const DISPATCH_WARPS: u32 = 150;
@@ -117,10 +124,9 @@ impl RingShape {
     }
 }
 
-/// One node or several: the kernels of that case, and their owner's data for it. For several nodes,
-/// a buffer has its side of the network. A handle has the places of its matrices. A handle is
-/// launched with the kernels stored beside its matrices, so no launch mixes the kernels of one case
-/// with the matrices of the other.
+/// One node or several: the kernels of that case, and their owner's data for it. A handle has the
+/// places of its matrices. A handle is launched with the kernels stored beside its matrices, so no
+/// launch mixes the kernels of one case with the matrices of the other.
 #[derive(Debug, Clone)]
 pub enum Spread<O, S> {
     /// All ranks map each other's pools.
@@ -129,263 +135,138 @@ pub enum Spread<O, S> {
     SeveralNodes(Arc<SeveralNodes>, S),
 }
 
-/// The mode of a buffer.
-pub type BufferSpread = Spread<(), Box<WireTables>>;
+/// The kernels of a sum, by the type of the rows.
+#[derive(Debug)]
+pub struct ByType<A> {
+    bf16: Choice<A>,
+    f16: Choice<A>,
+    f32: Choice<A>,
+}
+
+impl<A> ByType<A> {
+    pub fn of(&self, dtype: DType) -> &Choice<A> {
+        match dtype {
+            DType::F16 => &self.f16,
+            DType::F32 => &self.f32,
+            _ => &self.bf16,
+        }
+    }
+}
 
 /// The kernels of operations within one node: those for few ranks, or those for many.
 #[derive(Debug)]
 pub struct OneNode {
     /// Whether there are more ranks than [`FEW_RANKS`].
     pub is_many: bool,
-    pub notify: Kernel,
-    pub dispatch: Kernel,
-    pub claiming: Kernel,
-    pub combine: Kernel,
-    pub combine_f16: Kernel,
-    pub combine_f32: Kernel,
-    pub combine_staged: Kernel,
-    pub combine_staged_f32: Kernel,
-    /// Where the buffer has room for rows by expert.
-    pub by_expert: Option<ByExpert>,
-    pub halves_by_expert: Option<HalvesByExpert>,
+    pub notify: Choice<NotifyArgs>,
+    pub dispatch: Choice<DispatchArgs>,
+    pub claiming: Choice<DispatchArgs>,
+    pub combine: ByType<CombineArgs>,
+    pub combine_staged: Choice<StagedCombineArgs>,
+    pub combine_staged_f32: Choice<StagedCombineArgs>,
+    pub by_expert: OneNodeByExpert,
 }
 
-/// The kernels of rows by expert: of one node, of few ranks as of many, or those across nodes.
+/// The kernels of rows by expert within one node, of few ranks as of many. A buffer loads them
+/// where it has room for such rows.
 #[derive(Debug)]
-pub struct ByExpert {
-    pub number: Kernel,
-    pub plan: Kernel,
-    pub dispatch: Kernel,
-    pub stage: Kernel,
-    pub combine: Kernel,
-    pub combine_f16: Kernel,
-    pub combine_f32: Kernel,
+pub struct OneNodeByExpert {
+    pub plan: Choice<ExpertPlanArgs>,
+    pub dispatch: Choice<ExpertDispatchArgs>,
+    /// Between the halves of a dispatch: stores the word that peers wait for which copy while they
+    /// move rows.
+    pub announce: Choice<ExpertDispatchArgs>,
+    /// The copies of a dispatch in two halves.
+    pub copy: Choice<ExpertDispatchArgs>,
+    pub combine: ByType<ExpertCombineArgs>,
 }
 
-impl ByExpert {
-    /// Their names, in the order of the fields.
-    fn names(nodes: u32) -> [&'static str; 7] {
-        let (within, across) = (
-            [
-                NumberSelections::INFO,
-                PlanByExpert::INFO,
-                DispatchByExpert::INFO,
-                StageByExpert::INFO,
-                CombineByExpertBf16::INFO,
-                CombineByExpertF16::INFO,
-                CombineByExpertF32::INFO,
-            ],
-            [
-                NumberSelections::INFO,
-                InternodePlanByExpert::INFO,
-                InternodeDispatchByExpert::INFO,
-                StageByExpert::INFO,
-                InternodeCombineByExpert::INFO,
-                InternodeCombineByExpertF16::INFO,
-                InternodeCombineByExpertF32::INFO,
-            ],
-        );
-        (if nodes > 1 { across } else { within }).map(|info| info.name)
-    }
-
-    fn of(module: &Module, nodes: u32, shared_limit: u32) -> Result<ByExpert> {
-        let [number, plan, dispatch, stage, combine, combine_f16, combine_f32] = ByExpert::names(nodes);
-        Ok(ByExpert {
-            // For any number of experts.
-            number: module.kernel(number, number_shared_bytes(PLAN_THREADS, u32::MAX))?,
-            plan: module.kernel(plan, PLAN_BY_EXPERT_SHARED_BYTES)?,
-            dispatch: module.kernel(dispatch, shared_limit)?,
-            stage: module.kernel(stage, 0)?,
-            combine: module.kernel(combine, shared_limit)?,
-            combine_f16: module.kernel(combine_f16, shared_limit)?,
-            combine_f32: module.kernel(combine_f32, shared_limit)?,
-        })
-    }
-}
-
-/// The kernels of a dispatch of rows by expert in two halves, within one node.
-#[derive(Debug)]
-pub struct HalvesByExpert {
-    pub announce: Kernel,
-    pub copy: Kernel,
-}
-
-/// The kernels of operations across nodes, and how they reach the other nodes.
+/// The kernels of operations across nodes.
 #[derive(Debug)]
 pub struct SeveralNodes {
-    pub wire: Wire,
     /// Whether a rank has others on its node.
     pub has_neighbours: bool,
-    pub count: Kernel,
-    pub notify: Kernel,
-    pub dispatch: Kernel,
-    pub combine: Kernel,
-    pub combine_f16: Kernel,
-    pub combine_f32: Kernel,
-    /// Where the buffer has room for rows by expert.
-    pub by_expert: Option<ByExpert>,
+    pub count: Choice<InternodeCountArgs>,
+    pub notify: Choice<InternodeNotifyArgs>,
+    pub dispatch: Choice<InternodeDispatchArgs>,
+    pub combine: ByType<InternodeCombineArgs>,
+    pub by_expert: SeveralNodesByExpert,
 }
 
-impl<O, S> Spread<O, S> {
-    /// The kernels of rows by expert, where they were loaded.
-    pub fn by_expert(&self) -> Result<&ByExpert> {
-        let kernels = match self {
-            Spread::OneNode(node, _) => &node.by_expert,
-            Spread::SeveralNodes(nodes, _) => &nodes.by_expert,
-        };
-        kernels.as_ref().ok_or_else(not_loaded)
-    }
-}
-
-/// The error of a dispatch or combine of rows by expert whose kernels are missing.
-pub fn not_loaded() -> Error {
-    Error::internal("rows by expert", "their kernels were not loaded")
+/// The kernels of rows by expert across nodes, which are loaded as those within one node.
+#[derive(Debug)]
+pub struct SeveralNodesByExpert {
+    pub plan: Choice<InternodeExpertPlanArgs>,
+    pub dispatch: Choice<InternodeExpertDispatchArgs>,
+    pub combine: ByType<InternodeExpertCombineArgs>,
 }
 
 impl OneNode {
-    /// Their names, in the order of the fields.
-    fn names(is_many: bool) -> [&'static str; 8] {
-        let (few, many) = (
-            [
-                Notify::INFO,
-                Dispatch::INFO,
-                DispatchClaiming::INFO,
-                CombineBf16::INFO,
-                CombineF16::INFO,
-                CombineF32::INFO,
-                CombineStagedBf16::INFO,
-                CombineStagedF32::INFO,
-            ],
-            [
-                NotifyMany::INFO,
-                DispatchMany::INFO,
-                DispatchManyClaiming::INFO,
-                CombineManyBf16::INFO,
-                CombineManyF16::INFO,
-                CombineManyF32::INFO,
-                CombineStagedManyBf16::INFO,
-                CombineStagedManyF32::INFO,
-            ],
-        );
-        (if is_many { many } else { few }).map(|info| info.name)
+    /// The kernels of a topology. Kernels of rows by expert are added to `by_expert`. `limit`: the
+    /// most shared memory of a block.
+    fn choose(chosen: &mut Chosen, by_expert: &mut Chosen, topology: Topology, limit: u32) -> OneNode {
+        let is_many = topology.ranks_per_node > FEW_RANKS as u32;
+        macro_rules! choose {
+            ($few:ident | $many:ident, $shared_bytes:expr) => {
+                if is_many {
+                    choice!(chosen, $many, $shared_bytes)
+                } else {
+                    choice!(chosen, $few, $shared_bytes)
+                }
+            };
+        }
+        OneNode {
+            is_many,
+            notify: choose!(Notify | NotifyMany, notify_shared_bytes(is_many)),
+            dispatch: choose!(Dispatch | DispatchMany, limit),
+            claiming: choose!(DispatchClaiming | DispatchManyClaiming, limit),
+            combine: ByType {
+                bf16: choose!(CombineBf16 | CombineManyBf16, limit),
+                f16: choose!(CombineF16 | CombineManyF16, limit),
+                f32: choose!(CombineF32 | CombineManyF32, limit),
+            },
+            combine_staged: choose!(CombineStagedBf16 | CombineStagedManyBf16, limit),
+            combine_staged_f32: choose!(CombineStagedF32 | CombineStagedManyF32, limit),
+            by_expert: OneNodeByExpert {
+                plan: choice!(by_expert, PlanByExpert, PLAN_BY_EXPERT_SHARED_BYTES),
+                dispatch: choice!(by_expert, DispatchByExpert, limit),
+                announce: choice!(by_expert, AnnounceTokens, 0),
+                copy: choice!(by_expert, CopyReceivedRows, limit),
+                combine: ByType {
+                    bf16: choice!(by_expert, CombineByExpertBf16, limit),
+                    f16: choice!(by_expert, CombineByExpertF16, limit),
+                    f32: choice!(by_expert, CombineByExpertF32, limit),
+                },
+            },
+        }
     }
 }
-
-/// Calls a kernel of a node by its type for few ranks or by that for many, with the same arguments.
-macro_rules! call_within {
-    ($stream:expr, $node:expr, $kernel:ident: $few:ident | $many:ident, $shape:expr, $args:expr) => {{
-        let (grid, block, shared) = $shape;
-        if $node.is_many {
-            $stream.call(&$node.$kernel, grid, block, shared, $many::call($args))
-        } else {
-            $stream.call(&$node.$kernel, grid, block, shared, $few::call($args))
-        }
-    }};
-}
-pub(super) use call_within;
 
 impl SeveralNodes {
-    /// The [`Wire`] for the kernels of an operation: how they reach the other nodes.
-    pub fn wire(&self, config: &Config) -> Wire {
-        Wire { chunk: config.num_max_rdma_chunked_send_tokens, ..self.wire }
-    }
-}
-
-/// Whether kernels within a node are those of many ranks.
-fn is_many(topology: Topology) -> bool {
-    topology.ranks_per_node > FEW_RANKS as u32
-}
-
-/// Loads what operations need of the embedded PTX, or of a file's: within one node, with rows by
-/// expert or without, or across nodes.
-pub fn load_module(
-    device: &Device,
-    topology: Topology,
-    by_expert: bool,
-    ptx: Option<&Path>,
-) -> Result<Module> {
-    let always = [
-        DispatchLayout::INFO,
-        StageCombine::INFO,
-        FirstTokens::INFO,
-        PackColumns::INFO,
-        QuantiseRows::INFO,
-        TransposeColumn::INFO,
-        AddCounts::INFO,
-        WeightGradients::INFO,
-        EnterOperation::INFO,
-        EndOperation::INFO,
-    ];
-    let mut names: Vec<&str> = always.iter().map(|info| info.name).collect();
-    if topology.nodes > 1 {
-        names.extend([
-            InternodeCount::INFO.name,
-            InternodeNotify::INFO.name,
-            InternodeDispatch::INFO.name,
-            InternodeCombine::INFO.name,
-            InternodeCombineF16::INFO.name,
-            InternodeCombineF32::INFO.name,
-        ]);
-    } else {
-        names.extend(OneNode::names(is_many(topology)));
-        let halves = [AnnounceTokens::INFO.name, CopyReceivedRows::INFO.name];
-        names.extend(halves.into_iter().filter(|_| by_expert));
-    }
-    names.extend(ByExpert::names(topology.nodes).into_iter().filter(|_| by_expert));
-    Module::shipped(device, ptx, &names)
-}
-
-/// The kernels of all operations of a module, with a network side if there are several nodes.
-fn mode(
-    module: &Module,
-    topology: Topology,
-    by_expert: bool,
-    shared_limit: u32,
-    network: Option<(WireTables, Wire)>,
-) -> Result<BufferSpread> {
-    let kernel = |name, shared| module.kernel(name, shared);
-    let loaded = by_expert.then(|| ByExpert::of(module, topology.nodes, shared_limit)).transpose()?;
-    Ok(match network {
-        None => {
-            let is_many = is_many(topology);
-            let [notify, dispatch, claiming, combine, combine_f16, combine_f32, staged, staged_f32] =
-                OneNode::names(is_many);
-            let halves = || -> Result<HalvesByExpert> {
-                Ok(HalvesByExpert {
-                    announce: kernel(AnnounceTokens::INFO.name, 0)?,
-                    copy: kernel(CopyReceivedRows::INFO.name, shared_limit)?,
-                })
-            };
-            let node = OneNode {
-                is_many,
-                notify: kernel(notify, notify_shared_bytes(is_many))?,
-                dispatch: kernel(dispatch, shared_limit)?,
-                claiming: kernel(claiming, shared_limit)?,
-                combine: kernel(combine, shared_limit)?,
-                combine_f16: kernel(combine_f16, shared_limit)?,
-                combine_f32: kernel(combine_f32, shared_limit)?,
-                combine_staged: kernel(staged, shared_limit)?,
-                combine_staged_f32: kernel(staged_f32, shared_limit)?,
-                by_expert: loaded,
-                halves_by_expert: by_expert.then(halves).transpose()?,
-            };
-            Spread::OneNode(Arc::new(node), ())
+    /// The kernels of a topology. Kernels of rows by expert are added to `by_expert`. `limit`: the
+    /// most shared memory of a block.
+    fn choose(chosen: &mut Chosen, by_expert: &mut Chosen, topology: Topology, limit: u32) -> SeveralNodes {
+        SeveralNodes {
+            has_neighbours: topology.ranks_per_node > 1,
+            count: choice!(chosen, InternodeCount, 0),
+            notify: choice!(chosen, InternodeNotify, INTERNODE_NOTIFY_SHARED_BYTES),
+            dispatch: choice!(chosen, InternodeDispatch, limit),
+            combine: ByType {
+                bf16: choice!(chosen, InternodeCombine, limit),
+                f16: choice!(chosen, InternodeCombineF16, limit),
+                f32: choice!(chosen, InternodeCombineF32, limit),
+            },
+            by_expert: SeveralNodesByExpert {
+                plan: choice!(by_expert, InternodePlanByExpert, PLAN_BY_EXPERT_SHARED_BYTES),
+                dispatch: choice!(by_expert, InternodeDispatchByExpert, limit),
+                combine: ByType {
+                    bf16: choice!(by_expert, InternodeCombineByExpert, limit),
+                    f16: choice!(by_expert, InternodeCombineByExpertF16, limit),
+                    f32: choice!(by_expert, InternodeCombineByExpertF32, limit),
+                },
+            },
         }
-        Some((side, wire)) => {
-            let nodes = SeveralNodes {
-                wire,
-                has_neighbours: topology.ranks_per_node > 1,
-                count: kernel(InternodeCount::INFO.name, 0)?,
-                notify: kernel(InternodeNotify::INFO.name, INTERNODE_NOTIFY_SHARED_BYTES)?,
-                dispatch: kernel(InternodeDispatch::INFO.name, shared_limit)?,
-                combine: kernel(InternodeCombine::INFO.name, shared_limit)?,
-                combine_f16: kernel(InternodeCombineF16::INFO.name, shared_limit)?,
-                combine_f32: kernel(InternodeCombineF32::INFO.name, shared_limit)?,
-                by_expert: loaded,
-            };
-            Spread::SeveralNodes(Arc::new(nodes), Box::new(side))
-        }
-    })
+    }
 }
 
 /// The kernels of one device. Kernels of operations are loaded at once, as one module. Loading
@@ -394,17 +275,20 @@ fn mode(
 /// tens of milliseconds to compile each.
 #[derive(Debug)]
 pub struct Kernels {
-    pub mode: BufferSpread,
-    pub dispatch_layout: Kernel,
-    pub stage_combine: Kernel,
-    pub first_tokens: Kernel,
-    pub pack_columns: Kernel,
-    pub quantise_rows: Kernel,
-    pub transpose_column: Kernel,
-    pub add_counts: Kernel,
-    pub weight_gradients: Kernel,
-    pub enter_operation: Kernel,
-    pub end_operation: Kernel,
+    pub mode: Spread<(), ()>,
+    pub dispatch_layout: Choice<LayoutArgs>,
+    pub stage_combine: Choice<StageArgs>,
+    pub first_tokens: Choice<FirstTokensArgs>,
+    pub pack_columns: Choice<PackArgs>,
+    pub quantise_rows: Choice<QuantiseArgs>,
+    pub transpose_column: Choice<TransposeArgs>,
+    pub add_counts: Choice<AddCountsArgs>,
+    pub weight_gradients: Choice<WeightGradientsArgs>,
+    pub enter_operation: Choice<EnterArgs>,
+    pub end_operation: Choice<EndArgs>,
+    /// Loaded where the buffer has room for rows by expert, as the next one.
+    pub number_selections: Choice<NumberArgs>,
+    pub stage_by_expert: Choice<ExpertStageArgs>,
     ceiling_push: OnceLock<Kernel>,
     ceiling_pull: OnceLock<Kernel>,
     copy_by_expert: OnceLock<Kernel>,
@@ -414,51 +298,46 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// The kernels of a module that [`load_module`] has loaded for a buffer of these options.
-    pub fn new(
-        device: &Device,
-        topology: Topology,
-        options: &Fields,
-        module: &Module,
-        network: Option<(WireTables, Wire)>,
-    ) -> Result<Kernels> {
-        let shared_limit = device.info().max_shared_bytes_per_block;
-        let by_expert = options.rows_by_expert.is_some();
-        Ok(Kernels {
-            mode: mode(module, topology, by_expert, shared_limit, network)?,
-            dispatch_layout: module.kernel(DispatchLayout::INFO.name, shared_limit)?,
-            stage_combine: module.kernel(StageCombine::INFO.name, 0)?,
-            first_tokens: module.kernel(FirstTokens::INFO.name, 0)?,
-            pack_columns: module.kernel(PackColumns::INFO.name, 0)?,
-            quantise_rows: module.kernel(QuantiseRows::INFO.name, 0)?,
-            transpose_column: module.kernel(TransposeColumn::INFO.name, 0)?,
-            add_counts: module.kernel(AddCounts::INFO.name, 0)?,
-            weight_gradients: module.kernel(WeightGradients::INFO.name, 0)?,
-            enter_operation: module.kernel(EnterOperation::INFO.name, 0)?,
-            end_operation: module.kernel(EndOperation::INFO.name, 0)?,
+    /// Loads the kernels of a buffer, from the embedded PTX or a file's.
+    ///
+    /// # Errors
+    /// Errors of the driver.
+    pub fn load(device: &Device, topology: Topology, options: &Fields) -> Result<Kernels> {
+        let limit = device.info().max_shared_bytes_per_block;
+        // For any number of experts.
+        let number_bytes = number_shared_bytes(PLAN_THREADS, u32::MAX);
+        let (chosen, by_expert) = (&mut Chosen::default(), &mut Chosen::default());
+        let kernels = Kernels {
+            mode: if topology.nodes > 1 {
+                let nodes = SeveralNodes::choose(chosen, by_expert, topology, limit);
+                Spread::SeveralNodes(Arc::new(nodes), ())
+            } else {
+                Spread::OneNode(Arc::new(OneNode::choose(chosen, by_expert, topology, limit)), ())
+            },
+            dispatch_layout: choice!(chosen, DispatchLayout, limit),
+            stage_combine: choice!(chosen, StageCombine, 0),
+            first_tokens: choice!(chosen, FirstTokens, 0),
+            pack_columns: choice!(chosen, PackColumns, 0),
+            quantise_rows: choice!(chosen, QuantiseRows, 0),
+            transpose_column: choice!(chosen, TransposeColumn, 0),
+            add_counts: choice!(chosen, AddCounts, 0),
+            weight_gradients: choice!(chosen, WeightGradients, 0),
+            enter_operation: choice!(chosen, EnterOperation, 0),
+            end_operation: choice!(chosen, EndOperation, 0),
+            number_selections: choice!(by_expert, NumberSelections, number_bytes),
+            stage_by_expert: choice!(by_expert, StageByExpert, 0),
             ceiling_push: OnceLock::new(),
             ceiling_pull: OnceLock::new(),
             copy_by_expert: OnceLock::new(),
             device: device.clone(),
             tuning: options.tuning,
             ptx: options.ptx.clone(),
-        })
-    }
-
-    /// This rank's side of the network, where there are several nodes.
-    pub fn wire_tables(&self) -> Option<&WireTables> {
-        match &self.mode {
-            Spread::OneNode(..) => None,
-            Spread::SeveralNodes(_, side) => Some(side),
+        };
+        if options.rows_by_expert.is_some() {
+            chosen.extend(by_expert);
         }
-    }
-
-    /// The layout of wire memory, if there are several nodes.
-    pub fn wire(&self) -> Option<&Wire> {
-        match &self.mode {
-            Spread::OneNode(..) => None,
-            Spread::SeveralNodes(nodes, _) => Some(&nodes.wire),
-        }
+        chosen.load(device, options.ptx.as_deref())?;
+        Ok(kernels)
     }
 
     pub fn ceiling_push(&self) -> Result<&Kernel> {

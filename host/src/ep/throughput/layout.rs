@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use epoxide_gpu::kernels::DispatchLayout as Kernel;
 use epoxide_gpu::layout::{DevicePtr, ExpertTable, LayoutArgs, MAX_TOPK, Section};
 
 use super::{Buffer, DType, StreamOrder, Tensor, TypedTensor};
@@ -242,7 +241,7 @@ impl Buffer {
                 stream.fill(tables.invalid, 0xff, 8)?;
                 let counts = tables.is_token_in_rank.0 - tables.num_tokens_per_rank.0;
                 stream.fill(tables.num_tokens_per_rank, 0, counts)?;
-                stream.call(&buffer.kernels.dispatch_layout, grid, THREADS, shared, Kernel::call(args))
+                buffer.kernels.dispatch_layout.call(stream, grid, THREADS, shared, args)
             }
         })?;
         Ok(DispatchLayout {

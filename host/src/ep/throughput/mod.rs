@@ -41,9 +41,10 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
+use bytemuck::Zeroable;
 use epoxide_gpu::layout::{
-    Call, Comm, DevicePtr, LOCAL_EPOCH, LOCAL_STATE, LOCAL_TICKET, LocalState, MAX_CHANNELS,
-    MAX_LOCAL_EXPERTS, PLAN_HEADER, PlanHeader, PoolLayout, QUANTUM, ROW_ALIGN, Section, WireLayout,
+    Call, Comm, DevicePtr, FirstTokensArgs, LOCAL_EPOCH, LOCAL_STATE, LOCAL_TICKET, LocalState, MAX_CHANNELS,
+    MAX_LOCAL_EXPERTS, PLAN_HEADER, PlanHeader, PoolLayout, QUANTUM, ROW_ALIGN, Section, Wire, WireLayout,
     done_offset, expert_message, expert_message_offset, internode_copies_offset, message_offset,
     wire_message,
 };
@@ -53,7 +54,7 @@ use super::core::{
     check_timeout, laid_out,
 };
 use super::{DType, Tensor, Topology, TypedTensor};
-use crate::driver::{Device, Event, Kernel, MappedMemory, Memory, MemoryKind, Stream};
+use crate::driver::{Device, Event, MappedMemory, Memory, MemoryKind, Stream};
 use crate::error::{Error, Result, Scope};
 use crate::group::ProcessGroup;
 use crate::virtual_time::spawn;
@@ -73,7 +74,7 @@ pub use place::{Place, PoolRows};
 pub use received::{Detached, Received};
 
 use fault::{Calls, Limits, Plans};
-use kernels::{Kernels, load_module};
+use kernels::Kernels;
 use place::Room;
 use pool::pool_layouts;
 use quantise::Scratch;
@@ -141,6 +142,8 @@ pub struct Buffer {
     // Dropped first: its end waits for the kernels that use the rest.
     core: Core<Room>,
     kernels: Kernels,
+    /// This rank's side of the network, where there are several nodes.
+    wire: Option<WireTables>,
     host_counts: MappedMemory,
     plans: Arc<Plans>,
     /// The pools' addresses, u64 `[ranks]`, then the [`LocalState`].
@@ -208,9 +211,8 @@ impl Buffer {
             if topology.nodes > 1 {
                 config.check_nodes(topology.nodes)?;
             }
-            let (device, ptx) = (device.clone(), options.ptx.clone());
-            let by_expert = options.rows_by_expert.is_some();
-            let load = move || load_module(&device, topology, by_expert, ptx.as_deref());
+            let (device, options) = (device.clone(), options.clone());
+            let load = move || Kernels::load(&device, topology, &options);
             spawn("kernels of a buffer".into(), load).map_err(|error| Error::system("spawn thread", error))
         };
         let prepare = || {
@@ -230,12 +232,12 @@ impl Buffer {
                 Section::array("num_recv_tokens_per_expert", MAX_LOCAL_EXPERTS as u64, 4).at(HOST_EXPERTS);
             let host_counts = MappedMemory::alloc(&device, HOST_EXPERTS + experts.bytes, "host counts")?;
             host_counts.describe(&[Section::one("header", HOST_EXPERTS).of(PLAN_HEADER), experts]);
-            let module = loader
+            let kernels = loader
                 .join()
                 .map_err(|_| Error::internal("module load", "the loading thread panicked"))??;
-            Ok((core, tables, pools, local, host_counts, module))
+            Ok((core, tables, pools, local, host_counts, kernels))
         };
-        let (mut core, tables, pools, local, host_counts, module) = agree_on_part(group, prepare())?;
+        let (mut core, tables, pools, local, host_counts, kernels) = agree_on_part(group, prepare())?;
         let topology = core.topology();
         let layouts = of(topology);
 
@@ -245,7 +247,6 @@ impl Buffer {
                 1 => None,
                 _ => Some(WireTables::new(&mut core, group, &options, wire_layout)?),
             };
-            let kernels = Kernels::new(&device, topology, &options, &module, wire)?;
             core.make_places(layouts.iter().map(|&layout| Room {
                 layout,
                 max_row_bytes: largest,
@@ -257,12 +258,13 @@ impl Buffer {
                 places: options.places,
                 rows: comm.pool.rows,
                 by_expert: options.rows_by_expert.is_some(),
-                slots: kernels.wire().map_or(0, |wire| wire.layout.slots),
+                slots: wire.as_ref().map_or(0, |tables| tables.wire.layout.slots),
             };
             let plans = Plans::new(core.faults().clone(), limits);
             Ok(Buffer {
                 core,
                 kernels,
+                wire,
                 host_counts,
                 plans,
                 tables,
@@ -329,6 +331,13 @@ impl Buffer {
                 self.core.places().iter().map(|place| place.room().layout).collect();
             self.core.pool().describe(&sections(&layouts, self.core.topology(), row_bytes));
         }
+    }
+
+    /// The [`Wire`] for the kernels of an operation: how they reach the other nodes. Within one
+    /// node no kernel takes it.
+    fn wire(&self) -> Wire {
+        let wire = self.wire.as_ref().map_or_else(Wire::zeroed, |tables| tables.wire);
+        Wire { chunk: self.config.num_max_rdma_chunked_send_tokens, ..wire }
     }
 
     /// The [`Comm`] for the kernels of an operation in this place. `timeout`: the longest wait for
@@ -434,7 +443,7 @@ impl HasCore for Buffer {
         &self.core
     }
 
-    fn first_tokens(&self) -> &Kernel {
+    fn first_tokens(&self) -> &core::Choice<FirstTokensArgs> {
         &self.kernels.first_tokens
     }
 }

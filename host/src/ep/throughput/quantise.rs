@@ -3,14 +3,13 @@
 
 use std::sync::Arc;
 
-use epoxide_gpu::kernels::QuantiseRows;
 use epoxide_gpu::layout::{DevicePtr, QUANTISED_AT_ONCE, QuantiseArgs, SCALE_BLOCK};
 
 use super::Buffer;
 use super::dispatch::Checked;
-use crate::driver::{Kernel, Stream};
+use crate::driver::Stream;
 use crate::ep::Quantise;
-use crate::ep::core::{Block, Pieces};
+use crate::ep::core::{Block, Choice, Pieces};
 use crate::ep::payload::Records;
 use crate::ep::tensor::Owner;
 use crate::error::Result;
@@ -100,12 +99,17 @@ impl Source {
     /// # Safety
     /// The rows that were given are live until the stream has passed the kernel, and no other
     /// operation of the buffer runs meanwhile: they share its scratch.
-    pub unsafe fn quantise(&self, stream: &Stream, kernel: &Kernel, num_sms: u32) -> Result<()> {
+    pub unsafe fn quantise(
+        &self,
+        stream: &Stream,
+        kernel: &Choice<QuantiseArgs>,
+        num_sms: u32,
+    ) -> Result<()> {
         let Some((args, _)) = self.quantised else { return Ok(()) };
         let blocks = u64::from(args.num_tokens) * u64::from(args.hidden.div_ceil(SCALE_BLOCK));
         let work = blocks.div_ceil(u64::from(QUANTISED_AT_ONCE * THREADS / 32));
         let grid = work.clamp(1, u64::from(BLOCKS_PER_SM * num_sms)) as u32;
         // SAFETY: the caller keeps the rows; the scratch has room for all tokens of a call.
-        unsafe { stream.call(kernel, grid, THREADS, 0, QuantiseRows::call(args)) }
+        unsafe { kernel.call(stream, grid, THREADS, 0, args) }
     }
 }

@@ -26,17 +26,18 @@ pub struct WireTables {
     /// Device table of all nodes' wire memory, u64 `[num_nodes]`, where all of it is mapped device
     /// memory.
     pub mapped: Option<DevicePtr>,
+    pub wire: Wire,
 }
 
 impl WireTables {
     /// Opens the network to the rank with this one's index on every other node, and writes the
-    /// tables. Returns with them what kernels get of the other nodes. Collective.
+    /// tables. Collective.
     pub fn new(
         core: &mut Core<Room>,
         group: &dyn ProcessGroup,
         options: &Fields,
         layout: WireLayout,
-    ) -> Result<(WireTables, Wire)> {
+    ) -> Result<WireTables> {
         let (topology, device) = (core.topology(), core.device().clone());
         let node = topology.node(group.rank());
         let peers: Vec<u32> = topology.rail(group.rank()).collect();
@@ -98,7 +99,7 @@ impl WireTables {
             layout,
         };
         let all_mapped = ways.iter().all(|way| way.mapped.is_some() && !way.is_on_host());
-        Ok((WireTables { _own: own, _tables: tables, mapped: all_mapped.then_some(bases_at) }, wire))
+        Ok(WireTables { _own: own, _tables: tables, mapped: all_mapped.then_some(bases_at), wire })
     }
 }
 
