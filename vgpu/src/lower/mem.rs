@@ -8,7 +8,7 @@ use super::types::{Mods, Ty};
 use super::wgmma::integer;
 use crate::exec::access::{LOCAL_TAG, PARAM_TAG, SHARED_TAG};
 use crate::exec::lanes::{Spec, op1, op3};
-use crate::ir::{Access, Addr, Atomic, CopyOp, File, Init, Op, Rmw, SINK, Scope, Sem, Space};
+use crate::ir::{Access, Addr, Atomic, CopyOp, File, Init, Op, Reduce, Rmw, SINK, Scope, Sem, Space};
 use crate::ptx::{Operand, Span};
 
 const SPACES: &[(&str, Space)] = &[
@@ -295,56 +295,28 @@ pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
     let scope = m.one_of(SCOPES).unwrap_or(Scope::Gpu);
     let space = m.one_of(SPACES).unwrap_or(Space::Generic);
     let policy = m.has("L2::cache_hint");
-    #[derive(Clone, Copy, PartialEq)]
-    enum Name {
-        Add,
-        Min,
-        Max,
-        Inc,
-        Dec,
-        And,
-        Or,
-        Xor,
-        Exch,
-        Cas,
-    }
-    let Some(name) = m.one_of(&[
-        ("add", Name::Add),
-        ("min", Name::Min),
-        ("max", Name::Max),
-        ("inc", Name::Inc),
-        ("dec", Name::Dec),
-        ("and", Name::And),
-        ("or", Name::Or),
-        ("xor", Name::Xor),
-        ("exch", Name::Exch),
-        ("cas", Name::Cas),
-    ]) else {
+    let reduce = m.one_of(&Reduce::NAMES);
+    let swap = m.one_of(&[("exch", Rmw::Exch), ("cas", Rmw::Cas)]);
+    if reduce.is_none() && swap.is_none() {
         return m.unsupported();
-    };
+    }
     let noftz = m.has("noftz");
     let elements = m.one_of(&[("v2", 2), ("v4", 4), ("v8", 8)]);
     let ty = m.ty()?;
     let small_float = matches!(ty, Ty::F16 | Ty::F16x2 | Ty::Bf16 | Ty::Bf16x2);
-    let op = match (name, ty) {
-        (Name::Add, Ty::U32 | Ty::S32 | Ty::U64 | Ty::S64) => Rmw::Add,
-        (Name::Add, Ty::F32) => Rmw::AddF32,
-        (Name::Add, Ty::F64) => Rmw::AddF64,
-        (Name::Add, Ty::F16) => Rmw::AddF16,
-        (Name::Add, Ty::Bf16) => Rmw::AddBf16,
-        (Name::Add, Ty::F16x2) => Rmw::AddF16x2,
-        (Name::Add, Ty::Bf16x2) => Rmw::AddBf16x2,
-        (Name::Min, Ty::U32 | Ty::U64) => Rmw::Min,
-        (Name::Max, Ty::U32 | Ty::U64) => Rmw::Max,
-        (Name::Min, Ty::S32 | Ty::S64) => Rmw::MinS,
-        (Name::Max, Ty::S32 | Ty::S64) => Rmw::MaxS,
-        (Name::Inc, Ty::U32) => Rmw::Inc,
-        (Name::Dec, Ty::U32) => Rmw::Dec,
-        (Name::And, Ty::B32 | Ty::B64) => Rmw::And,
-        (Name::Or, Ty::B32 | Ty::B64) => Rmw::Or,
-        (Name::Xor, Ty::B32 | Ty::B64) => Rmw::Xor,
-        (Name::Exch, Ty::B32 | Ty::B64) if !red => Rmw::Exch,
-        (Name::Cas, Ty::B16 | Ty::B32 | Ty::B64) if !red => Rmw::Cas,
+    use Reduce::{Add, And, Dec, Inc, Max, Min, Or, Xor};
+    let op = match (reduce, swap, ty) {
+        (Some(Add), None, Ty::F32) => Rmw::AddF32,
+        (Some(Add), None, Ty::F64) => Rmw::AddF64,
+        (Some(Add), None, Ty::F16) => Rmw::AddF16,
+        (Some(Add), None, Ty::Bf16) => Rmw::AddBf16,
+        (Some(Add), None, Ty::F16x2) => Rmw::AddF16x2,
+        (Some(Add), None, Ty::Bf16x2) => Rmw::AddBf16x2,
+        (Some(of @ (Add | Min | Max)), None, Ty::U32 | Ty::S32 | Ty::U64 | Ty::S64)
+        | (Some(of @ (Inc | Dec)), None, Ty::U32)
+        | (Some(of @ (And | Or | Xor)), None, Ty::B32 | Ty::B64) => of.of_integers(ty.is_signed()),
+        (None, Some(Rmw::Exch), Ty::B32 | Ty::B64) if !red => Rmw::Exch,
+        (None, Some(Rmw::Cas), Ty::B16 | Ty::B32 | Ty::B64) if !red => Rmw::Cas,
         _ => return m.unsupported(),
     };
     if noftz != small_float || matches!(space, Space::Local | Space::Param) {
@@ -356,7 +328,7 @@ pub(super) fn atomic(m: &mut Mods) -> Result<Emit, String> {
     let atomic = move |addr, d, a, b| Op::Atom(Atomic { op, space, sem, scope, addr, bytes, d, a, b });
     if let Some(elements) = elements {
         let float = ty == Ty::F32 || small_float;
-        if name != Name::Add || !float || space == Space::Shared || elements as u32 * bits > 128 {
+        if reduce != Some(Add) || !float || space == Space::Shared || elements as u32 * bits > 128 {
             return m.unsupported();
         }
         return Ok(vector_atomic(move |addr, d, a| atomic(addr, d, a, SINK), bits, elements, red, policy));
