@@ -390,6 +390,16 @@ fn packed(c: &Conversion) -> Option<Spec> {
     const IEEE: Overflow = Overflow::Ieee;
     const FINITE: Overflow = Overflow::Finite;
     use float::{BF16, E4M3, E5M2, F16};
+    /// Two f32 as a pair in a `$pair`. With `.relu` and without it are functions of their own.
+    macro_rules! pair {
+        ($op:ident, $pair:ty, $format:ident, $mode:ident, $overflow:ident) => {
+            if c.relu {
+                $op(|a: f32, b: f32| two(a, b, <$pair>::BITS / 2, $format, $mode, true, $overflow) as $pair)
+            } else {
+                $op(|a: f32, b: f32| two(a, b, <$pair>::BITS / 2, $format, $mode, false, $overflow) as $pair)
+            }
+        };
+    }
     // The round mode is optional only for conversions that do not round; `Nearest` is then its
     // default.
     let small = (c.satfinite, c.relu);
@@ -398,63 +408,16 @@ fn packed(c: &Conversion) -> Option<Spec> {
             op2(|a: f32, b: f32| u32::from(float::bf16_rn(a)) << 16 | u32::from(float::bf16_rn(b)))
                 .compiled_as(Native::PackBf16)
         }
-        (Ty::Bf16x2, Ty::F32, NEAREST, (false, true)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, true, IEEE))
-        }
-        (Ty::Bf16x2, Ty::F32, ZERO, (false, false)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, false, IEEE))
-        }
-        (Ty::Bf16x2, Ty::F32, ZERO, (false, true)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, true, IEEE))
-        }
-        (Ty::Bf16x2, Ty::F32, NEAREST, (true, false)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, false, FINITE))
-        }
-        (Ty::Bf16x2, Ty::F32, NEAREST, (true, true)) => {
-            rare2(|a: f32, b: f32| two(a, b, 16, BF16, NEAREST, true, FINITE))
-        }
-        (Ty::Bf16x2, Ty::F32, ZERO, (true, false)) => {
-            rare2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, false, FINITE))
-        }
-        (Ty::Bf16x2, Ty::F32, ZERO, (true, true)) => {
-            rare2(|a: f32, b: f32| two(a, b, 16, BF16, ZERO, true, FINITE))
-        }
-        (Ty::F16x2, Ty::F32, NEAREST, (true, false)) => {
-            rare2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, false, FINITE))
-        }
-        (Ty::F16x2, Ty::F32, NEAREST, (true, true)) => {
-            rare2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, true, FINITE))
-        }
-        (Ty::F16x2, Ty::F32, ZERO, (true, false)) => {
-            rare2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, false, FINITE))
-        }
-        (Ty::F16x2, Ty::F32, ZERO, (true, true)) => {
-            rare2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, true, FINITE))
-        }
-        (Ty::F16x2, Ty::F32, NEAREST, (false, false)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, false, IEEE))
-        }
-        (Ty::F16x2, Ty::F32, NEAREST, (false, true)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, F16, NEAREST, true, IEEE))
-        }
-        (Ty::F16x2, Ty::F32, ZERO, (false, false)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, false, IEEE))
-        }
-        (Ty::F16x2, Ty::F32, ZERO, (false, true)) => {
-            op2(|a: f32, b: f32| two(a, b, 16, F16, ZERO, true, IEEE))
-        }
-        (Ty::E4m3x2, Ty::F32, NEAREST, (true, false)) => {
-            op2(|a: f32, b: f32| two(a, b, 8, E4M3, NEAREST, false, FINITE) as u16)
-        }
-        (Ty::E4m3x2, Ty::F32, NEAREST, (true, true)) => {
-            op2(|a: f32, b: f32| two(a, b, 8, E4M3, NEAREST, true, FINITE) as u16)
-        }
-        (Ty::E5m2x2, Ty::F32, NEAREST, (true, false)) => {
-            op2(|a: f32, b: f32| two(a, b, 8, E5M2, NEAREST, false, FINITE) as u16)
-        }
-        (Ty::E5m2x2, Ty::F32, NEAREST, (true, true)) => {
-            op2(|a: f32, b: f32| two(a, b, 8, E5M2, NEAREST, true, FINITE) as u16)
-        }
+        (Ty::Bf16x2, Ty::F32, NEAREST, (false, _)) => pair!(op2, u32, BF16, NEAREST, IEEE),
+        (Ty::Bf16x2, Ty::F32, ZERO, (false, _)) => pair!(op2, u32, BF16, ZERO, IEEE),
+        (Ty::Bf16x2, Ty::F32, NEAREST, (true, _)) => pair!(op2, u32, BF16, NEAREST, FINITE),
+        (Ty::Bf16x2, Ty::F32, ZERO, (true, _)) => pair!(rare2, u32, BF16, ZERO, FINITE),
+        (Ty::F16x2, Ty::F32, NEAREST, (false, _)) => pair!(op2, u32, F16, NEAREST, IEEE),
+        (Ty::F16x2, Ty::F32, ZERO, (false, _)) => pair!(op2, u32, F16, ZERO, IEEE),
+        (Ty::F16x2, Ty::F32, NEAREST, (true, _)) => pair!(rare2, u32, F16, NEAREST, FINITE),
+        (Ty::F16x2, Ty::F32, ZERO, (true, _)) => pair!(rare2, u32, F16, ZERO, FINITE),
+        (Ty::E4m3x2, Ty::F32, NEAREST, (true, _)) => pair!(op2, u16, E4M3, NEAREST, FINITE),
+        (Ty::E5m2x2, Ty::F32, NEAREST, (true, _)) => pair!(op2, u16, E5M2, NEAREST, FINITE),
         (Ty::E4m3x2, Ty::F16x2, NEAREST, (true, false)) => op1(|v: u32| narrow(v, E4M3, false)),
         (Ty::E4m3x2, Ty::F16x2, NEAREST, (true, true)) => op1(|v: u32| narrow(v, E4M3, true)),
         (Ty::E5m2x2, Ty::F16x2, NEAREST, (true, false)) => op1(|v: u32| narrow(v, E5M2, false)),
