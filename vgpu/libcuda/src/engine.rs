@@ -9,11 +9,11 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use epoxide_vgpu::stream::Transfer;
-use epoxide_vgpu::{Clock, DeviceConfig, Fault, FaultKind, Grid, LaunchError, Past, Progress, Timeline};
+use epoxide_vgpu::stream::{Launch, Transfer};
+use epoxide_vgpu::{Clock, Fault, FaultKind, Grid, LaunchError, Past, Progress, Timeline};
 
 use crate::abi::*;
-use crate::work::{HostCall, Launch, Work};
+use crate::work::{HostCall, Work};
 use crate::world::{Stream, Tables, World, memory_code};
 
 /// Warp instructions that a grid runs before the next one has its turn.
@@ -283,19 +283,9 @@ impl Job {
         match &mut self.running {
             Running::Launch(launch, seed) => {
                 let device = &world.devices[device];
-                let config = DeviceConfig { schedule_seed: *seed, ..device.config.clone() };
-                let order = self.order.as_ref().map(|(timeline, past)| (*timeline, past));
-                let (kernel, memory) = (launch.kernel.clone(), device.memory.clone());
-                let grid = Grid::launch(
-                    launch.residency,
-                    kernel,
-                    memory,
-                    &config,
-                    launch.config,
-                    &launch.params,
-                    order,
-                )
-                .map_err(|error| (launch_code(&error), error.to_string()))?;
+                let grid = launch
+                    .grid(&device.memory, &device.config, *seed, self.order.as_ref())
+                    .map_err(|error| (launch_code(&error), error.to_string()))?;
                 self.running = Running::Grid(Box::new(grid), launch.warps());
                 Ok(Turn::Runs)
             }

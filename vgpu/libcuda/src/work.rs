@@ -4,8 +4,7 @@ use std::ffi::c_void;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use epoxide_vgpu::stream::Transfer;
-use epoxide_vgpu::{GridConfig, Kernel, Residency};
+use epoxide_vgpu::stream::{Launch, Transfer};
 
 use crate::abi::{CUresult, Handle};
 use crate::world::Allocation;
@@ -20,23 +19,6 @@ pub(crate) enum Work {
     Free(Arc<Mutex<Option<Allocation>>>),
     /// Recorded alone: a launch of the graph waits for the last record of this event.
     Await(Handle),
-}
-
-/// A kernel with its arguments, checked.
-pub(crate) struct Launch {
-    pub(crate) kernel: Arc<Kernel>,
-    pub(crate) residency: Residency,
-    pub(crate) config: GridConfig,
-    pub(crate) params: Vec<u8>,
-}
-
-impl Launch {
-    /// How many warps it has.
-    pub(crate) fn warps(&self) -> u64 {
-        let blocks: u64 = self.config.grid.iter().map(|extent| u64::from(*extent)).product();
-        let threads: u64 = self.config.block.iter().map(|extent| u64::from(*extent)).product();
-        blocks * threads.div_ceil(32)
-    }
 }
 
 /// A function of the program, to be called in stream order.

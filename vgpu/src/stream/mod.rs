@@ -3,15 +3,18 @@
 //!
 //! A driver owns a [`Queue`] for each stream, with the type of its work. Its executor takes work by
 //! [`Queue::next_work`] and runs it. A [`Capture`] records work over several streams and becomes a
-//! [`Graph`]. [`Transfer`] is a copy or a fill, as work of a stream.
+//! [`Graph`]. [`Launch`] is a kernel with its arguments, and [`Transfer`] a copy or a fill, as work
+//! of a stream.
 
 mod capture;
+mod launch;
 mod transfer;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 
 pub use self::capture::{Capture, Graph, Step};
+pub use self::launch::Launch;
 pub use self::transfer::{HostPtr, Source, Target, Transfer};
 use crate::check::{Past, Timeline};
 

@@ -208,7 +208,7 @@ impl Driver for VirtualGpu {
         let (id, mut state) = self.enter_stream("launch", stream)?;
         let kernel = self.shared.kernel(&state, kernel)?.clone();
         let launch = self.prepare(&kernel, config, params)?;
-        self.shared.check_launch(&launch)?;
+        self.shared.check_launch(kernel.name, &launch)?;
         if let Some((capture, lane)) = state.recording(id)? {
             capture.work(lane, Recorded::Launch(launch));
             return Ok(());

@@ -4,11 +4,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use epoxide_vgpu::stream::Transfer;
+use epoxide_vgpu::stream::{Launch, Transfer};
 use epoxide_vgpu::{Clock, Grid, Past, Progress, Timeline};
 
 use super::state::{GpuCore, State};
-use super::work::{Enqueued, Launch};
+use super::work::Enqueued;
 use crate::virtual_time::{Poller, VirtualTime};
 
 /// Warp instructions that a grid runs before the next one has its turn.
@@ -60,9 +60,9 @@ impl Work {
     ) -> Result<OpProgress, String> {
         match self {
             Work::Launch(launch, seed) => {
-                let grid = shared
-                    .grid(launch, *seed, order.as_ref().map(|(timeline, past)| (*timeline, past)))
-                    .map_err(|error| format!("launch of {}: {error}", launch.name))?;
+                let grid = launch
+                    .grid(&shared.memory, &shared.config, *seed, order.as_ref())
+                    .map_err(|error| format!("launch of {}: {error}", launch.kernel.name()))?;
                 *self = Work::Grid(Box::new(grid), launch.warps());
                 self.turn(shared, slice, order)
             }

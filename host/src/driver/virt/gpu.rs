@@ -3,14 +3,14 @@
 use std::sync::{Arc, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 
-use epoxide_vgpu::stream::{HostPtr, Mark, Op, Queue, Source, Target, Transfer};
+use epoxide_vgpu::stream::{HostPtr, Launch, Mark, Op, Queue, Source, Target, Transfer};
 use epoxide_vgpu::{Clock, DeviceConfig, GridConfig, MemoryError, Region, Residency};
 
 use super::config::{Executor, Time, VirtConfig};
 use super::engine::Engine;
 use super::manual::ManualGpus;
 use super::state::{Allocation, GpuCore, Held, LastRecord, LoadedKernel, State, mix, new_handle};
-use super::work::{Enqueued, Launch, Recorded};
+use super::work::{Enqueued, Recorded};
 use crate::driver::{
     Device, DeviceInfo, DevicePtr, LaunchConfig, MemoryKind, RawMemory, RdmaWriteOrder, Staging, Streams,
 };
@@ -299,7 +299,7 @@ impl VirtualGpu {
         if params.len() != wanted.len() {
             return Err(refuse(format!("it takes {} parameters, {} were given", wanted.len(), params.len())));
         }
-        let mut packed = vec![0; kernel.kernel.param_bytes()].into_boxed_slice();
+        let mut packed = vec![0; kernel.kernel.param_bytes()];
         for (index, (value, param)) in params.iter().zip(wanted).enumerate() {
             if value.len() != param.size {
                 return Err(refuse(format!(
@@ -327,7 +327,7 @@ impl VirtualGpu {
             dynamic_shared_bytes: config.shared_bytes,
             cluster: None,
         };
-        Ok(Launch { name: kernel.name, kernel: kernel.kernel.clone(), residency, config, params: packed })
+        Ok(Launch { kernel: kernel.kernel.clone(), residency, config, params: packed })
     }
 }
 

@@ -4,13 +4,11 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use epoxide_vgpu::stream::{Capture, Graph, Mark, Op, Queue};
-use epoxide_vgpu::{
-    Checker, DeviceConfig, Grid, Kernel, LaunchError, Memory, Module, Past, Region, Residency, Timeline,
-};
+use epoxide_vgpu::stream::{Capture, Graph, Launch, Mark, Op, Queue};
+use epoxide_vgpu::{Checker, DeviceConfig, Grid, Kernel, Memory, Module, Region, Residency};
 
 use super::config::Stop;
-use super::work::{Enqueued, Launch, Recorded};
+use super::work::{Enqueued, Recorded};
 use crate::driver::{DeviceInfo, MemoryKind, NoDriverCalls};
 use crate::error::{Error, Result};
 use crate::lock::lock;
@@ -173,22 +171,9 @@ impl GpuCore {
         state.allocations.get(&memory).ok_or_else(|| self.unknown("memory", memory))
     }
 
-    /// A launch ready to run. This makes the registers of every block that is resident at once, so
-    /// it is done when the launch begins, not when it is enqueued.
-    pub(super) fn grid(
-        &self,
-        launch: &Launch,
-        schedule_seed: Option<u64>,
-        order: Option<(Timeline, &Past)>,
-    ) -> Result<Grid, LaunchError> {
-        let config = DeviceConfig { schedule_seed, ..self.config.clone() };
-        let (kernel, memory) = (launch.kernel.clone(), self.memory.clone());
-        Grid::launch(launch.residency, kernel, memory, &config, launch.config, &launch.params, order)
-    }
-
-    /// Rejects a launch that the device cannot run.
-    pub(super) fn check_launch(&self, launch: &Launch) -> Result<()> {
-        let refuse = |rule| Error::Launch { kernel: launch.name, rule };
+    /// Rejects a launch of kernel `name` that the device cannot run.
+    pub(super) fn check_launch(&self, name: &'static str, launch: &Launch) -> Result<()> {
+        let refuse = |rule| Error::Launch { kernel: name, rule };
         let Launch { kernel, config, params, .. } = launch;
         Grid::check_launch(kernel, &self.memory, &self.config, config, params)
             .map_err(|error| refuse(error.to_string()))?;

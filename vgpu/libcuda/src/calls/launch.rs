@@ -3,6 +3,7 @@
 use std::ffi::{CStr, CString, c_char, c_int, c_uint};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use epoxide_vgpu::stream::Launch;
 use epoxide_vgpu::{Cluster, ClusterSizes, DeviceConfig, GridConfig, Kernel, Residency};
 
 use super::api;
@@ -11,7 +12,7 @@ use super::module::{kernel_in, resolve_function};
 use super::stream::submit;
 use crate::abi::*;
 use crate::engine::launch_code;
-use crate::work::{Launch, Work};
+use crate::work::Work;
 use crate::world::{Function, Tables, World, world};
 
 /// `CU_FUNC_ATTRIBUTE_*` that can be set.
