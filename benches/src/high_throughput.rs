@@ -643,7 +643,8 @@ fn ring_shapes(shared_bytes: u32, row_bytes: u32) -> Vec<(u32, u32)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::{Counted, open, plan};
+    use crate::Counted;
+    use crate::tests::{open, plan};
 
     #[test]
     fn large_rows_have_fewer_warps_in_a_ceiling() {

@@ -36,7 +36,7 @@ use epoxide::group::run_threads;
 
 pub use epoxide_testing::low_latency::ReturnPath;
 pub use estimate::Estimate;
-pub use measure::Watch;
+pub use measure::{Counted, Watch};
 pub use plan::{Baseline, Effort, LowLatencySettings, Plan, Shapes, TIMEOUT};
 
 /// `Result` with [`enum@Error`].

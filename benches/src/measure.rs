@@ -1,6 +1,7 @@
 //! One rank's part of a benchmark: check that the results are right, then time.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use epoxide::Result;
@@ -28,6 +29,23 @@ pub trait Watch: Sync {
 
 /// No progress reports.
 impl Watch for () {}
+
+/// Counts the steps of rank 0, for tests.
+#[derive(Default)]
+pub struct Counted(AtomicU64);
+
+impl Counted {
+    /// The count so far.
+    pub fn of_rank_0(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Watch for Counted {
+    fn step(&self, rank: u32) {
+        self.0.fetch_add(u64::from(rank == 0), Ordering::Relaxed);
+    }
+}
 
 /// All runs of rank `group.rank()`, one after the other. Collective.
 pub fn runs(

@@ -1,7 +1,5 @@
 //! Tests of whole measurements, on the virtual GPU.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use epoxide::DType;
 use epoxide::driver::virt::{Time, VirtConfig, VirtualGpu};
 use epoxide::internal::Topology;
@@ -96,23 +94,6 @@ pub fn open(rank: u32) -> epoxide::Result<Device> {
 /// A run on the virtual GPU.
 pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
     measure(&plan(line), open, &()).unwrap()
-}
-
-/// Counts the steps of rank 0.
-#[derive(Default)]
-pub struct Counted(AtomicU64);
-
-impl Counted {
-    /// The count so far.
-    pub fn of_rank_0(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Watch for Counted {
-    fn step(&self, rank: u32) {
-        self.0.fetch_add(u64::from(rank == 0), Ordering::Relaxed);
-    }
 }
 
 /// The committed points of H200s.

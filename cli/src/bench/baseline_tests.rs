@@ -1,11 +1,11 @@
 //! Runs with a baseline, on the virtual GPU beside the fake libnccl of the tests.
 
 use epoxide_bench::results::{Results, Way};
-use epoxide_bench::ways;
+use epoxide_bench::{Counted, ways};
 use epoxide_nccl::NCCL_LIBRARY;
 use epoxide_testing::{alone, fake_nccl, tier};
 
-use super::testing::{Counted, flags};
+use super::testing::flags;
 use super::*;
 use crate::error::{FAILED, SKIPPED};
 

@@ -1,9 +1,10 @@
 //! Tests of runs of low latency, on the virtual GPU.
 
+use epoxide_bench::Counted;
 use epoxide_bench::results::{PhaseName, Results};
 
 use super::report::low_latency as text;
-use super::testing::{Counted, parse};
+use super::testing::parse;
 use super::*;
 
 const SMALL: &str = "bench --mode low-latency --ranks-per-node 2 --tokens 3 --hidden 64 --experts 4 --topk 2 --warmup 0 --iters 1 --graph=1";

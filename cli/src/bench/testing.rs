@@ -1,10 +1,8 @@
 //! Runs for tests, on the virtual GPU.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
+use epoxide_bench::Plan;
 use epoxide_bench::measured::RankResult;
 use epoxide_bench::results::Point;
-use epoxide_bench::{Plan, Watch};
 
 use super::args::Args;
 use super::start::measure_points;
@@ -44,21 +42,4 @@ pub fn measured(line: &str) -> (Vec<Point>, Vec<RankResult>) {
 pub fn h200() -> Vec<Point> {
     let text = include_str!("../../../benches/data/h200.json");
     epoxide_bench::results::Results::of_text(text).unwrap().points
-}
-
-/// Counts the steps of rank 0.
-#[derive(Default)]
-pub struct Counted(AtomicU64);
-
-impl Counted {
-    /// The count so far.
-    pub fn of_rank_0(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Watch for Counted {
-    fn step(&self, rank: u32) {
-        self.0.fetch_add(u64::from(rank == 0), Ordering::Relaxed);
-    }
 }

@@ -1,12 +1,13 @@
 //! Tests of whole runs, on the virtual GPU.
 
+use epoxide_bench::Counted;
 use epoxide_bench::counts::ACROSS_NODES;
 use epoxide_bench::measured::{Times, WireCount};
 use epoxide_bench::points;
 use epoxide_bench::results::{PhaseName, Results};
 use epoxide_testing::tier;
 
-use super::testing::{Counted, arguments, flags, measured, parse};
+use super::testing::{arguments, flags, measured, parse};
 use super::*;
 use crate::error::{SKIPPED, USAGE};
 use crate::options::{Defaults, Mode, RoundTripFlags};
