@@ -57,7 +57,7 @@ pub(crate) struct World {
     pub(super) hosts: HashMap<ThreadId, Host>,
     /// The thread that all threads of the host count as. Of a machine, one thread at a time acts.
     pub(crate) only_host: Option<ThreadId>,
-    /// Causal past that host threads have published ([`host_meets`]).
+    /// Causal past that host threads have published ([`host_meets`](super::host_meets)).
     pub(super) meeting: CausalPast,
     pub(super) timelines: u64,
     pub(super) ticks: u32,

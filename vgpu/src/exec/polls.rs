@@ -10,8 +10,9 @@ use super::state::Exec;
 use crate::check::hash::FastMap;
 use crate::check::hooks::Hooks;
 
-/// The most instructions of a group of lanes between two reads of a wait.
-const LONGEST_WAIT: u32 = 1024;
+/// The most instructions of a group of lanes between two reads of a wait. Kernels of high throughput
+/// need between 2,048 and 4,096 while lanes wait apart.
+const LONGEST_WAIT: u32 = 16 * 1024;
 /// The most reads that a warp remembers: 16 of each lane, where all are apart.
 const MOST_POLLS: usize = 32 * 16;
 /// Stands for the clock among the addresses that a warp polls.
