@@ -543,7 +543,7 @@ impl Grid {
                 copies: CopyQueue::default(),
                 landed: vec![],
                 warpgroups: vec![],
-                looked: false,
+                read_outside: false,
             },
             warps: (0..warps).map(|_| Warp::default()).collect(),
             ready: 0,
@@ -768,7 +768,7 @@ impl Grid {
             return None;
         }
         // A clock may end the wait as well.
-        if block.warps.iter().any(|warp| warp.clock_readers != 0) {
+        if block.warps.iter().any(Warp::waits_for_the_clock) {
             return None;
         }
         let groups = || block.warps.iter().flat_map(|warp| &warp.groups);
@@ -862,8 +862,8 @@ impl Grid {
         let pick_bits = u64::from(pick.block) << 32 | u64::from(pick.warp) << 16 | slice.executed & 0xffff;
         self.digest = mix(self.digest ^ pick_bits).wrapping_add(slice.executed);
 
-        if block.state.looked {
-            block.state.looked = false;
+        if block.state.read_outside {
+            block.state.read_outside = false;
             block.polled_memory = self.epoch;
         }
         let waits = &mut block.warps[pick.warp as usize].waits;

@@ -32,8 +32,9 @@ const FIRST_JUMP_NS: u64 = 1_000;
 const LONGEST_JUMP_NS: u64 = 10_000_000_000;
 /// How long all grids may only wait, in nanoseconds of the virtual clock.
 const STUCK_NS: u64 = 1_000_000_000_000;
-/// Warp instructions that all grids execute together behind that, while the clock is held: a loop
-/// that computes and reads a word that nobody changes looks like a wait.
+/// Warp instructions that all warps execute together behind that, while the clock is held: a loop
+/// that computes and reads an unchanged word looks like a wait. Explored runs do without: they have
+/// few steps between two choices.
 const HELD_INSTRUCTIONS: u64 = 1_000_000;
 /// As many of these count for a turn at the least: a wait ends its turn when it has polled.
 const HELD_TURN: u64 = 50;

@@ -166,7 +166,7 @@ pub enum Error {
     /// Peers may wait for this rank until their deadlines. After a bad expert id in low latency, peers
     /// still receive all other entries.
     #[error(
-        "the buffer cannot be used since {call} failed: {reason}; peers may wait for this rank until their deadline: make a new buffer, or regroup in low latency"
+        "the buffer cannot be used since {call} failed: {reason}; peers may wait for this rank until their deadline: make a new buffer"
     )]
     Broken {
         /// The call.

@@ -498,7 +498,7 @@ impl Stream {
         call: std::result::Result<Call<K>, ContractError>,
     ) -> Result<()> {
         // SAFETY: the caller vouches for the addresses.
-        unsafe { self.launch_shaped(kernel, LaunchShape::All(grid, block, shared_bytes), call) }
+        unsafe { self.launch_shaped(kernel, LaunchShape::All { grid, block, shared_bytes }, call) }
     }
 
     /// Launches `kernel`, a `K`, in the shape that its attribute gives a call:
@@ -537,7 +537,7 @@ impl Stream {
         let call = kernel.takes(call)?;
         let shape = match shape {
             LaunchShape::Blocks(grid) => call.shape_on(grid),
-            LaunchShape::All(grid, block, shared_bytes) => call.shape_of(grid, block, shared_bytes),
+            LaunchShape::All { grid, block, shared_bytes } => call.shape_of(grid, block, shared_bytes),
         };
         // SAFETY: the caller vouches for the addresses.
         unsafe { self.launch_checked(kernel, shape.map_err(broken)?, &call) }
@@ -1088,7 +1088,7 @@ pub(crate) enum LaunchShape {
     /// `#[kernel(block = .., ..)]`.
     Blocks(u32),
     /// Blocks, threads of a block, and bytes of its dynamic shared memory.
-    All(u32, u32, u32),
+    All { grid: u32, block: u32, shared_bytes: u32 },
 }
 
 /// A recorded piece of stream work. It keeps the modules of its kernels.

@@ -24,6 +24,11 @@ pub(crate) const LOCAL_TAG: u64 = 0xb0 << 56;
 pub(crate) const PARAM_TAG: u64 = 0xc0 << 56;
 pub(crate) const TAG: u64 = 0xff << 56;
 
+/// Whether an address that a warp polls is global memory's. Offsets into windows have 32 bits.
+fn is_global(addr: u64) -> bool {
+    addr & TAG == 0 && addr >> 32 != 0
+}
+
 /// Reads `bytes` (1, 2, 4 or 8) zero-extended.
 ///
 /// # Safety
@@ -626,7 +631,7 @@ impl<W: Hooks> Exec<'_, W> {
         let spins = match first {
             Some((at, value)) if a.sem != Sem::Weak => {
                 self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
-                self.block.looked = true;
+                self.block.read_outside |= is_global(at);
                 self.poll(at, seen)
             }
             _ => false,
@@ -689,7 +694,7 @@ impl<W: Hooks> Exec<'_, W> {
         if !stays {
             let due: Vec<_> = self.warp.late.extract_if(.., |l| l.lanes & running != 0).collect();
             for LateLoad { access, addr, lanes } in due {
-                self.block.looked |= access.sem != Sem::Weak;
+                self.block.read_outside |= access.sem != Sem::Weak;
                 self.take_values(&access, &addr, lanes, 0)?;
             }
         }
@@ -1112,7 +1117,7 @@ impl<W: Hooks> Exec<'_, W> {
             false
         } else {
             self.warp.waiting = Some(WaitingFor::Memory { addr: last.0, value: last.1 });
-            self.block.looked = true;
+            self.block.read_outside |= is_global(last.0);
             self.poll(last.0, seen)
         };
         self.pc += 1;

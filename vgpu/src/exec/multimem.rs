@@ -142,7 +142,7 @@ impl<W: Hooks> Exec<'_, W> {
             // A strong load is a poll.
             Some((at, value)) if a.sem != Sem::Weak => {
                 self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
-                self.block.looked = true;
+                self.block.read_outside = true;
                 self.poll(at, seen)
             }
             _ => false,

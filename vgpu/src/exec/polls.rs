@@ -1,12 +1,12 @@
 //! Finds that lanes wait: they read memory again and find the value of before, and their warp has
 //! changed nothing since.
 //!
-//! A loop that computes and reads the same word in each turn looks alike. Two rules keep most of such
-//! loops apart from waits: there are few instructions between two reads of a wait, and lanes wait no
-//! longer once they execute more without another read. Who reports a hang lets all that wait run on
-//! for a while, with the clock held.
+//! A loop that computes and reads the same word in each turn looks alike. Each group of a wait
+//! executes at most [`LONGEST_WAIT`] instructions between two reads, and lanes wait no longer once
+//! they have executed more. A [`Machine`](crate::Machine) runs all waits on for a while, with the
+//! clock held, before it reports a hang.
 
-use super::state::Exec;
+use super::state::{Exec, Warp};
 use crate::check::hash::FastMap;
 use crate::check::hooks::Hooks;
 
@@ -42,7 +42,7 @@ impl<W: Hooks> Exec<'_, W> {
     #[inline(always)]
     pub(super) fn poll(&mut self, addr: u64, value: u64) -> bool {
         let now = self.now();
-        let before = self.look(addr, Seen { value, at: now });
+        let before = self.remember(addr, Seen { value, at: now });
         let spins = before.is_some_and(|before| before.value == value && self.is_wait(before.at, now));
         self.warp.spinning = spins;
         self.read_same |= spins;
@@ -66,7 +66,7 @@ impl<W: Hooks> Exec<'_, W> {
             })
         };
         if last.is_some_and(reads_memory) {
-            self.look(TIMER, Seen { value: now_ns, at: self.now() });
+            self.remember(TIMER, Seen { value: now_ns, at: self.now() });
         } else {
             self.poll(TIMER, now_ns);
         }
@@ -74,7 +74,7 @@ impl<W: Hooks> Exec<'_, W> {
 
     /// Remembers a read. Returns its last outcome.
     #[inline(always)]
-    fn look(&mut self, addr: u64, seen: Seen) -> Option<Seen> {
+    fn remember(&mut self, addr: u64, seen: Seen) -> Option<Seen> {
         let poll = Poll { pc: self.pc, lanes: self.mask, addr };
         if let Some(before) = self.warp.polls.get_mut(&poll) {
             return Some(std::mem::replace(before, seen));
@@ -103,10 +103,22 @@ impl<W: Hooks> Exec<'_, W> {
         self.warp.executed.wrapping_add(self.executed as u32)
     }
 
+    #[inline(always)]
+    pub(super) fn is_wait(&self, last: u32, now: u32) -> bool {
+        self.warp.is_wait(last, now)
+    }
+}
+
+impl Warp {
     /// Whether lanes that read at `last` can be in a wait at `now`. All groups of the warp may have
     /// run meanwhile.
     #[inline(always)]
-    pub(super) fn is_wait(&self, last: u32, now: u32) -> bool {
-        now.wrapping_sub(last) <= LONGEST_WAIT * (self.warp.groups.len() as u32 + 1)
+    fn is_wait(&self, last: u32, now: u32) -> bool {
+        now.wrapping_sub(last) <= LONGEST_WAIT * (self.groups.len() as u32 + 1)
+    }
+
+    /// Whether lanes read a stepped clock in their wait, which its owner may end.
+    pub(crate) fn waits_for_the_clock(&self) -> bool {
+        self.polls.iter().any(|(poll, seen)| poll.addr == TIMER && self.is_wait(seen.at, self.executed))
     }
 }

@@ -310,8 +310,9 @@ pub(crate) struct BlockState {
     pub(crate) landed: Vec<Landed>,
     /// Empty unless the kernel has `wgmma`.
     pub(crate) warpgroups: Vec<Warpgroup>,
-    /// A warp has read memory that others outside of the block may change, for the scheduler.
-    pub(crate) looked: bool,
+    /// A warp has read memory by a strong load that others outside of the block's cluster may change,
+    /// for the scheduler.
+    pub(crate) read_outside: bool,
 }
 
 impl BlockState {

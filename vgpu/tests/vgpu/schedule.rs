@@ -619,7 +619,7 @@ fn a_wait_for_a_word_or_an_mbarrier_in_weak_memory_is_no_deadlock() {
         let buf = machine.upload(0, "buf", &[0u64; 2]).unwrap();
         machine.launch_with(0, &module, "k", launch(2, 1), &[&buf]).unwrap();
         let outcome = machine.run();
-        // Nobody stores the second word.
+        // The second word never changes.
         assert!(matches!(outcome, Err(MachineError::Stuck(_))), "{outcome:?}");
     });
 }

@@ -81,9 +81,16 @@ impl<A> Choice<A> {
     ///
     /// # Safety
     /// The addresses in `args` are live until the kernel ends, and the buffer is.
-    pub unsafe fn call(&self, stream: &Stream, grid: u32, block: u32, shared: u32, args: A) -> Result<()> {
+    pub unsafe fn call(
+        &self,
+        stream: &Stream,
+        grid: u32,
+        block: u32,
+        shared_bytes: u32,
+        args: A,
+    ) -> Result<()> {
         // SAFETY: the caller keeps the memory.
-        unsafe { self.launch(stream, LaunchShape::All(grid, block, shared), args) }
+        unsafe { self.launch(stream, LaunchShape::All { grid, block, shared_bytes }, args) }
     }
 
     /// Launches the kernel on `grid` blocks of the shape that its attribute names.

@@ -11,6 +11,9 @@ use crate::ep::StreamOrder;
 use crate::ep::core::{self, Faults};
 use crate::error::{Error, Result};
 
+/// The remedy of errors that the device has recorded.
+const REGROUP: &str = "`regroup` makes the buffer usable again";
+
 /// In place of the number of tokens: no dispatch has run since a regroup.
 pub(super) const NO_DISPATCH: u32 = u32::MAX;
 
@@ -20,7 +23,7 @@ impl Buffer {
     /// an expert id out of range. The error is visible once the stream has passed the operation;
     /// each replay of a captured one records it as well.
     ///
-    /// A call that failed half way ([`Error::Broken`]) is one as well. A dropped
+    /// A call that ended the buffer ([`Error::Broken`]) is one as well. A dropped
     /// [`Pending`](super::Pending) is one until the next [`Buffer::regroup`].
     pub fn check(&self) -> Result<()> {
         self.core.check_between_calls()
@@ -63,18 +66,20 @@ impl core::Calls for Calls {
             } else {
                 (of_token(id), format!("must be -1 or an expert's id, 0 to {}", self.num_experts - 1))
             };
-            let reason = format!("{argument} = {value}: {rule}; peers got none of the token for it");
+            let reason =
+                format!("{argument} = {value}: {rule}; peers got none of the token for it; {REGROUP}");
             return Some(Error::Broken { call: "low-latency dispatch", reason, source: None });
         }
         if code == Wait::LowLatencyUnpaired as u64 || code == Wait::LowLatencyTokens as u64 {
             let reason = if code == Wait::LowLatencyUnpaired as u64 || needed == u64::from(NO_DISPATCH) {
-                "no dispatch came to its place since the combine before, or since a regroup; replay a dispatch in \
-                 front of it"
-                    .into()
+                format!(
+                    "no dispatch came to its place since the combine before, or since a regroup; replay a dispatch \
+                     in front of it; {REGROUP}"
+                )
             } else {
                 format!(
                     "it was captured for {seen} tokens of this rank, and the dispatch into its place had {needed}; \
-                     replay the one that it was captured behind"
+                     replay the one that it was captured behind; {REGROUP}"
                 )
             };
             return Some(Error::Broken { call: "low-latency combine", reason, source: None });

@@ -234,7 +234,7 @@ impl Buffer {
     /// # Errors
     /// Errors that end the buffer are returned from then on. Such an error is the first wait for a
     /// peer that expired ([`Error::PeerTimeout`]) or found the peer in another call
-    /// ([`Error::OtherCall`]). A call that failed half way ([`Error::Broken`]) is one as well, and
+    /// ([`Error::OtherCall`]). A call that ended the buffer ([`Error::Broken`]) is one as well, and
     /// so is a dropped [`Pending`](super::Pending).
     ///
     /// A dispatch with [`Counts::OnDevice`](super::Counts::OnDevice) that moved no row returns its
