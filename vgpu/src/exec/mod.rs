@@ -128,7 +128,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             match g.state {
                 GroupState::Ready => {
                     status = Status::Ready;
-                    all_spin &= g.spun != 0 && self.is_wait(g.spun, self.now());
+                    all_spin &= g.spun != 0 && self.warp.is_wait(g.spun, self.now());
                 }
                 GroupState::Barrier { arrived: true, .. } if status != Status::Ready => {
                     status = Status::Blocked

@@ -26,7 +26,7 @@ pub(super) struct Poll {
     addr: u64,
 }
 
-/// What a read gave, and when: in instructions of the warp.
+/// The outcome of a read, and its time in instructions of the warp.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Seen {
     value: u64,
@@ -43,7 +43,7 @@ impl<W: Hooks> Exec<'_, W> {
     pub(super) fn poll(&mut self, addr: u64, value: u64) -> bool {
         let now = self.now();
         let before = self.remember(addr, Seen { value, at: now });
-        let spins = before.is_some_and(|before| before.value == value && self.is_wait(before.at, now));
+        let spins = before.is_some_and(|before| before.value == value && self.warp.is_wait(before.at, now));
         self.warp.spinning = spins;
         self.read_same |= spins;
         self.spun = if spins { now.max(1) } else { 0 };
@@ -102,18 +102,13 @@ impl<W: Hooks> Exec<'_, W> {
     pub(super) fn now(&self) -> u32 {
         self.warp.executed.wrapping_add(self.executed as u32)
     }
-
-    #[inline(always)]
-    pub(super) fn is_wait(&self, last: u32, now: u32) -> bool {
-        self.warp.is_wait(last, now)
-    }
 }
 
 impl Warp {
     /// Whether lanes that read at `last` can be in a wait at `now`. All groups of the warp may have
     /// run meanwhile.
     #[inline(always)]
-    fn is_wait(&self, last: u32, now: u32) -> bool {
+    pub(super) fn is_wait(&self, last: u32, now: u32) -> bool {
         now.wrapping_sub(last) <= LONGEST_WAIT * (self.groups.len() as u32 + 1)
     }
 

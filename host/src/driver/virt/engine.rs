@@ -18,7 +18,7 @@ const SLICE: u64 = 64 * 1024;
 const PROBE_PER_WARP: u64 = 256;
 /// Most turns of a grid that only spins until its warps have read the clock. Each poll in vain ends a
 /// warp's turn. A wait for the counts of eight ranks polls eight words in each of 64 rounds and then
-/// reads the clock. That is 512 turns; the limit is twice that.
+/// reads the clock, which takes 512 turns. The limit is twice as many.
 const CLOCK_PROBES: u32 = 1024;
 /// How often the engine gives its time slice away before it sleeps, when all grids spin.
 const YIELDS: u32 = 4;
