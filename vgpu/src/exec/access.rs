@@ -13,7 +13,7 @@ use super::state::{Exec, Flow, LateLoad, Run, stop};
 use super::unchecked::FEW;
 use crate::check::hooks::{Blamed, Hooks, Part, Place};
 use crate::check::record::{How, Update, ViolationAt};
-use crate::fault::{FaultKind, WaitingFor};
+use crate::fault::FaultKind;
 use crate::float::{self, canonical, flush};
 use crate::ir::{Access, Addr, Atomic, FULL, Op, Rmw, SINK, Sem, Space};
 
@@ -23,11 +23,6 @@ pub(crate) const SHARED_TAG: u64 = 0xa0 << 56;
 pub(crate) const LOCAL_TAG: u64 = 0xb0 << 56;
 pub(crate) const PARAM_TAG: u64 = 0xc0 << 56;
 pub(crate) const TAG: u64 = 0xff << 56;
-
-/// Whether an address that a warp polls is global memory's. Offsets into windows have 32 bits.
-fn is_global(addr: u64) -> bool {
-    addr & TAG == 0 && addr >> 32 != 0
-}
 
 /// Reads `bytes` (1, 2, 4 or 8) zero-extended.
 ///
@@ -629,11 +624,7 @@ impl<W: Hooks> Exec<'_, W> {
     #[inline(always)]
     pub(super) fn loaded(&mut self, a: &Access, first: Option<(u64, u64)>, seen: u64) -> Flow {
         let spins = match first {
-            Some((at, value)) if a.sem != Sem::Weak => {
-                self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
-                self.block.read_outside |= is_global(at);
-                self.poll(at, seen)
-            }
+            Some(first) if a.sem != Sem::Weak => self.poll_memory(first, seen),
             _ => false,
         };
         self.pc += 1;
@@ -1116,9 +1107,7 @@ impl<W: Hooks> Exec<'_, W> {
             self.changed();
             false
         } else {
-            self.warp.waiting = Some(WaitingFor::Memory { addr: last.0, value: last.1 });
-            self.block.read_outside |= is_global(last.0);
-            self.poll(last.0, seen)
+            self.poll_memory(last, seen)
         };
         self.pc += 1;
         Ok(if spins { Flow::GiveWay } else { Flow::Next })

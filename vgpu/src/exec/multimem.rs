@@ -12,7 +12,7 @@ use super::lanes::lanes;
 use super::state::{Exec, Flow, Run, stop};
 use crate::check::hooks::{Hooks, Part, Place};
 use crate::check::record::{How, Update, ViolationAt};
-use crate::fault::{FaultKind, WaitingFor};
+use crate::fault::FaultKind;
 use crate::float::{BF16, E4M3, E5M2, F16, F32, F64, Format, Overflow, Round, convert, max, min};
 use crate::ir::{Multimem, Number, Reduce, Reduces, Rmw, Sem};
 use crate::multicast::Target;
@@ -140,11 +140,7 @@ impl<W: Hooks> Exec<'_, W> {
         }
         let spins = match last {
             // A strong load is a poll.
-            Some((at, value)) if a.sem != Sem::Weak => {
-                self.warp.waiting = Some(WaitingFor::Memory { addr: at, value });
-                self.block.read_outside = true;
-                self.poll(at, seen)
-            }
+            Some(last) if a.sem != Sem::Weak => self.poll_memory(last, seen),
             _ => false,
         };
         self.pc += 1;

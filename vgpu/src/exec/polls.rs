@@ -6,9 +6,11 @@
 //! they have executed more. A [`Machine`](crate::Machine) runs all waits on for a while, with the
 //! clock held, before it reports a hang.
 
+use super::access::TAG;
 use super::state::{Exec, Warp};
 use crate::check::hash::FastMap;
 use crate::check::hooks::Hooks;
+use crate::fault::WaitingFor;
 
 /// The most instructions of a group of lanes between two reads of a wait. Kernels of high throughput
 /// need between 2,048 and 4,096 while lanes wait apart.
@@ -48,6 +50,16 @@ impl<W: Hooks> Exec<'_, W> {
         self.read_same |= spins;
         self.spun = if spins { now.max(1) } else { 0 };
         spins
+    }
+
+    /// The same for a strong read of memory. A lane has read `value` at `addr`, and `seen` is a
+    /// digest of what all lanes have read.
+    #[inline(always)]
+    pub(super) fn poll_memory(&mut self, (addr, value): (u64, u64), seen: u64) -> bool {
+        self.warp.waiting = Some(WaitingFor::Memory { addr, value });
+        // Global memory alone has neither a tag nor an address of 32 bits.
+        self.block.read_outside |= addr & TAG == 0 && addr >> 32 != 0;
+        self.poll(addr, seen)
     }
 
     /// The lanes `m` have read `now_ns` from a clock that stands between the steps of its owner.

@@ -3,7 +3,7 @@
 
 use epoxide_vgpu::{
     CheckConfig, DeviceConfig, Fault, FaultKind, Grid, GridConfig, Machine, MachineError, Memory, Module,
-    Progress, PtxError, Region, Schedule,
+    Progress, PtxError, Region, Report, Schedule,
 };
 
 /// The variable that names the tier: `default` or `long`. tests/src/tier.rs reads the same one.
@@ -125,6 +125,22 @@ impl Run {
 
 pub fn launch(blocks: u32, threads: u32) -> GridConfig {
     GridConfig::new(blocks, threads, 0)
+}
+
+/// Runs a kernel on a buffer of zeros; gives the outcome of the run, its reports and the buffer.
+pub fn run(
+    module: &Module,
+    shape: GridConfig,
+    seed: u64,
+    check: Option<CheckConfig>,
+) -> (Result<(), MachineError>, Vec<Report>, Vec<u64>) {
+    let device = DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
+    let mut machine = Machine::with_config(1, device, check);
+    let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+    machine.launch_with(0, module, "k", shape, &[&buf]).unwrap();
+    let outcome = machine.run();
+    // Behind a run that a fault has ended, reading is a race.
+    (outcome, machine.reports(), buf.download().unwrap_or_default())
 }
 
 /// Runs a kernel body over one block and returns the buffer of 64-bit words.

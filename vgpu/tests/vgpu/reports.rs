@@ -1,32 +1,16 @@
 //! Collected reports: how runs continue behind one, how they are counted, and what ends a run.
 
 use epoxide_vgpu::{
-    AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, GridConfig, Hazard, Machine,
-    MachineError, Mode, Module, Report, TRIAL_LIVELOCK_LIMIT, Trial, Tried, TriedReport, for_each_seed,
+    AcceptList, Assumptions, CheckConfig, Class, DeviceConfig, FaultKind, Hazard, Machine, MachineError,
+    Mode, Module, Report, TRIAL_LIVELOCK_LIMIT, Trial, Tried, TriedReport, for_each_seed,
 };
 
 use crate::cases::SHARED;
-use crate::common::{kernel, launch};
+use crate::common::{kernel, launch, run};
 
 fn parse(body: &str) -> Module {
     let ptx = kernel(SHARED, body);
     Module::parse(&ptx).unwrap_or_else(|e| panic!("{e}\n{ptx}"))
-}
-
-/// Runs a kernel on a buffer of zeros; gives the outcome of the run, its reports and the buffer.
-fn run(
-    module: &Module,
-    shape: GridConfig,
-    seed: u64,
-    check: Option<CheckConfig>,
-) -> (Result<(), MachineError>, Vec<Report>, Vec<u64>) {
-    let device = DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
-    let mut machine = Machine::with_config(1, device, check);
-    let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
-    machine.launch_with(0, module, "k", shape, &[&buf]).unwrap();
-    let outcome = machine.run();
-    // Behind a run that a fault has ended, reading is a race.
-    (outcome, machine.reports(), buf.download().unwrap_or_default())
 }
 
 fn merged(tried: &Tried) -> Vec<Report> {

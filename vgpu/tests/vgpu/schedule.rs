@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use epoxide_vgpu::{
-    CheckConfig, Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Machine, MachineError,
-    Memory, Module, Progress, Schedule, WaitingFor, for_each_seed,
+    CheckConfig, Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, MachineError, Memory, Module,
+    Progress, Schedule, WaitingFor, for_each_seed,
 };
 
 use crate::common::*;
@@ -509,29 +509,16 @@ fn coverage_marks_instructions_that_any_lane_has_executed() {
     assert_eq!(same.fingerprint(), kernel.fingerprint());
 }
 
-/// A machine with this kernel, the word `flag` and a second one, has run to its end.
-fn run_machine(
-    body: &str,
-    threads: u32,
-    seed: u64,
-    check: Option<CheckConfig>,
-) -> Result<[u64; 2], MachineError> {
-    let config = DeviceConfig { schedule_seed: Some(seed), ..DeviceConfig::default() };
-    let mut machine = Machine::with_config(1, config, check);
-    let buf = machine.upload(0, "buf", &[0u64; 2]).unwrap();
-    let module = Module::parse(&kernel("", body)).unwrap();
-    machine.launch_with(0, &module, "k", launch(1, threads), &[&buf]).unwrap();
-    machine.run()?;
-    Ok(buf.download().unwrap().try_into().unwrap())
-}
-
 #[test]
 fn a_loop_that_computes_and_reads_an_unchanged_word_is_no_hang() {
     let body = "mov.u32 %r1, 0;
         L: ld.relaxed.gpu.global.u64 %rd1, [%rd40]; add.u32 %r1, %r1, 1; setp.lt.u32 %p1, %r1, 10000; @%p1 bra L;
         st.global.u32 [%rd40+8], %r1;";
+    let module = Module::parse(&kernel("", body)).unwrap();
     for check in [None, Some(CheckConfig::default())] {
-        assert_eq!(run_machine(body, 1, 1, check).unwrap(), [0, 10_000]);
+        let (outcome, _, words) = run(&module, launch(1, 1), 1, check);
+        outcome.unwrap();
+        assert_eq!(words[..2], [0, 10_000]);
     }
 }
 
@@ -544,9 +531,12 @@ fn lanes_that_compute_beside_others_that_wait_are_no_hang() {
         WORK: add.u32 %r1, %r1, 1; setp.lt.u32 %p2, %r1, 300000; @%p2 bra WORK;
         st.release.gpu.global.u64 [%rd40], 1; bra POLL;
         END:";
+    let module = Module::parse(&kernel("", body)).unwrap();
     for_each_seed(tier(4, 20), |seed| {
         for check in [None, Some(CheckConfig::default())] {
-            assert_eq!(run_machine(body, 2, seed, check).unwrap()[0], 1);
+            let (outcome, _, words) = run(&module, launch(1, 2), seed, check);
+            outcome.unwrap();
+            assert_eq!(words[0], 1);
         }
     });
 }
@@ -556,8 +546,9 @@ fn a_wait_that_reads_several_words_by_one_load_is_a_hang() {
     let body = "mov.u32 %r1, 0;
         L: add.u32 %r1, %r1, 8; and.b32 %r2, %r1, 8; cvt.u64.u32 %rd1, %r2; add.u64 %rd1, %rd40, %rd1;
         ld.acquire.gpu.global.u64 %rd2, [%rd1]; setp.eq.u64 %p1, %rd2, 0; @%p1 bra L;";
+    let module = Module::parse(&kernel("", body)).unwrap();
     for check in [None, Some(CheckConfig::default())] {
-        let outcome = run_machine(body, 1, 1, check);
+        let (outcome, ..) = run(&module, launch(1, 1), 1, check);
         assert!(matches!(outcome, Err(MachineError::Stuck(_))), "{outcome:?}");
     }
 }
@@ -615,10 +606,7 @@ fn a_wait_for_a_word_or_an_mbarrier_in_weak_memory_is_no_deadlock() {
     let module = Module::parse(&ptx).unwrap();
     for_each_seed(tier(40, 400), |seed| {
         let check = CheckConfig { weak_memory: Some(seed), ..CheckConfig::default() };
-        let mut machine = Machine::with_config(1, seeded(seed), Some(check));
-        let buf = machine.upload(0, "buf", &[0u64; 2]).unwrap();
-        machine.launch_with(0, &module, "k", launch(2, 1), &[&buf]).unwrap();
-        let outcome = machine.run();
+        let (outcome, ..) = run(&module, launch(2, 1), seed, Some(check));
         // The second word never changes.
         assert!(matches!(outcome, Err(MachineError::Stuck(_))), "{outcome:?}");
     });
