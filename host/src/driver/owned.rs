@@ -514,17 +514,15 @@ impl Stream {
         kernel: &Kernel,
         call: std::result::Result<Call<K>, ContractError>,
     ) -> Result<()> {
-        let call = kernel.takes(call)?;
-        let shape = call.shape().map_err(broken)?;
         // SAFETY: the caller vouches for the addresses.
-        unsafe { self.launch_checked(kernel, shape, &call) }
+        unsafe { self.launch_shaped(kernel, LaunchShape::Named, call) }
     }
 
-    /// Launches `kernel`, a `K`, in a shape that its attribute may give in part.
+    /// Launches `kernel`, a `K`, in a shape that its attribute may give, or a part of it.
     ///
     /// # Errors
-    /// As [`Stream::call`]; and [`Error::Launch`] where only blocks are given and the attribute
-    /// names no block.
+    /// As [`Stream::call`]; and [`Error::Launch`] where the attribute does not name what is not
+    /// given.
     ///
     /// # Safety
     /// The same as of [`Stream::call`].
@@ -536,6 +534,7 @@ impl Stream {
     ) -> Result<()> {
         let call = kernel.takes(call)?;
         let shape = match shape {
+            LaunchShape::Named => call.shape(),
             LaunchShape::Blocks(grid) => call.shape_on(grid),
             LaunchShape::All { grid, block, shared_bytes } => call.shape_of(grid, block, shared_bytes),
         };
@@ -1084,6 +1083,8 @@ impl Kernel {
 /// The shape of a launch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum LaunchShape {
+    /// All that the kernel's attribute names: `#[kernel(grid = .., block = .., ..)]`.
+    Named,
     /// Blocks of the threads and dynamic shared memory that the kernel's attribute names:
     /// `#[kernel(block = .., ..)]`.
     Blocks(u32),

@@ -93,6 +93,18 @@ impl<A> Choice<A> {
         unsafe { self.launch(stream, LaunchShape::All { grid, block, shared_bytes }, args) }
     }
 
+    /// Launches the kernel in the shape that its attribute names.
+    ///
+    /// # Errors
+    /// The same as of [`Stream::launch_call`].
+    ///
+    /// # Safety
+    /// The same as of [`Choice::call`].
+    pub unsafe fn call_named(&self, stream: &Stream, args: A) -> Result<()> {
+        // SAFETY: the caller keeps the memory.
+        unsafe { self.launch(stream, LaunchShape::Named, args) }
+    }
+
     /// Launches the kernel on `grid` blocks of the shape that its attribute names.
     ///
     /// # Errors

@@ -319,6 +319,6 @@ impl Kernels {
     /// among them.
     pub unsafe fn launch_wait(&self, stream: &Stream, args: LowLatencyWaitArgs) -> Result<()> {
         // SAFETY: the caller keeps the memory.
-        unsafe { self.wait.call_on(stream, args.common.comm.num_ranks, args) }
+        unsafe { self.wait.call_named(stream, args) }
     }
 }

@@ -67,7 +67,7 @@ pub fn launch_ceiling(
 ) -> Result<()> {
     let pool = buffer.comm.pool;
     let side = buffer.wire.as_ref().filter(|_| buffer.comm.num_ranks == 1);
-    let between_nodes = side.and_then(|side| side.mapped).zip(Some(buffer.wire()));
+    let between_nodes = side.and_then(|side| side.mapped).map(|mapped| (mapped, buffer.wire()));
     let (pools, rank, num_ranks, from, to, room) = match between_nodes {
         Some((table, wire)) => {
             let (layout, nodes) = (wire.layout, wire.num_nodes);

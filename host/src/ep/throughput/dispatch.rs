@@ -904,7 +904,7 @@ impl Buffer {
                         row_signature: payload.row_signature(),
                         columns,
                     };
-                    node.notify.call_on(stream, num_channels, args)
+                    node.notify.call_named(stream, args)
                 }
                 Spread::SeveralNodes(nodes, routing) => {
                     let args = InternodeCountArgs {
@@ -941,7 +941,7 @@ impl Buffer {
                         columns,
                         reserved: 0,
                     };
-                    nodes.notify.call_on(stream, 1, args)
+                    nodes.notify.call_named(stream, args)
                 }
             }
         }
@@ -1066,7 +1066,7 @@ impl Buffer {
                         };
                         node.by_expert.dispatch.call(stream, grid, block, shared, args)?;
                         if end.waits.is_some() {
-                            node.by_expert.announce.call_on(stream, 1, args)?;
+                            node.by_expert.announce.call_named(stream, args)?;
                             end.copies = Some(Copies { node: node.clone(), args, blocks: num_sms, warps });
                         }
                         return Ok(());

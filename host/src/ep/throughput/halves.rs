@@ -178,7 +178,7 @@ impl Buffer {
         let args =
             EnterArgs { comm, header, waited, holds: holds.into(), is_combine: waits.is_combine.into() };
         // SAFETY: the caller keeps the memory; the words are the buffer's.
-        unsafe { self.kernels.enter_operation.call_on(stream, comm.num_ranks, args) }
+        unsafe { self.kernels.enter_operation.call_named(stream, args) }
     }
 
     /// Enqueues the end of an operation that has been entered with `holds`. `combine`: the sums of
@@ -192,7 +192,7 @@ impl Buffer {
         let combine = CombineArgs { comm, ..combine };
         let args = EndArgs { combine, waited, is_combine: waits.is_combine.into() };
         // SAFETY: the caller keeps the memory; the words are the buffer's.
-        unsafe { self.kernels.end_operation.call_on(stream, comm.num_ranks, args) }
+        unsafe { self.kernels.end_operation.call_named(stream, args) }
     }
 
     /// Enqueues what follows the kernels of a dispatch.
