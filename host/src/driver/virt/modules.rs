@@ -1,8 +1,7 @@
 //! Parsed modules, each parsed once a process: every rank that is a thread loads the same kernels
 //! for every buffer.
 
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use epoxide_vgpu::{Module, PtxError};
 
@@ -13,20 +12,23 @@ const KEPT: usize = 32;
 
 type Parsed = Arc<OnceLock<Result<Arc<Module>, PtxError>>>;
 
-static MODULES: LazyLock<Mutex<HashMap<String, Parsed>>> = LazyLock::new(Mutex::default);
+/// A list: texts of megabytes differ in length, and a hash of one takes longer than all comparisons.
+static MODULES: Mutex<Vec<(String, Parsed)>> = Mutex::new(Vec::new());
 
 /// The module of a PTX text. A module with variables is parsed at each call, since loads must not
 /// share variables.
 pub(super) fn parsed(ptx: &str) -> Result<Arc<Module>, PtxError> {
     let cell = {
         let mut modules = lock(&MODULES);
-        match modules.get(ptx) {
-            Some(cell) => cell.clone(),
+        match modules.iter().find(|(text, _)| text == ptx) {
+            Some((_, cell)) => cell.clone(),
             None => {
                 if modules.len() >= KEPT {
                     modules.clear();
                 }
-                modules.entry(ptx.to_owned()).or_default().clone()
+                let cell = Parsed::default();
+                modules.push((ptx.to_owned(), cell.clone()));
+                cell
             }
         }
     };
