@@ -1353,75 +1353,6 @@ mod tests {
         });
     }
 
-    /// `at` takes turns: waits for its parity in the word `ball`, and adds 1, `rounds` times. A
-    /// wait of longer than 1 s sets the word behind it.
-    fn exchange() -> Module {
-        let body = "\
-.visible .entry exchange(.param .u64 ball, .param .u32 parity, .param .u32 rounds)
-{
-.reg .pred %p<3>;
-.reg .b32 %r<6>;
-.reg .b64 %rd<4>;
-ld.param.u64 %rd1, [ball];
-ld.param.u32 %r1, [parity];
-ld.param.u32 %r2, [rounds];
-ROUND:
-mov.u64 %rd2, %globaltimer;
-WAIT:
-mov.u64 %rd3, %globaltimer;
-sub.u64 %rd3, %rd3, %rd2;
-setp.gt.u64 %p1, %rd3, 1000000000;
-@%p1 st.relaxed.sys.global.u32 [%rd1+4], 1;
-ld.acquire.sys.global.u32 %r3, [%rd1];
-and.b32 %r4, %r3, 1;
-setp.ne.u32 %p2, %r4, %r1;
-@%p2 bra WAIT;
-add.u32 %r3, %r3, 1;
-st.release.sys.global.u32 [%rd1], %r3;
-sub.u32 %r2, %r2, 1;
-setp.ne.u32 %p2, %r2, 0;
-@%p2 bra ROUND;
-ret;
-}
-";
-        Module::parse(&format!("{HEAD}{body}")).unwrap()
-    }
-
-    fn take_turns(mut machine: Machine, rounds: u32) -> (Result<(), MachineError>, Vec<u32>) {
-        let module = exchange();
-        let ball = machine.upload(0, "ball", &[0u32, 0]).unwrap();
-        let peer = machine.map(1, &ball).unwrap();
-        machine.launch_with(0, &module, "exchange", ONE, &[&ball, &0u32, &rounds]).unwrap();
-        machine.launch_with(1, &module, "exchange", ONE, &[&peer, &1u32, &rounds]).unwrap();
-        let result = machine.run();
-        let words = if result.is_ok() { ball.download().unwrap() } else { vec![] };
-        (result, words)
-    }
-
-    #[test]
-    fn kernels_that_take_turns_do_not_wait_in_vain() {
-        crate::for_each_seed(8, |seed| {
-            for machine in [Machine::new(2), Machine::seeded(2, seed), Machine::checked(2, seed)] {
-                let (result, words) = take_turns(machine, 2000);
-                result.unwrap();
-                assert_eq!(words, [4000, 0], "no virtual second passes between two turns");
-            }
-        });
-    }
-
-    #[test]
-    fn kernels_that_take_turns_for_ever_end_as_a_livelock() {
-        for turn in [1, 1024] {
-            let config = DeviceConfig { livelock_limit: Some(1 << 12), ..seeded(3) };
-            let machine = Machine::with_config(2, config, None).with_longest_turn(turn);
-            let (result, _) = take_turns(machine, u32::MAX);
-            let error = result.unwrap_err();
-            let MachineError::Fault(fault) = &error else { panic!("{error}") };
-            assert!(matches!(fault.kind, FaultKind::Livelock { .. }), "{error}");
-            assert!(error.to_string().contains("'exchange' of device"), "{error}");
-        }
-    }
-
     #[test]
     fn kernels_of_two_devices_race() {
         let module = module();
@@ -1566,21 +1497,6 @@ ret;
         machine.launch_with(1, &module, "add", ONE, &[&peer]).unwrap();
         let error = machine.run().unwrap_err().to_string();
         assert!(error.contains("+ 0xc (last[0])"), "{error}");
-    }
-
-    #[test]
-    fn an_explored_kernel_that_does_not_end_is_reported() {
-        let body = ".visible .entry endless(.param .u64 at)\n{\n.reg .b32 %r<2>;\n.reg .b64 %rd<2>;\nld.param.u64 %rd1, [at];\n\
-                    L:\nld.global.u32 %r1, [%rd1];\nadd.u32 %r1, %r1, 1;\nst.global.u32 [%rd1], %r1;\nbra L;\n}\n";
-        let module = Module::parse(&format!("{HEAD}{body}")).unwrap();
-        let explored = crate::Explore::new().run(|path| {
-            let mut machine = Machine::new(1).explored(path);
-            let word = machine.upload(0, "word", &[0u32]).unwrap();
-            machine.launch_with(0, &module, "endless", ONE, &[&word]).unwrap();
-            machine.run()
-        });
-        let error = explored.failure.unwrap().error.to_string();
-        assert!(error.contains("livelock: 10485"), "{error}");
     }
 
     #[test]

@@ -62,14 +62,15 @@ fn commands_share_one_build_of_every_crate() {
     }
 }
 
-/// CI tests two packages with all features, and then runs the command from the whole workspace.
+/// CI tests these packages with all features, and then runs the command from the whole workspace.
 #[test]
 fn features_of_the_command_reach_its_crates() {
     let ws = crate::repository::find().unwrap();
     let named = ["--features", "cuda,rdma,plots,manual", "--edges", "normal,build"];
-    let of_two = features(&ws, &[&["--package", "epoxide", "--package", "epoxide-cli"], &named[..]].concat());
+    let tested = ["--package", "epoxide", "--package", "epoxide-cli", "--package", "epoxide-tests"];
+    let of_tested = features(&ws, &[&tested, &named[..]].concat());
     let of_all = features(&ws, &[&DEFAULT[..], &named[..]].concat());
-    let ours: Vec<_> = of_two.iter().filter(|(package, _)| package.starts_with("epoxide")).collect();
+    let ours: Vec<_> = of_tested.iter().filter(|(package, _)| package.starts_with("epoxide")).collect();
     assert!(ours.len() >= 6, "{ours:?}");
     for (package, features) in ours {
         assert_eq!(Some(features), of_all.get(package), "cargo compiles {package} twice: see cli/Cargo.toml");

@@ -88,7 +88,7 @@ fn miri(ws: &Workspace) -> Command {
 /// Runs the tests.
 fn test(ws: &Workspace, options: &Options) -> Command {
     let mut command = miri(ws);
-    command.args(["test", "--release", "--package", "epoxide-testing", "--test", "vgpu-units", "--"]);
+    command.args(["test", "--release", "--package", "epoxide-tests", "--test", "vgpu-units", "--"]);
     match &options.tests[..] {
         [] => command.args(TESTS.split(' ')).args(SKIP.split(' ')),
         tests => command.args(tests),
@@ -108,7 +108,7 @@ mod tests {
             let command = test(&ws, &options);
             command.get_args().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
         };
-        let all = "run nightly cargo miri test --release --package epoxide-testing --test vgpu-units --";
+        let all = "run nightly cargo miri test --release --package epoxide-tests --test vgpu-units --";
         assert_eq!(words(&["memory::", "--exact"]), format!("{all} memory:: --exact"));
         assert_eq!(words(&[]), format!("{all} {TESTS} {SKIP}"));
     }

@@ -81,15 +81,15 @@ impl Model {
     ) -> Verdict {
         let mut found = None;
         for at in at..at + bytes {
-            let byte = self.bytes[(at - START) as usize].clone();
+            let byte = &self.bytes[(at - START) as usize];
             let races = |other: &&Event| !(self.after(warp, me.thread, other) || me.strong && other.strong);
             let unordered = |(write, seen): &(Event, Vec<Event>)| {
                 let observed = |s: &Event| s.thread == me.thread || self.after(warp, me.thread, s);
                 !self.after(warp, me.thread, write) && !seen.iter().any(observed)
             };
-            let mut unordered_writes = byte.earlier;
-            unordered_writes.extend(byte.write.map(|write| (write, byte.seen)));
-            unordered_writes.retain(unordered);
+            let earlier = byte.earlier.iter().filter(|write| unordered(write)).cloned();
+            let last = byte.write.map(|write| (write, byte.seen.clone())).filter(unordered);
+            let unordered_writes: Vec<_> = earlier.chain(last).collect();
             let raced: Vec<_> =
                 unordered_writes.iter().map(|(write, _)| *write).filter(|w| races(&w)).collect();
             let mut race = (!raced.is_empty()).then_some((true, raced));

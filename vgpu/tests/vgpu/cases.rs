@@ -269,7 +269,7 @@ impl Variant {
 
 #[test]
 fn files() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../vgpu/tests/vgpu/cases");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vgpu/tests/vgpu/cases");
     let paths = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut paths: Vec<_> = paths.filter(|path| path.extension().is_some_and(|end| end == "ptx")).collect();
     paths.sort();

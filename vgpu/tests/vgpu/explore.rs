@@ -233,3 +233,12 @@ fn loads_come_behind_later_stores() {
         assert_eq!((found, explored.coverage), (all.clone(), Coverage::Complete));
     }
 }
+
+#[test]
+fn a_kernel_that_does_not_end_is_reported() {
+    let body = "L: ld.global.u32 %r1, [%rd40]; add.u32 %r1, %r1, 1; st.global.u32 [%rd40], %r1; bra L;";
+    let endless = Program::new(body, launch(1, 1), None);
+    let explored = Explore::new().run(|path| endless.run(path).map(drop));
+    let error = explored.failure.unwrap().error.to_string();
+    assert!(error.contains("livelock: 10485"), "{error}");
+}

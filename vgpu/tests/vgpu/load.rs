@@ -365,7 +365,7 @@ fn no_compiler_leaves_a_register_unwritten() {
     let root = env!("CARGO_MANIFEST_DIR");
     let mut kernels = 0;
     for folder in ["gpu/ptx", "vgpu/tests/vgpu/foreign/ptx", "vgpu/tests/vgpu/foreign/ptx/unoptimised"] {
-        for entry in std::fs::read_dir(format!("{root}/../{folder}")).unwrap() {
+        for entry in std::fs::read_dir(format!("{root}/../../{folder}")).unwrap() {
             let path = entry.unwrap().path();
             if path.extension().is_none_or(|end| end != "ptx") {
                 continue;
@@ -590,7 +590,7 @@ fn statements_may_stand_behind_a_loc_on_its_line() {
 /// A line less breaks most kernels in one of many ways.
 #[test]
 fn there_are_refusals_where_a_module_does_not_load_and_only_there() {
-    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../vgpu/tests/vgpu/foreign/ptx");
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vgpu/tests/vgpu/foreign/ptx");
     let mut broken = 0;
     for name in ["control", "reduce", "async", "sync"] {
         let text = std::fs::read_to_string(folder.join(name).with_extension("ptx")).unwrap();

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use epoxide_vgpu::{
-    CheckConfig, Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, MachineError, Memory, Module,
-    Progress, Schedule, WaitingFor, for_each_seed,
+    CheckConfig, Clock, DeviceConfig, FaultKind, Grid, GridConfig, LaunchError, Machine, MachineError,
+    Memory, Module, Progress, Schedule, WaitingFor, for_each_seed,
 };
 
 use crate::common::*;
@@ -610,4 +610,73 @@ fn a_wait_for_a_word_or_an_mbarrier_in_weak_memory_is_no_deadlock() {
         // The second word never changes.
         assert!(matches!(outcome, Err(MachineError::Stuck(_))), "{outcome:?}");
     });
+}
+
+/// `at` takes turns: waits for its parity in the word `ball`, and adds 1, `rounds` times. A
+/// wait of longer than 1 s sets the word behind it.
+fn exchange() -> Module {
+    let body = "\
+.visible .entry exchange(.param .u64 ball, .param .u32 parity, .param .u32 rounds)
+{
+.reg .pred %p<3>;
+.reg .b32 %r<6>;
+.reg .b64 %rd<4>;
+ld.param.u64 %rd1, [ball];
+ld.param.u32 %r1, [parity];
+ld.param.u32 %r2, [rounds];
+ROUND:
+mov.u64 %rd2, %globaltimer;
+WAIT:
+mov.u64 %rd3, %globaltimer;
+sub.u64 %rd3, %rd3, %rd2;
+setp.gt.u64 %p1, %rd3, 1000000000;
+@%p1 st.relaxed.sys.global.u32 [%rd1+4], 1;
+ld.acquire.sys.global.u32 %r3, [%rd1];
+and.b32 %r4, %r3, 1;
+setp.ne.u32 %p2, %r4, %r1;
+@%p2 bra WAIT;
+add.u32 %r3, %r3, 1;
+st.release.sys.global.u32 [%rd1], %r3;
+sub.u32 %r2, %r2, 1;
+setp.ne.u32 %p2, %r2, 0;
+@%p2 bra ROUND;
+ret;
+}
+";
+    Module::parse(&format!("{HEAD}{body}")).unwrap()
+}
+
+fn take_turns(mut machine: Machine, rounds: u32) -> (Result<(), MachineError>, Vec<u32>) {
+    let module = exchange();
+    let ball = machine.upload(0, "ball", &[0u32, 0]).unwrap();
+    let peer = machine.map(1, &ball).unwrap();
+    machine.launch_with(0, &module, "exchange", launch(1, 1), &[&ball, &0u32, &rounds]).unwrap();
+    machine.launch_with(1, &module, "exchange", launch(1, 1), &[&peer, &1u32, &rounds]).unwrap();
+    let result = machine.run();
+    let words = if result.is_ok() { ball.download().unwrap() } else { vec![] };
+    (result, words)
+}
+
+#[test]
+fn kernels_that_take_turns_do_not_wait_in_vain() {
+    for_each_seed(8, |seed| {
+        for machine in [Machine::new(2), Machine::seeded(2, seed), Machine::checked(2, seed)] {
+            let (result, words) = take_turns(machine, 2000);
+            result.unwrap();
+            assert_eq!(words, [4000, 0], "no virtual second passes between two turns");
+        }
+    });
+}
+
+#[test]
+fn kernels_that_take_turns_for_ever_end_as_a_livelock() {
+    for turn in [1, 1024] {
+        let config = DeviceConfig { livelock_limit: Some(1 << 12), ..seeded(3) };
+        let machine = Machine::with_config(2, config, None).with_longest_turn(turn);
+        let (result, _) = take_turns(machine, u32::MAX);
+        let error = result.unwrap_err();
+        let MachineError::Fault(fault) = &error else { panic!("{error}") };
+        assert!(matches!(fault.kind, FaultKind::Livelock { .. }), "{error}");
+        assert!(error.to_string().contains("'exchange' of device"), "{error}");
+    }
 }

@@ -30,7 +30,7 @@ fn module(name: &str) -> Option<Arc<Module>> {
     if let Some(module) = parsed().get(name) {
         return Some(module.clone());
     }
-    let path = format!("{}/../vgpu/tests/vgpu/foreign/ptx/{name}.ptx", env!("CARGO_MANIFEST_DIR"));
+    let path = format!("{}/../../vgpu/tests/vgpu/foreign/ptx/{name}.ptx", env!("CARGO_MANIFEST_DIR"));
     let ptx = match std::fs::read_to_string(&path) {
         Ok(ptx) => ptx,
         Err(e) if e.kind() == ErrorKind::NotFound => return None,
