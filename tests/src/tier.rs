@@ -1,5 +1,5 @@
-//! The amount of work of a test: the default tier is for every day, the long tier for CI and long
-//! local runs.
+//! The amount of work of a test: the default tier is for every day and CI, the long tier for
+//! releases and changes of what all depends on.
 
 /// The variable that names the tier: `default` or `long`.
 pub const TIER: &str = "EPOXIDE_TIER";
