@@ -68,22 +68,20 @@ boot_list() {
 quick=(env EPOXIDE_RDMA_TIMEOUT=14)
 # And is given up after half a second. (7 is "never" on Soft-RoCE.)
 impatient=("${quick[@]}" EPOXIDE_RDMA_RETRY_COUNT=6)
-# Small, for a virtual GPU on an emulated processor, where a process takes seconds to start.
-roundtrip=(roundtrip --transport verbs --timeout 120 --tokens 16 --hidden 128 --num-sms 4)
-# Still under way when the cable is pulled.
-long_roundtrip=(roundtrip --transport verbs --timeout 120 --tokens 32 --hidden 256 --num-sms 8)
+# Small, for a virtual GPU on an emulated processor.
+roundtrip=(roundtrip --transport verbs --timeout 120 --tokens 32 --hidden 256 --num-sms 8)
 check two-devices doctor 300 ./epoxide doctor
 
 # Whole round trips: dispatch, combine and cached dispatch, every bit.
-check two-devices roundtrip-two-devices 300 ./nodes.sh 2 "${roundtrip[@]}" --nodes 2 --random --iterations 2
+check two-devices roundtrip-two-devices 300 ./nodes.sh 2 "${roundtrip[@]}" --nodes 2 --random --iterations 4
 check two-devices roundtrip-fp8 300 ./nodes.sh 2 "${roundtrip[@]}" --nodes 2 --dtype fp8 --queues 3
-check two-devices roundtrip-low-latency 300 ./nodes.sh 2 roundtrip --mode low-latency --transport verbs --timeout 120 --tokens 8 --hidden 128 --num-sms 4 --nodes 2 --random --iterations 2
-check two-devices roundtrip-two-cards 300 env CARDS=2 ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --queues 2 --random --iterations 2
+check two-devices roundtrip-low-latency 300 ./nodes.sh 2 roundtrip --mode low-latency --transport verbs --timeout 120 --tokens 16 --hidden 256 --num-sms 4 --nodes 2 --random --iterations 4
+check two-devices roundtrip-two-cards 300 env CARDS=2 ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --queues 2 --random --iterations 3
 check two-vms roundtrip-two-vms 300 ./nodes.sh 2 "${roundtrip[@]}" --nodes 2 --queues 2
 check four-vms roundtrip-four-vms 600 ./epoxide "${roundtrip[@]}" --nodes 4
 check two-devices roundtrip-loss 300 "${quick[@]}" ./lossy.sh 'loss 5%' ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --random --iterations 3
 check two-devices roundtrip-reordering 300 "${quick[@]}" ./lossy.sh 'delay 1ms reorder 95%' ./nodes.sh 1 "${roundtrip[@]}" --nodes 2 --random --iterations 3
-check two-vms roundtrip-link-down-for-2-s 300 ./outage.sh 4 ./epoxide "${long_roundtrip[@]}" --nodes 2 --random --iterations 20
+check two-vms roundtrip-link-down-for-2-s 300 ./outage.sh 4 ./epoxide "${roundtrip[@]}" --nodes 2 --random --iterations 20
 
 # A buffer whose peer is lost: errors inside the deadline, and the others go on.
 check two-devices killed-in-dispatch 300 ./rdma_probe killed-in-dispatch --ranks 3
