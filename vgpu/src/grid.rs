@@ -826,7 +826,6 @@ impl Grid {
     }
 
     /// Runs a warp that was taken from the ready queue.
-    #[inline(always)]
     fn run_picked(
         &mut self,
         pick: WarpRef,
@@ -1338,7 +1337,6 @@ fn poisoned_registers([n32, n64, np]: [u32; 3], poison: u64) -> Regs {
 }
 
 /// Runs a warp for a slice; an error with the instruction where it stopped.
-#[inline(always)]
 fn run_warp<W: Hooks>(
     env: &Env,
     block: &mut BlockState,

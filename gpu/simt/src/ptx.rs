@@ -130,6 +130,12 @@ impl<'a> CutPtx<'a> {
         self.kernels.iter().map(|kernel| kernel.name)
     }
 
+    /// The lines that describe kernels, each with its end.
+    pub fn descriptions(&self) -> impl Iterator<Item = &'a str> {
+        let first = |kernel: &KernelText<'a>| kernel.text.split_inclusive('\n').next();
+        self.kernels.iter().filter_map(first).filter(|line| line.starts_with(DESCRIPTION))
+    }
+
     /// The kernels that wait for the one in front of them in the stream.
     pub fn waiting(&self) -> impl Iterator<Item = &'a str> {
         let waits = |kernel: &&KernelText<'_>| kernel.text.contains("griddepcontrol.wait");
@@ -189,6 +195,7 @@ mod tests {
         assert!(check_fresh::<Explained>(&stored).is_err());
         assert!(check_fresh::<compiled::Stored>(&explained).is_err());
         assert_eq!(cut.only(&["explained", "stored"]), ptx);
+        assert_eq!(cut.descriptions().collect::<Vec<_>>(), [format!("{first}\n"), format!("{second}\n")]);
         let lines = |text: &str| text.matches('\n').count();
         assert_eq!((lines(&stored), lines(&explained)), (lines(&ptx), lines(&ptx)));
     }

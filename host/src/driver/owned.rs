@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use bytemuck::AnyBitPattern;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
 use epoxide_gpu::layout::{DevicePtr, Section};
-use epoxide_gpu::simt::ptx::{CutPtx, DESCRIPTION, check_fresh};
+use epoxide_gpu::simt::ptx::{CutPtx, check_fresh};
 
 use super::device::Device;
 use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
@@ -906,8 +906,9 @@ enum Origin {
 
 impl Described {
     fn of(ptx: &str, origin: Origin) -> Described {
-        let waiting = CutPtx::new(ptx).waiting().map(str::to_owned).collect();
-        Described { waiting, lines: Cow::Owned(descriptions(ptx)), origin }
+        let cut = CutPtx::new(ptx);
+        let waiting = cut.waiting().map(str::to_owned).collect();
+        Described { waiting, lines: Cow::Owned(cut.descriptions().collect()), origin }
     }
 
     /// An error where the text describes another kernel of the name of `K`. A kernel without a
@@ -922,12 +923,6 @@ impl Described {
             Some(_) => Err(Error::Ptx(stale.to_string())),
         }
     }
-}
-
-/// The lines of a PTX text that describe kernels.
-fn descriptions(ptx: &str) -> String {
-    let lines = ptx.lines().filter(|line| line.starts_with(DESCRIPTION));
-    lines.flat_map(|line| [line, "\n"]).collect()
 }
 
 /// The argument structs in the description of a kernel.
@@ -974,8 +969,9 @@ impl Module {
     /// Loads these kernels of [`shipped_ptx`].
     pub(crate) fn shipped(device: &Device, file: Option<&Path>, names: &[&str]) -> Result<Module> {
         // Found once a process: each buffer loads megabytes of text.
-        static EMBEDDED: LazyLock<(Vec<&str>, String)> =
-            LazyLock::new(|| (epoxide_gpu::shipped().waiting().collect(), descriptions(epoxide_gpu::PTX)));
+        static EMBEDDED: LazyLock<(Vec<&str>, String)> = LazyLock::new(|| {
+            (epoxide_gpu::shipped().waiting().collect(), epoxide_gpu::shipped().descriptions().collect())
+        });
         match shipped_ptx(file)? {
             Cow::Borrowed(_) => {
                 let (all_waiting, lines) = &*EMBEDDED;

@@ -71,17 +71,28 @@ impl<'a, W: Hooks> Exec<'a, W> {
     }
 
     /// Runs up to `budget` instructions.
-    #[inline(always)]
     pub(crate) fn run(&mut self, budget: u64) -> Run<Slice> {
         // Two loops, so that coverage costs nothing when it is off.
         if self.kernel.executed.get().is_some() {
-            return self.run_slice::<true>(budget);
+            return self.run_slice_with_coverage(budget);
         }
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") {
             // SAFETY: this processor has AVX2.
             return unsafe { self.run_slice_with_avx2(budget) };
         }
+        self.run_slice_without_avx2(budget)
+    }
+
+    // The loop is a large function: each of its forms is compiled once, whoever calls it.
+
+    #[inline(never)]
+    fn run_slice_with_coverage(&mut self, budget: u64) -> Run<Slice> {
+        self.run_slice::<true>(budget)
+    }
+
+    #[inline(never)]
+    fn run_slice_without_avx2(&mut self, budget: u64) -> Run<Slice> {
         self.run_slice::<false>(budget)
     }
 
