@@ -981,6 +981,8 @@ pub(crate) fn count_straight_runs(code: &mut [Inst]) {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Origin {
     pub(crate) ptx_line: u32,
+    /// A byte of that line in the text.
+    pub(crate) ptx_byte: usize,
     /// Lines in the source; line 0 when unknown.
     pub(crate) source: Source,
 }

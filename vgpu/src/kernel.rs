@@ -274,14 +274,13 @@ impl Kernel {
     /// at the same lines have the same hash, in every process.
     #[must_use]
     pub fn fingerprint(&self) -> u64 {
-        let lines: Vec<&str> = self.text.lines().collect();
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         let mut absorb = |bytes: &[u8]| {
             bytes.iter().for_each(|&b| hash = (hash ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
         };
         for origin in &self.origins {
             absorb(&origin.ptx_line.to_le_bytes());
-            absorb(lines.get((origin.ptx_line as usize).wrapping_sub(1)).map_or(&[], |line| line.as_bytes()));
+            absorb(self.line_of(*origin).as_bytes());
         }
         hash
     }
@@ -303,15 +302,26 @@ impl Kernel {
     /// wherever the instruction was inlined from.
     pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
         let o = self.origins.get(pc as usize).copied().unwrap_or_default();
-        let line = o.ptx_line as usize;
-        let text = self.text.lines().nth(line.saturating_sub(1)).unwrap_or("").trim().to_string();
-        (line, text, self.named(o.source.own))
+        let text = self.line_of(o).trim().to_string();
+        (o.ptx_line as usize, text, self.named(o.source.own))
+    }
+
+    /// The PTX line of an instruction; empty where it is unknown. A count of lines from the start of
+    /// the text would read megabytes.
+    fn line_of(&self, origin: Origin) -> &str {
+        let (before, after) = match self.text.split_at_checked(origin.ptx_byte) {
+            Some(parts) if origin.ptx_line > 0 => parts,
+            _ => return "",
+        };
+        let start = before.rfind('\n').map_or(0, |end| end + 1);
+        let end = before.len() + after.find('\n').unwrap_or(after.len());
+        self.text[start..end].trim_end_matches('\r')
     }
 
     /// Source lines of instruction `pc`: the kernel's own and that of the inlined function. Without
     /// line information, the PTX line and nothing.
     pub(crate) fn lines(&self, pc: u32) -> [SourceLine; 2] {
-        let Origin { ptx_line, source } = self.origins.get(pc as usize).copied().unwrap_or_default();
+        let Origin { ptx_line, source, .. } = self.origins.get(pc as usize).copied().unwrap_or_default();
         if source.own.line == 0 {
             return [SourceLine { file: u32::MAX, line: ptx_line }, SourceLine::default()];
         }

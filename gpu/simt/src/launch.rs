@@ -161,7 +161,9 @@ impl<K: Entry> Call<K> {
     /// The attribute names no grid or no block, or only a least number; or the block is empty or
     /// larger than `threads`.
     pub fn shape(&self) -> Result<Shape, ContractError> {
-        let Some(Count::Exactly(grid)) = self.named.grid else { return Err(missing::<K>("grid = ..")) };
+        let Some(Count::Exactly(grid)) = self.named.grid else {
+            return Err(missing(&K::INFO, "grid = .."));
+        };
         self.shape_on(grid)
     }
 
@@ -172,8 +174,10 @@ impl<K: Entry> Call<K> {
     /// The attribute names another grid, or no block; or the grid is empty, or the block is empty or
     /// larger than `threads`.
     pub fn shape_on(&self, grid: u32) -> Result<Shape, ContractError> {
-        let Some(Count::Exactly(block)) = self.named.block else { return Err(missing::<K>("block = ..")) };
-        let shape = self.launches(grid, block)?;
+        let Some(Count::Exactly(block)) = self.named.block else {
+            return Err(missing(&K::INFO, "block = .."));
+        };
+        let shape = launches(&K::INFO, [self.named.grid, self.named.block], [grid, block])?;
         Ok(Shape { shared_bytes: self.needed_shared_bytes(block), ..shape })
     }
 
@@ -183,33 +187,13 @@ impl<K: Entry> Call<K> {
     /// The attribute names another grid, another block or more shared memory; or the grid is empty,
     /// or the block is empty or larger than `threads`.
     pub fn shape_of(&self, grid: u32, block: u32, shared_bytes: u32) -> Result<Shape, ContractError> {
-        let shape = self.launches(grid, block)?;
+        let shape = launches(&K::INFO, [self.named.grid, self.named.block], [grid, block])?;
         let want = self.needed_shared_bytes(block);
         if shared_bytes < want {
             let values = format!("{want} bytes of shared memory, {shared_bytes} were given");
-            return Err(broken::<K>(String::from("shared = .."), values));
+            return Err(broken(&K::INFO, String::from("shared = .."), values));
         }
         Ok(Shape { shared_bytes, ..shape })
-    }
-
-    /// `grid` blocks of `block` threads without shared memory, if the attribute allows them.
-    fn launches(&self, grid: u32, block: u32) -> Result<Shape, ContractError> {
-        for (what, unit, count, given) in
-            [("grid", "blocks", self.named.grid, grid), ("block", "threads", self.named.block, block)]
-        {
-            if let Some((clause, want)) = count.and_then(|count| count.broken_by(given)) {
-                let values = format!("{want} {unit}, {given} were given");
-                return Err(broken::<K>(format!("{what} {clause}"), values));
-            }
-        }
-        if grid == 0 {
-            return Err(broken::<K>(String::from("grid >= 1"), String::from("0 against 1")));
-        }
-        if !(1..=K::INFO.max_threads).contains(&block) {
-            let values = format!("{block} threads in a block of at most {}", K::INFO.max_threads);
-            return Err(broken::<K>(String::from("1 <= block <= threads"), values));
-        }
-        Ok(Shape { grid, block, shared_bytes: 0 })
     }
 
     /// The bytes of dynamic shared memory that a block of so many threads must have.
@@ -218,14 +202,39 @@ impl<K: Entry> Call<K> {
     }
 }
 
-/// The error of an attribute that does not name a part of the shape.
-fn missing<K: Entry>(clause: &str) -> ContractError {
-    let remedy = "its attribute names none; launch it with a shape of your own";
-    broken::<K>(String::from(clause), String::from(remedy))
+// Functions of `KernelInfo` are compiled once, and those of `K` for each kernel.
+
+/// Blocks and threads without shared memory, if the attribute allows so many.
+fn launches(
+    kernel: &KernelInfo,
+    [blocks, threads]: [Option<Count>; 2],
+    [grid, block]: [u32; 2],
+) -> Result<Shape, ContractError> {
+    for (what, unit, count, given) in [("grid", "blocks", blocks, grid), ("block", "threads", threads, block)]
+    {
+        if let Some((clause, want)) = count.and_then(|count| count.broken_by(given)) {
+            let values = format!("{want} {unit}, {given} were given");
+            return Err(broken(kernel, format!("{what} {clause}"), values));
+        }
+    }
+    if grid == 0 {
+        return Err(broken(kernel, String::from("grid >= 1"), String::from("0 against 1")));
+    }
+    if !(1..=kernel.max_threads).contains(&block) {
+        let values = format!("{block} threads in a block of at most {}", kernel.max_threads);
+        return Err(broken(kernel, String::from("1 <= block <= threads"), values));
+    }
+    Ok(Shape { grid, block, shared_bytes: 0 })
 }
 
-fn broken<K: Entry>(clause: String, values: String) -> ContractError {
-    ContractError { kernel: K::INFO.name, clause, values }
+/// The error of an attribute that does not name a part of the shape.
+fn missing(kernel: &KernelInfo, clause: &str) -> ContractError {
+    let remedy = "its attribute names none; launch it with a shape of your own";
+    broken(kernel, String::from(clause), String::from(remedy))
+}
+
+fn broken(kernel: &KernelInfo, clause: String, values: String) -> ContractError {
+    ContractError { kernel: kernel.name, clause, values }
 }
 
 /// A clause of a kernel's contract that does not hold.

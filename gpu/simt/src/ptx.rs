@@ -80,12 +80,17 @@ impl core::error::Error for StalePtx {}
 /// # Errors
 /// Both descriptions, where they differ.
 pub fn check_fresh<K: Entry>(ptx: &str) -> Result<(), StalePtx> {
-    let source = format!("{}", K::INFO);
-    let begins = format!("{DESCRIPTION}{}: ", K::INFO.name);
+    describes(&K::INFO, ptx)
+}
+
+/// [`check_fresh`], compiled once for all kernels.
+fn describes(kernel: &KernelInfo, ptx: &str) -> Result<(), StalePtx> {
+    let source = format!("{kernel}");
+    let begins = format!("{DESCRIPTION}{}: ", kernel.name);
     let found = ptx.lines().find(|line| line.starts_with(&begins));
     match found {
         Some(line) if line == source => Ok(()),
-        other => Err(StalePtx { kernel: K::INFO.name, source, ptx: other.map(str::to_owned) }),
+        other => Err(StalePtx { kernel: kernel.name, source, ptx: other.map(str::to_owned) }),
     }
 }
 

@@ -60,6 +60,24 @@ where
     T: Send,
     F: Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 {
+    let results = Mutex::new((0..size).map(|_| None).collect::<Vec<Option<T>>>());
+    join_threads(size, timeout, &|rank, group| {
+        let result = rank_main(rank, group)?;
+        lock(&results)[rank as usize] = Some(result);
+        Ok(())
+    })?;
+    let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok(results.into_iter().flatten().collect())
+}
+
+/// [`run_threads`] without results, compiled once for all that run. Each thread has returned `Ok`
+/// where this does.
+#[allow(clippy::result_large_err)] // As of `run_threads`.
+fn join_threads(
+    size: u32,
+    timeout: Duration,
+    rank_main: &(dyn Fn(u32, Arc<dyn ProcessGroup>) -> Result<()> + Sync),
+) -> Result<(), RankFailure> {
     let store = Arc::new(HashStore::new());
     let first_failure = Mutex::new(None);
     let report = |rank: u32, error: Error| {
@@ -71,48 +89,49 @@ where
             *first = Some(RankFailure { rank, error });
         }
     };
-    let run = |rank: u32| -> Option<T> {
+    let run = |rank: u32| {
         let options = MeshOptions { timeout, connect: Connect::Eager, ..MeshOptions::default() };
-        let group = MeshGroup::new(store.clone(), rank, size, "threads", options);
-        let group = group.map(Arc::new).map_err(|error| report(rank, error)).ok()?;
+        let group = match MeshGroup::new(store.clone(), rank, size, "threads", options) {
+            Ok(group) => Arc::new(group),
+            Err(error) => return report(rank, error),
+        };
         let main = || rank_main(rank, group.clone());
         let outcome = catch_unwind(AssertUnwindSafe(main)).unwrap_or_else(|panic| {
             Err(Error::os("rank thread", format!("panicked: {}", panic_text(&*panic))))
         });
-        outcome
-            .map_err(|error| {
-                // Report first, before the consequences on other ranks. Then abort the group, so
-                // that no rank waits for this one.
-                let reason = error.to_string();
-                report(rank, error);
-                group.abort(&reason);
-            })
-            .ok()
+        if let Err(error) = outcome {
+            // Report first, before the consequences on other ranks. Then abort the group, so that
+            // no rank waits for this one.
+            let reason = error.to_string();
+            report(rank, error);
+            group.abort(&reason);
+        }
     };
     // If the system does not list blocked threads, devices use the real clock.
     let time = VirtualTime::of_this_thread().or_else(VirtualTime::new);
-    let results = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for rank in 0..size {
             let run = &run;
             let builder = std::thread::Builder::new().name(format!("rank {rank}"));
             match builder.spawn_scoped(scope, as_member(time.clone(), move || run(rank))) {
-                Ok(thread) => threads.push(thread),
+                Ok(thread) => threads.push((rank, thread)),
                 Err(error) => {
                     report(rank, Error::system("spawn thread", error));
                     break;
                 }
             }
         }
-        // A thread's own panic was caught above.
-        threads.into_iter().map(|thread| thread.join().ok().flatten()).collect::<Option<Vec<T>>>()
-    });
-    match (first_failure.into_inner().unwrap_or_else(PoisonError::into_inner), results) {
-        (None, Some(results)) => Ok(results),
-        (Some(failure), _) => Err(failure),
-        (None, None) => {
-            Err(RankFailure { rank: 0, error: Error::os("rank thread", "ended without a result") })
+        // A panic of `rank_main` was caught above.
+        for (rank, thread) in threads {
+            if thread.join().is_err() {
+                report(rank, Error::os("rank thread", "ended without a result"));
+            }
         }
+    });
+    match first_failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(failure) => Err(failure),
+        None => Ok(()),
     }
 }
 

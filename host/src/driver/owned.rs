@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use bytemuck::AnyBitPattern;
 use epoxide_gpu::kernels::{self as gpu, Call, ContractError};
 use epoxide_gpu::layout::{DevicePtr, Section};
-use epoxide_gpu::simt::ptx::{CutPtx, check_fresh};
+use epoxide_gpu::simt::ptx::{CutPtx, StalePtx, check_fresh};
 
 use super::device::Device;
 use super::raw::{CopyEnd, FabricHandle, LaunchConfig, MemoryKind, RawMemory, RawStream};
@@ -911,10 +911,10 @@ impl Described {
         Described { waiting, lines: Cow::Owned(cut.descriptions().collect()), origin }
     }
 
-    /// An error where the text describes another kernel of the name of `K`. A kernel without a
-    /// description is not compared.
-    fn check<K: gpu::Entry>(&self) -> Result<()> {
-        let Err(stale) = check_fresh::<K>(&self.lines) else { return Ok(()) };
+    /// An error where the text describes another kernel of the name, by [`check_fresh`] of the
+    /// kernel. One without a description is not compared.
+    fn check(&self, check_fresh: fn(&str) -> std::result::Result<(), StalePtx>) -> Result<()> {
+        let Err(stale) = check_fresh(&self.lines) else { return Ok(()) };
         match &stale.ptx {
             None => Ok(()),
             Some(line) if self.origin == Origin::OtherVersion && params(line) == params(&stale.source) => {
@@ -1063,16 +1063,26 @@ impl Kernel {
     /// built with.
     fn takes<K: gpu::Entry>(&self, call: std::result::Result<Call<K>, ContractError>) -> Result<Call<K>> {
         let call = call.map_err(broken)?;
-        if self.name != K::INFO.name {
-            let rule = format!("its arguments were given to {}", self.name);
-            return Err(Error::Launch { kernel: K::INFO.name, rule });
-        }
-        if self.compared.get() != Some(&K::INFO) {
-            self.module.0.text.check::<K>()?;
-            // Two types of one name, such as of two versions of a crate, are compared each time.
-            let _ = self.compared.set(K::INFO);
-        }
+        self.is(&K::INFO, check_fresh::<K>)?;
         Ok(call)
+    }
+
+    /// An error where this is not the kernel, of the source that this program was built with.
+    fn is(
+        &self,
+        kernel: &gpu::KernelInfo,
+        check_fresh: fn(&str) -> std::result::Result<(), StalePtx>,
+    ) -> Result<()> {
+        if self.name != kernel.name {
+            let rule = format!("its arguments were given to {}", self.name);
+            return Err(Error::Launch { kernel: kernel.name, rule });
+        }
+        if self.compared.get() != Some(kernel) {
+            self.module.0.text.check(check_fresh)?;
+            // Two types of one name, such as of two versions of a crate, are compared each time.
+            let _ = self.compared.set(*kernel);
+        }
+        Ok(())
     }
 }
 

@@ -145,150 +145,160 @@ fn assert_same(want: &Verdict, got: Option<ViolationAt>, what: &str) {
     }
 }
 
-/// Strong accesses are all of 4 bytes, and their runs have no reads by bulk copies: a strong read
-/// stands for earlier weak reads of its thread, which a strong write may race with alone.
 #[test]
-fn violations_are_those_of_a_model_with_every_byte_and_every_thread() {
-    for_each_seed(400, |seed| {
-        let mut rng = Rng::new(seed);
-        let strong = seed % 4 == 3;
-        let grids = Grids::default();
-        let filled = rng.below(2) == 0;
-        let mut shadow = Shadow::new(false, filled);
-        // Finds the same, although it notes reads later.
-        let mut deferring = Shadow::deferring(filled);
-        let mut model = Model {
-            bytes: vec![Byte { written: filled, ..Byte::default() }; BYTES as usize],
-            past: [[0; THREADS]; WARPS],
-            published: [[0; THREADS]; WARPS],
-        };
-        let mut pasts: [CausalPast; WARPS] = Default::default();
-        let mut published: [VectorClock; WARPS] = Default::default();
-        let (mut ticks, mut groups) = ([1; WARPS], [0u32; THREADS]);
-        for step in 0..300 {
-            let warp = rng.below(WARPS as u64) as usize;
-            let warp_key = clock::warp(1, 0, warp as u32);
-            let what = format!("step {step}");
-            match rng.below(10) {
-                // A release of all lanes or of one, which a warp acquires, perhaps the same.
-                0 | 1 => {
-                    let (to, one) = (rng.below(WARPS as u64) as usize, rng.below(3) == 0);
-                    let past = pasts[warp].clone();
-                    pasts[to].join(&past);
-                    let from = model.past[warp];
-                    model.past[to].iter_mut().zip(from).for_each(|(to, from)| *to = from.max(*to));
-                    let lane = rng.below(32) as usize;
-                    let of = if one { clock::lane(warp_key, lane) } else { warp_key };
-                    pasts[to].all.raise(of, ticks[warp]);
-                    let all = if one { lane..lane + 1 } else { 0..32 };
-                    all.for_each(|lane| model.past[to][thread(warp, lane, false)] = ticks[warp]);
-                    ticks[warp] += 1;
+fn violations_of_weak_accesses_to_filled_memory_are_those_of_a_model() {
+    for_each_seed(150, |seed| equals_a_model(seed, false, true));
+}
+
+#[test]
+fn violations_of_weak_accesses_to_fresh_memory_are_those_of_a_model() {
+    for_each_seed(150, |seed| equals_a_model(seed, false, false));
+}
+
+#[test]
+fn violations_of_weak_and_strong_accesses_are_those_of_a_model() {
+    for_each_seed(100, |seed| equals_a_model(seed, true, seed % 2 == 0));
+}
+
+/// Compares the violations of a random run with those of a model that has every byte and every
+/// thread. Strong accesses are all of 4 bytes, and their runs have no reads by bulk copies: a strong
+/// read stands for earlier weak reads of its thread, which a strong write may race with alone.
+fn equals_a_model(seed: u64, strong: bool, filled: bool) {
+    let mut rng = Rng::new(seed);
+    let grids = Grids::default();
+    let mut shadow = Shadow::new(false, filled);
+    // Finds the same, although it notes reads later.
+    let mut deferring = Shadow::deferring(filled);
+    let mut model = Model {
+        bytes: vec![Byte { written: filled, ..Byte::default() }; BYTES as usize],
+        past: [[0; THREADS]; WARPS],
+        published: [[0; THREADS]; WARPS],
+    };
+    let mut pasts: [CausalPast; WARPS] = Default::default();
+    let mut published: [VectorClock; WARPS] = Default::default();
+    let (mut ticks, mut groups) = ([1; WARPS], [0u32; THREADS]);
+    for step in 0..300 {
+        let warp = rng.below(WARPS as u64) as usize;
+        let warp_key = clock::warp(1, 0, warp as u32);
+        let what = format!("step {step}");
+        match rng.below(10) {
+            // A release of all lanes or of one, which a warp acquires, perhaps the same.
+            0 | 1 => {
+                let (to, one) = (rng.below(WARPS as u64) as usize, rng.below(3) == 0);
+                let past = pasts[warp].clone();
+                pasts[to].join(&past);
+                let from = model.past[warp];
+                model.past[to].iter_mut().zip(from).for_each(|(to, from)| *to = from.max(*to));
+                let lane = rng.below(32) as usize;
+                let of = if one { clock::lane(warp_key, lane) } else { warp_key };
+                pasts[to].all.raise(of, ticks[warp]);
+                let all = if one { lane..lane + 1 } else { 0..32 };
+                all.for_each(|lane| model.past[to][thread(warp, lane, false)] = ticks[warp]);
+                ticks[warp] += 1;
+            }
+            // A barrier of the warp, and a proxy fence by all lanes.
+            2 => {
+                pasts[warp].all.raise(warp_key, ticks[warp]);
+                (0..32).for_each(|l| model.past[warp][thread(warp, l, false)] = ticks[warp]);
+                published[warp] = pasts[warp].all.clone();
+                model.published[warp] = model.past[warp];
+                ticks[warp] += 1;
+            }
+            // A bulk copy. Its warp may wait for a write at once. It waits for no read, since
+            // an access before the copy would get a proxy fence on its way through the copy.
+            3 => {
+                let lane = rng.below(32) as usize;
+                let t = thread(warp, lane, true);
+                groups[t] += 1;
+                let bytes = 16 * (1 + rng.below(16));
+                let at = START + 16 * rng.below((BYTES - bytes) / 16 + 1);
+                let me = Event { thread: t, tick: groups[t], pc: step, strong: false };
+                let record = Record::of(key(t), me.tick, step, How::BULK);
+                let view = PastView::all(&pasts[warp]);
+                let who = Accessor { record, own: 0, view, published: Some(&published[warp]) };
+                let never = |_: u64| false;
+                let write = strong || rng.below(2) == 0;
+                let (want, [got, later]) = if write {
+                    let shadows = [&mut shadow, &mut deferring];
+                    let got = shadows.map(|s| s.write(&grids, at, bytes, &who, never, NOT_KEPT).1);
+                    (model.access(warp, me, at, bytes, Some(&never)), got)
+                } else {
+                    let got = [&mut shadow, &mut deferring].map(|s| s.read(&grids, at, bytes, &who));
+                    (model.access(warp, me, at, bytes, None), got)
+                };
+                assert_eq!(later.all, got.all, "{what}");
+                assert_same(&want, got.first(), &what);
+                if write && rng.below(2) == 0 {
+                    pasts[warp].all.raise(key(t), me.tick);
+                    model.past[warp][t] = me.tick;
                 }
-                // A barrier of the warp, and a proxy fence by all lanes.
-                2 => {
-                    pasts[warp].all.raise(warp_key, ticks[warp]);
-                    (0..32).for_each(|l| model.past[warp][thread(warp, l, false)] = ticks[warp]);
-                    published[warp] = pasts[warp].all.clone();
-                    model.published[warp] = model.past[warp];
-                    ticks[warp] += 1;
-                }
-                // A bulk copy. Its warp may wait for a write at once. It waits for no read, since
-                // an access before the copy would get a proxy fence on its way through the copy.
-                3 => {
-                    let lane = rng.below(32) as usize;
-                    let t = thread(warp, lane, true);
-                    groups[t] += 1;
-                    let bytes = 16 * (1 + rng.below(16));
-                    let at = START + 16 * rng.below((BYTES - bytes) / 16 + 1);
-                    let me = Event { thread: t, tick: groups[t], pc: step, strong: false };
-                    let record = Record::of(key(t), me.tick, step, How::BULK);
-                    let view = PastView::all(&pasts[warp]);
-                    let who = Accessor { record, own: 0, view, published: Some(&published[warp]) };
-                    let never = |_: u64| false;
-                    let write = strong || rng.below(2) == 0;
-                    let (want, [got, later]) = if write {
-                        let shadows = [&mut shadow, &mut deferring];
-                        let got = shadows.map(|s| s.write(&grids, at, bytes, &who, never, NOT_KEPT).1);
-                        (model.access(warp, me, at, bytes, Some(&never)), got)
-                    } else {
-                        let got = [&mut shadow, &mut deferring].map(|s| s.read(&grids, at, bytes, &who));
-                        (model.access(warp, me, at, bytes, None), got)
-                    };
-                    assert_eq!(later.all, got.all, "{what}");
-                    assert_same(&want, got.first(), &what);
-                    if write && rng.below(2) == 0 {
-                        pasts[warp].all.raise(key(t), me.tick);
-                        model.past[warp][t] = me.tick;
+            }
+            // A row of lanes, several lanes at one place, or one lane.
+            shape => {
+                let write = rng.below(2) == 0;
+                let first = rng.below(32) as usize;
+                let row = shape < 7;
+                let size = if strong { 4 } else { 1 << (rng.below(3) + if row { 2 } else { 0 }) };
+                let most = (32 - first as u64).min(BYTES / size);
+                let mask = match shape {
+                    _ if row => (u32::MAX >> (32 - (1 + rng.below(most)))) << first,
+                    7 if !write => rng.next() as u32 | 1 << first,
+                    _ => 1 << first,
+                };
+                let (first, count) = (mask.trailing_zeros() as usize, u64::from(mask.count_ones()));
+                let bytes = if row { size * count } else { size };
+                let at = START + size * rng.below((BYTES - bytes) / size + 1);
+                // A row may read parts of words, and not what lies between.
+                let apart = row && !write && !strong && count > 1 && rng.below(3) == 0;
+                let width = if apart { 1 + rng.below(2) } else { size };
+                let at = at + width * rng.below(size / width);
+                let sem = if strong { Sem::Relaxed } else { Sem::Weak };
+                let how = How::generic(sem, Scope::Sys, size as u8, Update::No);
+                let record = Record::of(warp_key, ticks[warp], step, how);
+                let lone = clock::lane(warp_key, first);
+                let (record, own) = match (count, write) {
+                    (1, true) => (Record { actor: lone, ..record }, lone),
+                    (1, false) => (Record { lanes: mask, ..record }, lone),
+                    _ if row => {
+                        (Record { lanes: ROW_LANES, row: Row::new(at, size, first), ..record }, warp_key)
                     }
-                }
-                // A row of lanes, several lanes at one place, or one lane.
-                shape => {
-                    let write = rng.below(2) == 0;
-                    let first = rng.below(32) as usize;
-                    let row = shape < 7;
-                    let size = if strong { 4 } else { 1 << (rng.below(3) + if row { 2 } else { 0 }) };
-                    let most = (32 - first as u64).min(BYTES / size);
-                    let mask = match shape {
-                        _ if row => (u32::MAX >> (32 - (1 + rng.below(most)))) << first,
-                        7 if !write => rng.next() as u32 | 1 << first,
-                        _ => 1 << first,
-                    };
-                    let (first, count) = (mask.trailing_zeros() as usize, u64::from(mask.count_ones()));
-                    let bytes = if row { size * count } else { size };
-                    let at = START + size * rng.below((BYTES - bytes) / size + 1);
-                    // A row may read parts of words, and not what lies between.
-                    let apart = row && !write && !strong && count > 1 && rng.below(3) == 0;
-                    let width = if apart { 1 + rng.below(2) } else { size };
-                    let at = at + width * rng.below(size / width);
-                    let sem = if strong { Sem::Relaxed } else { Sem::Weak };
-                    let how = How::generic(sem, Scope::Sys, size as u8, Update::No);
-                    let record = Record::of(warp_key, ticks[warp], step, how);
-                    let lone = clock::lane(warp_key, first);
-                    let (record, own) = match (count, write) {
-                        (1, true) => (Record { actor: lone, ..record }, lone),
-                        (1, false) => (Record { lanes: mask, ..record }, lone),
-                        _ if row => {
-                            (Record { lanes: ROW_LANES, row: Row::new(at, size, first), ..record }, warp_key)
-                        }
-                        _ => (Record { lanes: mask, ..record }, warp_key),
-                    };
-                    let who = Accessor { record, own, view: PastView::all(&pasts[warp]), published: None };
-                    let salt = rng.below(3);
-                    let unchanged = |word: u64| word / 4 % 3 == salt;
-                    let [got, later] = [&mut shadow, &mut deferring].map(|shadow| {
-                        if write {
-                            return shadow.write(&grids, at, bytes, &who, unchanged, NOT_KEPT).1;
-                        }
-                        let got = match apart {
-                            true => {
-                                let bytes = size * (count - 1) + width;
-                                shadow.read_apart(&grids, (at, size, width), bytes, &who)
-                            }
-                            false => shadow.read(&grids, at, bytes, &who),
-                        };
-                        if strong && got.may_observe {
-                            shadow.saw(&grids, at, bytes, &who);
-                        }
-                        got
-                    });
-                    assert_eq!(later.all, got.all, "{what}");
-                    let mut got = got.all.into_iter().peekable();
-                    for (i, lane) in (0..).zip(lanes(mask)) {
-                        let at = if row { at + i * size } else { at };
-                        let me =
-                            Event { thread: thread(warp, lane, false), tick: ticks[warp], pc: step, strong };
-                        let unchanged: &dyn Fn(u64) -> bool = &unchanged;
-                        let want = model.access(warp, me, at, width, write.then_some(unchanged));
-                        if strong && !write {
-                            model.saw(warp, me, at, size);
-                        }
-                        let found = got.next_if(|(found, _)| count == 1 || *found == lane);
-                        assert_same(&want, found.map(|(_, found)| found), &format!("{what}, lane {lane}"));
+                    _ => (Record { lanes: mask, ..record }, warp_key),
+                };
+                let who = Accessor { record, own, view: PastView::all(&pasts[warp]), published: None };
+                let salt = rng.below(3);
+                let unchanged = |word: u64| word / 4 % 3 == salt;
+                let [got, later] = [&mut shadow, &mut deferring].map(|shadow| {
+                    if write {
+                        return shadow.write(&grids, at, bytes, &who, unchanged, NOT_KEPT).1;
                     }
+                    let got = match apart {
+                        true => {
+                            let bytes = size * (count - 1) + width;
+                            shadow.read_apart(&grids, (at, size, width), bytes, &who)
+                        }
+                        false => shadow.read(&grids, at, bytes, &who),
+                    };
+                    if strong && got.may_observe {
+                        shadow.saw(&grids, at, bytes, &who);
+                    }
+                    got
+                });
+                assert_eq!(later.all, got.all, "{what}");
+                let mut got = got.all.into_iter().peekable();
+                for (i, lane) in (0..).zip(lanes(mask)) {
+                    let at = if row { at + i * size } else { at };
+                    let me = Event { thread: thread(warp, lane, false), tick: ticks[warp], pc: step, strong };
+                    let unchanged: &dyn Fn(u64) -> bool = &unchanged;
+                    let want = model.access(warp, me, at, width, write.then_some(unchanged));
+                    if strong && !write {
+                        model.saw(warp, me, at, size);
+                    }
+                    let found = got.next_if(|(found, _)| count == 1 || *found == lane);
+                    assert_same(&want, found.map(|(_, found)| found), &format!("{what}, lane {lane}"));
                 }
             }
         }
-    });
+    }
 }
 
 /// If a row of lanes is found settled, no lane may read an older value of its element.

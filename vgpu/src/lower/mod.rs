@@ -253,7 +253,11 @@ impl Lower<'_> {
 
     fn instruction(&mut self, inst: &ptx::Instruction) -> Lowered<()> {
         self.pos = inst.pos;
-        self.origin = Origin { ptx_line: inst.pos.line as u32, source: inst.source.unwrap_or_default() };
+        self.origin = Origin {
+            ptx_line: inst.pos.line as u32,
+            ptx_byte: inst.pos.start,
+            source: inst.source.unwrap_or_default(),
+        };
         self.guard = NO_GUARD;
         if let Some((name, negated)) = &inst.guard {
             match self.lookup(name, inst.pos)? {

@@ -13,16 +13,8 @@ use crate::PtxError;
 /// Text that is not PTX, with its place.
 pub fn parse(text: &str) -> Result<File, PtxError> {
     let tokens = tokenize(text)?;
-    let lines = text.lines().collect();
-    let mut p = Parser {
-        variable_bytes: 0,
-        text,
-        lines,
-        tokens,
-        at: 0,
-        file: File::default(),
-        locs: Locs::default(),
-    };
+    let mut p =
+        Parser { variable_bytes: 0, text, tokens, at: 0, file: File::default(), locs: Locs::default() };
     p.module()?;
     Ok(p.file)
 }
@@ -38,7 +30,6 @@ struct Parser<'a> {
     /// Bytes of the `.global` and `.const` variables so far.
     variable_bytes: usize,
     text: &'a str,
-    lines: Vec<&'a str>,
     tokens: Vec<Token<'a>>,
     at: usize,
     file: File,
@@ -326,8 +317,8 @@ impl<'a> Parser<'a> {
                 }
                 // `// inlined_at F L` gives the same in a comment, because ptxas rejects a call
                 // site that has no `.loc` of its own.
-                let text = self.lines.get(t.span.line - 1);
-                let inlined_at = caller.or_else(|| text.and_then(|text| inlined_at(text)));
+                let rest_of_line = self.text[t.span.start..].lines().next();
+                let inlined_at = caller.or_else(|| rest_of_line.and_then(inlined_at));
                 self.locs.add([file, line, column], inlined_at);
             }
             _ => {
