@@ -60,10 +60,14 @@ where
     T: Send,
     F: Fn(u32, Arc<dyn ProcessGroup>) -> Result<T> + Sync,
 {
-    let results = Mutex::new((0..size).map(|_| None).collect::<Vec<Option<T>>>());
+    // As long as ranks have ended: a `size` of billions fails at its threads, without their memory.
+    let results = Mutex::new(Vec::<Option<T>>::new());
     join_threads(size, timeout, &|rank, group| {
         let result = rank_main(rank, group)?;
-        lock(&results)[rank as usize] = Some(result);
+        let mut results = lock(&results);
+        let len = results.len().max(rank as usize + 1);
+        results.resize_with(len, || None);
+        results[rank as usize] = Some(result);
         Ok(())
     })?;
     let results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
