@@ -23,9 +23,10 @@ use crate::fault::{
     Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
 };
 use crate::float_mode::IeeeMode;
-use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Regs, Rows, Special, WgmmaOp};
+use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Special, WgmmaOp};
 use crate::kernel::Kernel;
 use crate::memory::{Memory, Region};
+use crate::registers::Regs;
 use crate::seeds::{Rng, mix};
 use std::sync::{Arc, MutexGuard};
 
@@ -524,6 +525,7 @@ impl Grid {
     fn add_slot(&mut self) {
         let slot = self.blocks.len() as u32;
         let warps = self.config.block.iter().product::<u32>().div_ceil(32);
+        let registers = Regs::of_warps(warps as usize, self.env.kernel.slots);
         self.blocks.push(Block {
             state: BlockState {
                 ctaid: [0; 3],
@@ -545,7 +547,7 @@ impl Grid {
                 warpgroups: vec![],
                 read_outside: false,
             },
-            warps: (0..warps).map(|_| Warp::default()).collect(),
+            warps: registers.into_iter().map(Warp::new).collect(),
             ready: 0,
             sm: slot % self.sm_count,
             check: None,
@@ -607,7 +609,6 @@ impl Grid {
         for (w, warp) in (0..).zip(&mut b.warps) {
             let lanes = (threads - w * 32).min(32);
             let live = if lanes == 32 { u32::MAX } else { (1 << lanes) - 1 };
-            warp.regs.resize(kernel.slots);
             kernel.alive_at_start.iter().for_each(|&(file, slot)| warp.regs.copy(regs, file, slot));
             let several = self.clusters.size() > 1;
             let own = kernel.inits.iter().filter(|(_, _, init)| init.differs_by_warp(several));
@@ -1328,12 +1329,12 @@ fn dynamic_shared_offset(kernel: &Kernel) -> u32 {
     SHARED_BASE + kernel.static_shared
 }
 
-fn poisoned_registers([n32, n64, np]: [u32; 3], poison: u64) -> Regs {
-    Regs {
-        r32: Rows::filled(poison as u32, n32),
-        r64: Rows::filled(poison, n64),
-        pred: vec![poison as u32; np as usize],
-    }
+fn poisoned_registers(slots: [u32; 3], poison: u64) -> Regs {
+    let mut regs = Regs::of_warps(1, slots).remove(0);
+    regs.r32.fill([poison as u32; 32]);
+    regs.r64.fill([poison; 32]);
+    regs.pred.fill(poison as u32);
+    regs
 }
 
 /// Runs a warp for a slice; an error with the instruction where it stopped.

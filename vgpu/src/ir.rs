@@ -11,6 +11,7 @@ use crate::exec::mma::Mma;
 use crate::exec::products::WarpProduct;
 use crate::exec::wgmma::Product;
 use crate::ptx::Source;
+use crate::registers::Regs;
 use crate::tensor_map::{MOST_AXES, MOST_DIMENSIONS};
 
 /// Named barriers per block.
@@ -38,80 +39,6 @@ pub(crate) enum File {
     R32,
     R64,
     Pred,
-}
-
-/// A register of all lanes. It begins at a cache line.
-#[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
-struct Row<T>([T; 32]);
-
-/// A file of registers, as a slice of the lanes of each.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Rows<T>(Vec<Row<T>>);
-
-impl<T: Copy + Default> Rows<T> {
-    /// So many registers that hold `value` everywhere.
-    pub(crate) fn filled(value: T, n: u32) -> Self {
-        Rows(vec![Row([value; 32]); n as usize])
-    }
-
-    /// Makes room for so many registers.
-    fn resize(&mut self, n: u32) {
-        // Written in place, unlike copies of a value.
-        self.0.resize_with(n as usize, || Row([T::default(); 32]));
-    }
-}
-
-impl<T> Rows<T> {
-    /// A row has the length of its lanes, so the rows are an array of those.
-    const WHOLE: () = assert!(size_of::<Row<T>>() == 32 * size_of::<T>());
-}
-
-impl<T> std::ops::Deref for Rows<T> {
-    type Target = [[T; 32]];
-    #[inline(always)]
-    fn deref(&self) -> &[[T; 32]] {
-        let () = Self::WHOLE;
-        // SAFETY: a row is an array of 32 lanes at its start, and nothing behind it.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len()) }
-    }
-}
-
-impl<T> std::ops::DerefMut for Rows<T> {
-    #[inline(always)]
-    fn deref_mut(&mut self) -> &mut [[T; 32]] {
-        let () = Self::WHOLE;
-        // SAFETY: see `deref`.
-        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len()) }
-    }
-}
-
-/// The registers of one warp.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Regs {
-    pub(crate) r32: Rows<u32>,
-    pub(crate) r64: Rows<u64>,
-    /// One bit per lane.
-    pub(crate) pred: Vec<u32>,
-}
-
-impl Regs {
-    /// Makes room for so many slots of each file.
-    pub(crate) fn resize(&mut self, [n32, n64, np]: [u32; 3]) {
-        self.r32.resize(n32);
-        self.r64.resize(n64);
-        self.pred.resize(np as usize, 0);
-    }
-
-    /// Copies a slot of other registers.
-    pub(crate) fn copy(&mut self, from: &Regs, file: File, slot: u32) {
-        let slot = slot as usize;
-        match file {
-            File::R32 => self.r32[slot] = from.r32[slot],
-            File::R64 => self.r64[slot] = from.r64[slot],
-            File::Pred => self.pred[slot] = from.pred[slot],
-        }
-    }
 }
 
 /// An arithmetic operation over the lanes of a mask. Its constructor defines the meaning of each

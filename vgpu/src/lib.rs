@@ -87,6 +87,7 @@ mod multicast;
 mod names;
 pub mod ptx;
 mod racing;
+mod registers;
 mod seeds;
 pub mod stream;
 mod symmetric;

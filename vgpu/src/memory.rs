@@ -13,6 +13,7 @@
 //! Fresh memory is no region yet. Its first contents are written before a table lists it: a kernel
 //! with the address of a freed region may access a new one there as soon as it is listed.
 
+use std::alloc::{Layout, handle_alloc_error};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -110,6 +111,33 @@ impl Reservation {
             return Err(MemoryError::OutOfBounds { addr: at, bytes, nearest: None });
         }
         Ok(())
+    }
+}
+
+impl Mapping {
+    /// So many bytes that no file holds, all zero.
+    fn anonymous(mapped: usize) -> rustix::io::Result<Mapping> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
+        let ptr = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, prot, MapFlags::PRIVATE) }?;
+        let ptr = NonNull::new(ptr.cast::<u8>()).expect("no page is at 0");
+        Ok(Mapping { ptr, mapped, unmapped_by: UnmappedBy::Itself })
+    }
+
+    /// The same for what must exist, as the elements of a `Vec`: ends the process where the system
+    /// has no such memory. `bytes` is not 0.
+    pub(crate) fn zeroed(bytes: usize) -> Mapping {
+        let layout = || Layout::from_size_align(bytes, PAGE as usize).unwrap_or(Layout::new::<u8>());
+        Mapping::anonymous(bytes).unwrap_or_else(|_| handle_alloc_error(layout()))
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.mapped
+    }
+
+    /// Its first byte, at the start of a page.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.ptr
     }
 }
 
@@ -516,13 +544,9 @@ impl Memory {
     /// Maps `rounded` bytes that no file holds. Miri maps no files; regions are such memory there,
     /// and cannot be exported.
     fn map_anonymous(&self, rounded: u64) -> Result<Fresh, MemoryError> {
-        let (prot, mapped) = (ProtFlags::READ | ProtFlags::WRITE, rounded as usize);
-        // SAFETY: a fresh mapping at an address of the kernel's choice disturbs no existing memory.
-        let ptr = unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, prot, MapFlags::PRIVATE) };
-        let ptr = NonNull::new(ptr.map_err(os("mmap"))?.cast::<u8>()).expect("no page is at 0");
-        let mapping = Arc::new(Mapping { ptr, mapped, unmapped_by: UnmappedBy::Itself });
+        let mapping = Arc::new(Mapping::anonymous(rounded as usize).map_err(os("mmap"))?);
         // No file has this number, and no other memory this address.
-        let backing = self.checker().map(|_| (u64::MAX, ptr.as_ptr() as u64));
+        let backing = self.checker().map(|_| (u64::MAX, mapping.ptr.as_ptr() as u64));
         Ok(Fresh { mapping, fd: None, backing })
     }
 

@@ -60,9 +60,10 @@ mod machine {
 
     use super::translate::{HOLDERS, Lanes, Part, Program, Surroundings, slots_of, translate};
     use super::{Calls, Window};
-    use crate::ir::{FULL, Init, Regs};
+    use crate::ir::{FULL, Init};
     use crate::kernel::Kernel;
     use crate::lower::live::Live;
+    use crate::registers::Regs;
 
     /// A kernel is compiled when its grids have executed so many times as many instructions as it
     /// has.
@@ -279,8 +280,8 @@ pub(crate) use machine::Compiled;
 #[cfg(not(all(target_arch = "x86_64", not(miri))))]
 mod none {
     use super::{Calls, Window};
-    use crate::ir::Regs;
     use crate::kernel::Kernel;
+    use crate::registers::Regs;
 
     #[derive(Debug, Default)]
     pub(crate) struct Compiled;

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 
 use super::machine::{Compiled, compiles};
 use super::{Calls, Window};
-use crate::ir::{FULL, File, GUARD_NOT, Init, NO_GUARD, Op, Regs, SINK};
+use crate::ir::{FULL, File, GUARD_NOT, Init, NO_GUARD, Op, SINK};
 use crate::kernel::Kernel;
 use crate::lower::live::Live;
 use crate::module::Module;
+use crate::registers::Regs;
 use crate::seeds::Rng;
 use crate::{DeviceConfig, Grid, GridConfig, Memory, Progress};
 
@@ -67,8 +68,7 @@ fn wide(rng: &mut Rng) -> u64 {
 
 /// Registers of a warp before a block: arbitrary ones, and the constants.
 fn registers(kernel: &Kernel, rng: &mut Rng) -> Regs {
-    let mut regs = Regs::default();
-    regs.resize(kernel.slots);
+    let mut regs = Regs::of_warps(1, kernel.slots).remove(0);
     for row in regs.r32.iter_mut() {
         // Often the same in all lanes, as much of a kernel is.
         let same = (rng.below(3) == 0).then(|| word(rng));
@@ -88,6 +88,14 @@ fn registers(kernel: &Kernel, rng: &mut Rng) -> Regs {
             File::Pred => regs.pred[slot as usize] = if v != 0 { FULL } else { 0 },
         }
     }
+    regs
+}
+
+fn copy(kernel: &Kernel, from: &Regs) -> Regs {
+    let mut regs = Regs::of_warps(1, kernel.slots).remove(0);
+    regs.r32.copy_from_slice(&from.r32);
+    regs.r64.copy_from_slice(&from.r64);
+    regs.pred.copy_from_slice(&from.pred);
     regs
 }
 
@@ -127,7 +135,7 @@ fn same_blocks(kernel: &Kernel, rng: &mut Rng, rounds: usize) -> usize {
         let before = registers(kernel, rng);
         for &start in &starts {
             let end = (start + 1..n).find(|&i| !is_alu(i) || leaders[i]).unwrap_or(n);
-            let (mut want, mut got) = (before.clone(), before.clone());
+            let (mut want, mut got) = (copy(kernel, &before), copy(kernel, &before));
             interpret(kernel, &mut want, mask, start..end);
             let budget = (end - start) as u64;
             // SAFETY: the registers have the slots of the kernel, and the code is for these lanes.

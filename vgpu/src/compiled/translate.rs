@@ -12,7 +12,8 @@ use super::assembler::{
 };
 use super::native::{Binary, Compared, Float, Logic, Native, Shift, Unary, Width};
 use crate::exec::lanes::{Role, Sig};
-use crate::ir::{Access, File, GUARD_NOT, Inst, NO_GUARD, Op, Regs, SINK, Sem, Space};
+use crate::ir::{Access, File, GUARD_NOT, Inst, NO_GUARD, Op, SINK, Sem, Space};
+use crate::registers::Regs;
 
 /// Vector registers that hold values.
 pub(super) const HOLDERS: u8 = 28;

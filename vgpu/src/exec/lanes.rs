@@ -6,7 +6,8 @@ use half::{bf16, f16};
 
 use super::simd::top_bits;
 use crate::compiled::native::Native;
-use crate::ir::{AluFn, FULL, File, Regs};
+use crate::ir::{AluFn, FULL, File};
+use crate::registers::Regs;
 
 /// A scalar type that fits a register.
 pub(crate) trait Lane: Copy + Default + 'static {

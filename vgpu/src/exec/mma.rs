@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 use super::sums::{Adder, Sums, to_f16};
 use crate::float::{E4M3, E5M2, F32, Format, Overflow, Round, canonical, convert};
-use crate::ir::Regs;
+use crate::registers::Regs;
 
 /// Columns of B, C and D.
 pub(super) const COLUMNS: usize = 8;

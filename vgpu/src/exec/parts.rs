@@ -4,7 +4,8 @@
 use super::access::{LOADS, SHARED_TAG, TAG};
 use super::state::Exec;
 use crate::check::hooks::{Hooks, Part};
-use crate::ir::{Access, Regs, Sem, Space};
+use crate::ir::{Access, Sem, Space};
+use crate::registers::Regs;
 
 impl<W: Hooks> Exec<'_, W> {
     /// The part of the lanes `todo` that its first lane belongs to. Elements have `size` bytes. A

@@ -9,7 +9,8 @@ use super::sparse::Sparsity;
 use super::state::Exec;
 use crate::check::hooks::Hooks;
 use crate::float::{Directed, Round};
-use crate::ir::{File, Regs};
+use crate::ir::File;
+use crate::registers::Regs;
 
 /// An `mma.sync`: adds the product of A and B to D, in place.
 #[derive(Clone, Debug)]

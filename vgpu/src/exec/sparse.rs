@@ -11,7 +11,7 @@
 
 use super::mma::{COLUMNS, Element, Left, MOST_K, Mma, Right, Start};
 use super::sums::{Adder, Sums};
-use crate::ir::Regs;
+use crate::registers::Regs;
 
 /// Elements of a row of a stored A at most: those of `m16n8k128`.
 const MOST_STORED: usize = 64;

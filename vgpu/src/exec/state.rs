@@ -14,9 +14,10 @@ use super::polls::Polls;
 use super::wgmma::{Products, Warpgroup};
 use crate::device::{Clock, Output};
 use crate::fault::{FaultKind, WaitingFor};
-use crate::ir::{Access, BARRIERS, CLUSTER_BARRIER, Regs};
+use crate::ir::{Access, BARRIERS, CLUSTER_BARRIER};
 use crate::kernel::Kernel;
 use crate::memory::{Found, Table};
+use crate::registers::Regs;
 
 /// State of a group of lanes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -189,6 +190,11 @@ pub(crate) struct Warp {
 }
 
 impl Warp {
+    /// A warp of these registers, which has not started.
+    pub(crate) fn new(regs: Regs) -> Warp {
+        Warp { regs, ..Warp::default() }
+    }
+
     /// Prepares a warp to start at the first instruction. Registers must have been set already.
     pub(crate) fn start(&mut self, index: u32, live: u32) {
         self.index = index;

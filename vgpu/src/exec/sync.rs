@@ -7,10 +7,11 @@ use crate::check::hooks::{Hooks, Part, Place};
 use crate::check::record::{How, Update};
 use crate::fault::{FaultKind, WaitingFor};
 use crate::ir::{
-    Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Regs, Rmw, SINK, Scope, Sem,
+    Addr, BARRIERS, BarrierKind, CLUSTER_BARRIER, MbarOp, NAMED_BARRIERS, Op, Rmw, SINK, Scope, Sem,
     ShflMode, Space, Votes, WarpOp,
 };
 use crate::mbarrier::Mbarrier;
+use crate::registers::Regs;
 
 /// Lanes of a shuffle that read from absent lanes of its mask, and these absent lanes.
 #[derive(Clone, Copy, Default)]

@@ -7,7 +7,8 @@ use super::access::{LOADS, LOCAL_TAG, TAG, order_of, read, whole};
 use super::lanes::lanes;
 use super::state::{Exec, Run};
 use crate::check::hooks::Hooks;
-use crate::ir::{Access, Regs, Space};
+use crate::ir::{Access, Space};
+use crate::registers::Regs;
 
 /// Numbers of lanes whose strong loads are done one by one.
 pub(super) const FEW: RangeInclusive<u32> = 2..=4;

@@ -7,7 +7,8 @@ use super::types::{Mods, Ty};
 use crate::compiled::native::Native;
 use crate::exec::lanes::{Lane, Role, Sig, Spec, every_lane, lanes, op1, op2, rare1, rare2};
 use crate::float::{self, F32, Format, Overflow, Round, TF32};
-use crate::ir::{AluFn, File, Regs};
+use crate::ir::{AluFn, File};
+use crate::registers::Regs;
 
 const ROUND: &[(&str, (Round, bool))] = &[
     ("rn", (Round::Nearest, false)),
@@ -470,8 +471,7 @@ mod tests {
     /// narrow one.
     fn converted(f: AluFn, s: [u32; 6], words: &[u64; 32], d_wide: bool) -> [u64; 32] {
         let r32 = vec![words.map(|v| v as u32), [0; 32]];
-        let mut r = Regs::default();
-        r.resize([r32.len() as u32, 2, 1]);
+        let mut r = Regs::of_warps(1, [r32.len() as u32, 2, 1]).remove(0);
         r.r32.copy_from_slice(&r32);
         r.r64[0] = *words;
         // SAFETY: the constructor of `f` checked that this processor has the instructions that it

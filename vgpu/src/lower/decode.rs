@@ -6,8 +6,9 @@ use super::wgmma::integer;
 use super::{arith, call, cluster, convert, extended, matrix, mem, multimem, sync, tensor, wgmma, wmma};
 use crate::compiled::native::{Logic, Native, Unary, Width};
 use crate::exec::lanes::{Lane, Role, Sig, Spec, lanes, op1};
-use crate::ir::{File, Op, Regs, SINK};
+use crate::ir::{File, Op, SINK};
 use crate::ptx::{Operand, Span};
+use crate::registers::Regs;
 
 /// Takes the operands of an instruction with a decoded opcode, and adds the instruction to the
 /// code.

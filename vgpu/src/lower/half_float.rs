@@ -7,7 +7,8 @@ use super::decode::Emit;
 use super::types::{Mods, Ty};
 use crate::exec::lanes::{Lane, Sig, Spec, arg, def, lanes, rare1};
 use crate::float::{self, Half, MinMax};
-use crate::ir::{AluFn, Regs};
+use crate::ir::AluFn;
+use crate::registers::Regs;
 
 /// Results are those of the low half, and of packed operands those of the upper half as well.
 const PAIR: u32 = 1 << 8;

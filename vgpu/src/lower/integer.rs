@@ -5,8 +5,9 @@ use super::decode::{Emit, simple};
 use super::types::{Mods, Ty};
 use crate::compiled::native::Native;
 use crate::exec::lanes::{Lane, Sig, Spec, arg, def, lanes, op1, op2, op4, rare2, rare3};
-use crate::ir::{File, Init, Regs, SINK};
+use crate::ir::{File, Init, SINK};
 use crate::ptx::Operand;
+use crate::registers::Regs;
 
 /// `lop3`, and `lop3.{and,or}` with a predicate.
 pub(super) fn lop3(m: &mut Mods) -> Result<Emit, String> {
