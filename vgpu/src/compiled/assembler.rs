@@ -1,5 +1,30 @@
-//! An assembler for the few x86-64 instructions of compiled code: AVX-512 on whole registers, mask
-//! registers, and what little the frame around them needs.
+//! An assembler for the few x86-64 instructions of compiled code: AVX-512 or AVX2 on whole
+//! registers, mask registers, and what little the frame around them needs.
+
+/// The vector instructions that code is made of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Target {
+    /// 32 registers of 512 bits, and mask registers.
+    #[default]
+    Avx512,
+    /// 16 registers of 256 bits. The lanes of a mask are all ones or zeros in a vector register.
+    Avx2,
+}
+
+impl Target {
+    /// Lanes of 32 bits in a register.
+    pub(super) fn lanes(self) -> i32 {
+        match self {
+            Target::Avx512 => 16,
+            Target::Avx2 => 8,
+        }
+    }
+
+    /// Bytes of a register.
+    pub(super) fn bytes(self) -> i32 {
+        4 * self.lanes()
+    }
+}
 
 /// General registers, by their numbers.
 pub(super) const RAX: u8 = 0;
@@ -35,15 +60,16 @@ pub(super) enum Source {
     Constant(u32),
     /// The same 64 bits in every lane.
     Wide(u64),
+    /// These bits, for AVX2.
+    Lanes([u32; 8]),
 }
 
-/// An instruction in the EVEX encoding: opcode map (1: `0F`, 2: `0F 38`, 3: `0F 3A`), prefix
-/// (0: none, 1: `66`, 2: `F3`, 3: `F2`), operands of 64 bits, and opcode.
+/// A vector instruction in the EVEX encoding, or in the VEX encoding for AVX2: opcode map (1: `0F`,
+/// 2: `0F 38`, 3: `0F 3A`), prefix (0: none, 1: `66`, 2: `F3`, 3: `F2`), the bit W, and opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Vector(pub(super) u8, pub(super) u8, pub(super) bool, pub(super) u8);
 
-/// An instruction of mask registers in the VEX encoding: opcode map, prefix, the bits W and L, and
-/// opcode.
+/// An instruction in the VEX encoding: opcode map, prefix, the bits W and L, and opcode.
 #[derive(Clone, Copy, Debug)]
 struct Masked(u8, u8, bool, bool, u8);
 
@@ -65,6 +91,7 @@ pub(super) struct Label(usize);
 enum Constant {
     Narrow(usize),
     Wide(usize),
+    Lanes(usize),
 }
 
 /// The number of `v` in `list`, to which it is added if need be.
@@ -78,16 +105,22 @@ fn number_of<T: PartialEq + Copy>(list: &mut Vec<T>, v: T) -> usize {
 /// Code under construction.
 #[derive(Default)]
 pub(super) struct Assembler {
+    target: Target,
     pub(super) code: Vec<u8>,
     labels: Vec<Option<usize>>,
     jumps: Vec<(usize, Label)>,
     /// Operands behind the code, and the places that name them.
     constants: Vec<u32>,
     wide: Vec<u64>,
+    vectors: Vec<[u32; 8]>,
     to_constants: Vec<(usize, Constant)>,
 }
 
 impl Assembler {
+    pub(super) fn new(target: Target) -> Assembler {
+        Assembler { target, ..Assembler::default() }
+    }
+
     fn bytes(&mut self, bytes: &[u8]) {
         self.code.extend_from_slice(bytes);
     }
@@ -122,7 +155,7 @@ impl Assembler {
         if short { self.bytes(&[(m.offset / scale) as i8 as u8]) } else { self.word(m.offset) }
     }
 
-    /// A vector instruction on 512 bits: `d = op(a, b)` under the mask register `k` (0 for none).
+    /// A vector instruction on whole registers: `d = op(a, b)` under the mask register `k` (0 for none).
     /// Lanes outside of the mask keep what they have, or are stored as they were.
     pub(super) fn vector(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8) {
         self.vector_with(op, d, a, b, k, None);
@@ -130,12 +163,63 @@ impl Assembler {
 
     /// The same, with an immediate.
     pub(super) fn vector_with(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8, imm: Option<u8>) {
-        self.evex(op, [d, a], b, Tail { k, imm, size: 64 });
+        self.encode(op, [d, a], b, Tail { k, imm, size: 64 });
     }
 
     /// An instruction whose last operand, if in memory, has `size` bytes.
     pub(super) fn vector_sized(&mut self, op: Vector, d: u8, b: Source, size: i32) {
-        self.evex(op, [d, 0], b, Tail { k: 0, imm: None, size });
+        self.encode(op, [d, 0], b, Tail { k: 0, imm: None, size });
+    }
+
+    fn encode(&mut self, op: Vector, registers: [u8; 2], b: Source, tail: Tail) {
+        match self.target {
+            Target::Avx512 => self.evex(op, registers, b, tail),
+            Target::Avx2 => self.vex_vector(op, registers, b, tail.imm),
+        }
+    }
+
+    /// An instruction on 256 bits. Those with a broadcast constant have it as a whole vector.
+    fn vex_vector(
+        &mut self,
+        Vector(map, prefix, wide, opcode): Vector,
+        [d, a]: [u8; 2],
+        b: Source,
+        imm: Option<u8>,
+    ) {
+        let base = match b {
+            Source::Register(r) => r,
+            Source::Memory(m) => m.base,
+            _ => 0,
+        };
+        self.vex(Masked(map, prefix, wide, true, opcode), d, a, base);
+        let lanes = match b {
+            Source::Register(r) => {
+                self.bytes(&[0xc0 | (d & 7) << 3 | r & 7]);
+                None
+            }
+            Source::Memory(m) => {
+                self.memory(d, m, 1);
+                None
+            }
+            Source::Constant(v) => Some([v; 8]),
+            Source::Wide(v) => Some(std::array::from_fn(|i| (v >> (32 * (i % 2))) as u32)),
+            Source::Lanes(v) => Some(v),
+        };
+        if let Some(lanes) = lanes {
+            let constant = Constant::Lanes(number_of(&mut self.vectors, lanes));
+            self.constant(d, constant, imm);
+        }
+        if let Some(imm) = imm {
+            self.bytes(&[imm]);
+        }
+    }
+
+    /// ModRM byte and distance of a constant behind the code.
+    fn constant(&mut self, reg: u8, constant: Constant, imm: Option<u8>) {
+        self.bytes(&[(reg & 7) << 3 | 5]);
+        self.to_constants.push((self.code.len(), constant));
+        // The distance counts from the end of the instruction.
+        self.word(-4 - i32::from(imm.is_some()));
     }
 
     fn evex(&mut self, op: Vector, [d, a]: [u8; 2], b: Source, tail: Tail) {
@@ -146,7 +230,7 @@ impl Assembler {
         let (x, low) = match b {
             Source::Register(r) => (bit(r, 4), bit(r, 3)),
             Source::Memory(m) => (0, bit(m.base, 3)),
-            Source::Constant(_) | Source::Wide(_) => (0, 0),
+            Source::Constant(_) | Source::Wide(_) | Source::Lanes(_) => (0, 0),
         };
         let broadcast = u8::from(size == 64 && matches!(b, Source::Constant(_) | Source::Wide(_)));
         let inverted = bit(d, 3) << 7 | x << 6 | low << 5 | bit(d, 4) << 4;
@@ -160,16 +244,16 @@ impl Assembler {
         match b {
             Source::Register(r) => self.bytes(&[0xc0 | (d & 7) << 3 | r & 7]),
             Source::Memory(m) => self.memory(d, m, size),
-            Source::Constant(_) | Source::Wide(_) => {
-                let constant = match b {
-                    Source::Wide(v) => Constant::Wide(number_of(&mut self.wide, v)),
-                    Source::Constant(v) => Constant::Narrow(number_of(&mut self.constants, v)),
-                    _ => Constant::Narrow(0),
-                };
-                self.bytes(&[(d & 7) << 3 | 5]);
-                self.to_constants.push((self.code.len(), constant));
-                // The distance counts from the end of the instruction.
-                self.word(-4 - i32::from(imm.is_some()));
+            Source::Wide(v) => {
+                let constant = Constant::Wide(number_of(&mut self.wide, v));
+                self.constant(d, constant, imm);
+            }
+            Source::Constant(v) => {
+                let constant = Constant::Narrow(number_of(&mut self.constants, v));
+                self.constant(d, constant, imm);
+            }
+            Source::Lanes(v) => {
+                debug_assert!(false, "lanes {v:?} are for AVX2");
             }
         }
         if let Some(imm) = imm {
@@ -177,7 +261,7 @@ impl Assembler {
         }
     }
 
-    /// An instruction of mask registers in the VEX encoding.
+    /// An instruction in the VEX encoding, up to its opcode.
     fn vex(&mut self, op: Masked, d: u8, a: u8, base: u8) {
         let Masked(map, prefix, wide, long, opcode) = op;
         self.bytes(&[
@@ -251,6 +335,16 @@ impl Assembler {
     /// Loads 16 bits, zero-extended.
     pub(super) fn load_half(&mut self, d: u8, m: Mem) {
         self.general(false, &[0x0f, 0xb7], d, m);
+    }
+
+    /// Loads 8 bits, zero-extended.
+    pub(super) fn load_byte(&mut self, d: u8, m: Mem) {
+        self.general(false, &[0x0f, 0xb6], d, m);
+    }
+
+    /// Stores the low 8 bits of RAX, RCX or RDX.
+    pub(super) fn store_byte(&mut self, m: Mem, v: u8) {
+        self.general(false, &[0x88], v, m);
     }
 
     /// Stores 32 bits.
@@ -394,8 +488,12 @@ impl Assembler {
     /// The code with its constants. `None` if a label was never bound.
     pub(super) fn finish(mut self) -> Option<Vec<u8>> {
         self.code.resize(self.code.len().next_multiple_of(64), 0xcc);
-        let wide = self.code.len();
+        let vectors = self.code.len();
+        let wide = vectors + 32 * self.vectors.len();
         let constants = wide + 8 * self.wide.len();
+        for lane in std::mem::take(&mut self.vectors).into_iter().flatten() {
+            self.bytes(&lane.to_le_bytes());
+        }
         for constant in std::mem::take(&mut self.wide) {
             self.bytes(&constant.to_le_bytes());
         }
@@ -409,6 +507,7 @@ impl Assembler {
         patches.extend(self.to_constants.iter().map(|&(at, constant)| match constant {
             Constant::Narrow(n) => (at, constants + 4 * n),
             Constant::Wide(n) => (at, wide + 8 * n),
+            Constant::Lanes(n) => (at, vectors + 32 * n),
         }));
         for (at, target) in patches {
             let field: &mut [u8; 4] = self.code[at..].first_chunk_mut()?;

@@ -9,8 +9,8 @@
 //! other instruction. The interpreter continues from there. All live values are in the registers of
 //! the warp then, so each side can continue the other, and both count the same instructions.
 //!
-//! It needs x86-64 with AVX-512 (F, BW, DQ, VL, CD and VPOPCNTDQ). Elsewhere, and in a process whose
-//! environment has `EPOXIDE_VGPU_COMPILE=0`, everything is interpreted. With
+//! It needs x86-64 with AVX-512 (F, BW, DQ, VL, CD and VPOPCNTDQ), or else AVX2 and FMA. Elsewhere,
+//! and in a process whose environment has `EPOXIDE_VGPU_COMPILE=0`, everything is interpreted. With
 //! `EPOXIDE_VGPU_COMPILE=1` kernels are compiled when they first run.
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -58,7 +58,8 @@ mod machine {
 
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
-    use super::translate::{HOLDERS, Lanes, Part, Program, Surroundings, slots_of, translate};
+    use super::assembler::Target;
+    use super::translate::{Lanes, Part, Program, Surroundings, holders, slots_of, translate};
     use super::{Calls, Window};
     use crate::ir::{FULL, Init};
     use crate::kernel::Kernel;
@@ -77,21 +78,29 @@ mod machine {
         Hot,
     }
 
-    fn when() -> When {
-        static WHEN: OnceLock<When> = OnceLock::new();
-        *WHEN.get_or_init(|| {
-            let has = is_x86_feature_detected!("avx512f")
+    /// The instructions that this processor has, best ones first.
+    pub(super) fn targets() -> &'static [Target] {
+        static TARGETS: OnceLock<Vec<Target>> = OnceLock::new();
+        TARGETS.get_or_init(|| {
+            let avx512 = is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512cd")
                 && is_x86_feature_detected!("avx512vpopcntdq");
-            match std::env::var("EPOXIDE_VGPU_COMPILE").as_deref() {
-                _ if !has => When::Never,
-                Ok("0") => When::Never,
-                Ok("1") => When::AtOnce,
-                _ => When::Hot,
-            }
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let all = [(Target::Avx512, avx512), (Target::Avx2, avx2)];
+            all.into_iter().filter(|(_, has)| *has).map(|(target, _)| target).collect()
+        })
+    }
+
+    fn when() -> When {
+        static WHEN: OnceLock<When> = OnceLock::new();
+        *WHEN.get_or_init(|| match std::env::var("EPOXIDE_VGPU_COMPILE").as_deref() {
+            _ if targets().is_empty() => When::Never,
+            Ok("0") => When::Never,
+            Ok("1") => When::AtOnce,
+            _ => When::Hot,
         })
     }
 
@@ -137,11 +146,14 @@ mod machine {
 
         #[cold]
         pub(super) fn compile(&self, kernel: &Kernel, checked: bool) {
-            self.compile_with(kernel, checked, HOLDERS);
+            if let [target, ..] = *targets() {
+                self.compile_with(kernel, checked, target, holders(target));
+            }
         }
 
-        /// Compiles a kernel, with so many vector registers for values.
-        pub(super) fn compile_with(&self, kernel: &Kernel, checked: bool, holders: u8) {
+        /// Compiles a kernel, with so many vector registers for values. This processor must have the
+        /// instructions of `target`.
+        pub(super) fn compile_with(&self, kernel: &Kernel, checked: bool, target: Target, holders: u8) {
             let live = Live::new(kernel);
             let bits = |(file, slot, init): &(_, u32, Init)| match init {
                 Init::Bits(bits) => Some(((*file, *slot), *bits)),
@@ -161,6 +173,7 @@ mod machine {
                 slots_of: sigs.map(|((inst, sig), part)| slots_of(inst, sig, *part)).collect(),
                 leaders: &leaders,
                 slots: kernel.slots,
+                target,
                 holders,
                 constants: &constants,
             };
@@ -265,8 +278,8 @@ mod machine {
             let around = Surroundings { regs, call, poll, execution, parameters, behind, ahead };
             // SAFETY: the code accesses slots of the kernel in these three files alone, parameters
             // within their block, and its own frame. It calls functions of the kernel, `call` and
-            // `poll` as the caller allows. `when` has checked that the processor has the
-            // instructions.
+            // `poll` as the caller allows. `targets` has checked that the processor has
+            // the instructions.
             let Stopped { pc, left } = unsafe { run(r32, r64, pred, mask, budget as i64, &around) };
             Some((pc as u32, budget - left as u64))
         }

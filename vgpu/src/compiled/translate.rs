@@ -2,25 +2,34 @@
 //!
 //! A block of arithmetic is computed for lanes 0 to 15 first and then for lanes 16 to 31, because
 //! no lane reads another lane's values. So a value of 32 bits is one vector register, one of 64
-//! bits is two, and a predicate is 16 bits. Values stay in registers within a block; what is alive
-//! behind it is stored at its end. Registers 28 to 31 and the mask registers 1 to 5 are scratch.
+//! bits is two, and a predicate is 16 bits. With AVX2 a strip is 8 lanes. Values stay in registers
+//! within a block; what is alive behind it is stored at its end. Registers 11 to 15 and the mask
+//! registers 1 to 5 are scratch.
 
 use std::collections::HashMap;
 
 use super::assembler::{
-    Assembler, Label, Mem, R8, R9, R10, R11, RAX, RCX, RDI, RDX, RSI, RSP, Source, Vector,
+    Assembler, Label, Mem, R8, R9, R10, R11, RAX, RCX, RDI, RDX, RSI, RSP, Source, Target, Vector,
 };
 use super::native::{Binary, Compared, Float, Logic, Native, Shift, Unary, Width};
 use crate::exec::lanes::{Role, Sig};
 use crate::ir::{Access, File, GUARD_NOT, Inst, NO_GUARD, Op, SINK, Sem, Space};
 use crate::registers::Regs;
 
+/// Scratch registers; the last one has the lanes of a mask with AVX2. The others hold values.
+const T0: u8 = 11;
+const T1: u8 = 12;
+const T2: u8 = 13;
+const T3: u8 = 14;
+const MASK: u8 = 15;
+
 /// Vector registers that hold values.
-pub(super) const HOLDERS: u8 = 28;
-const T0: u8 = 28;
-const T1: u8 = 29;
-const T2: u8 = 30;
-const T3: u8 = 31;
+pub(super) fn holders(target: Target) -> u8 {
+    match target {
+        Target::Avx512 => 27,
+        Target::Avx2 => 11,
+    }
+}
 
 /// Mask registers: that of a result, scratch, and the lanes that stay as they are (the low and the
 /// high 8).
@@ -60,6 +69,14 @@ pub(super) struct Surroundings {
     pub(super) ahead: i32,
 }
 
+/// Immediates of comparisons of integers, see `Native::comparison`.
+const EQ: u8 = 0;
+const LT: u8 = 1;
+const LE: u8 = 2;
+const NE: u8 = 4;
+const GE: u8 = 5;
+const GT: u8 = 6;
+
 /// Most predicates of a kernel that is compiled.
 const MOST_PREDICATES: u32 = 1024;
 
@@ -74,7 +91,9 @@ const ADD64: Vector = Vector(1, 1, true, 0xd4);
 const MUL32: Vector = Vector(2, 1, false, 0x40);
 const MUL64: Vector = Vector(2, 1, true, 0x40);
 const AND32: Vector = Vector(1, 1, false, 0xdb);
-const TERNARY32: Vector = Vector(3, 1, false, 0x25);
+const OR32: Vector = Vector(1, 1, false, 0xeb);
+const XOR32: Vector = Vector(1, 1, false, 0xef);
+const XOR64: Vector = Vector(1, 1, true, 0xef);
 const ZERO_EXTEND: Vector = Vector(2, 1, false, 0x35);
 const SIGN_EXTEND: Vector = Vector(2, 1, false, 0x25);
 const UPPER_HALF: Vector = Vector(3, 1, true, 0x3b);
@@ -92,6 +111,28 @@ const SHIFT_RIGHT32_FIELD: u8 = 2;
 const UNSIGNED_TO_F64: Vector = Vector(1, 2, false, 0x7a);
 const DIVIDE_F64: Vector = Vector(1, 1, true, 0x5e);
 const F64_TO_UNSIGNED: Vector = Vector(1, 0, true, 0x78);
+
+/// Instructions of AVX2 for what AVX-512 does with masks, and otherwise.
+const AVX2_BLEND32: Vector = Vector(3, 1, false, 0x4a);
+const AVX2_BLEND64: Vector = Vector(3, 1, false, 0x4b);
+const AVX2_BROADCAST8: Vector = Vector(2, 1, false, 0x78);
+const AVX2_BROADCAST64: Vector = Vector(2, 1, false, 0x59);
+const AVX2_EQUAL32: Vector = Vector(1, 1, false, 0x76);
+const AVX2_EQUAL64: Vector = Vector(2, 1, false, 0x29);
+const AVX2_GREATER32: Vector = Vector(1, 1, false, 0x66);
+const AVX2_GREATER64: Vector = Vector(2, 1, false, 0x37);
+const AVX2_SIGNS32: Vector = Vector(1, 0, false, 0x50);
+const AVX2_SIGNS64: Vector = Vector(1, 1, false, 0x50);
+const AVX2_UPPER_HALF: Vector = Vector(3, 1, false, 0x39);
+const AVX2_PICK32: Vector = Vector(1, 0, false, 0xc6);
+const AVX2_ORDER64: Vector = Vector(3, 1, true, 0x00);
+const AVX2_ROUND64: Vector = Vector(3, 1, false, 0x09);
+const AVX2_ADD_F64: Vector = Vector(1, 1, false, 0x58);
+const AVX2_SUB_F64: Vector = Vector(1, 1, false, 0x5c);
+const TOWARDS_ZERO: u8 = 3;
+
+/// 2^52 as an f64, whose low bits count integers.
+const F64_OF_INTEGERS: Source = Source::Wide(0x4330_0000_0000_0000);
 
 /// Executes an arithmetic instruction by its function.
 ///
@@ -169,8 +210,8 @@ pub(super) struct Program<'a> {
     pub(super) leaders: &'a [bool],
     /// Slots of each file.
     pub(super) slots: [u32; 3],
-    /// How many vector registers hold values, from 12, which one instruction may need, to
-    /// [`HOLDERS`].
+    pub(super) target: Target,
+    /// How many vector registers hold values: 11, which one instruction may need, to [`holders`].
     pub(super) holders: u8,
     /// Slots that hold the same known bits in every lane.
     pub(super) constants: &'a HashMap<Slot, u64>,
@@ -265,7 +306,7 @@ pub(super) fn translate(
     let mut t = Translator {
         program,
         lanes,
-        asm: Assembler::default(),
+        asm: Assembler::new(program.target),
         strip: 0,
         held: vec![],
         references: [0; 32],
@@ -437,9 +478,7 @@ impl Translator<'_> {
         uses.alive.push((n - 1, live.clone()));
         for i in (0..n).rev() {
             let slots = &self.program.slots_of[start + i];
-            let is_function =
-                matches!(self.program.code[start + i].op, Op::Alu { native: Native::Function, .. });
-            if is_function && i + 1 != n {
+            if self.is_function(start + i) && i + 1 != n {
                 uses.alive.push((i, live.clone()));
             }
             let is_live = |slot: Slot| live[self.program.id(slot)];
@@ -458,16 +497,28 @@ impl Translator<'_> {
         uses
     }
 
+    /// Whether an instruction is a call of its function.
+    fn is_function(&self, i: usize) -> bool {
+        let Op::Alu { native, .. } = self.program.code[i].op else { return false };
+        match native {
+            Native::Function => true,
+            Native::Unary(Unary::CountOnes | Unary::LeadingZeros, _)
+            | Native::Shift(Shift::RightSigned, Width::W64)
+            | Native::Binary(
+                Binary::MinUnsigned | Binary::MinSigned | Binary::MaxUnsigned | Binary::MaxSigned,
+                Width::W64,
+            ) => self.program.target == Target::Avx2,
+            _ => false,
+        }
+    }
+
     /// A block of arithmetic instructions.
     fn block(&mut self, start: usize, end: usize, alive: &[Slot]) -> Option<()> {
         let uses = self.uses(start, end, alive);
         let mut from = start;
         while from < end {
             // A segment ends at an instruction that its function does.
-            let is_function = |i: usize| {
-                matches!(self.program.code[i].op, Op::Alu { native: Native::Function, .. })
-                    && !uses.dead[i - start]
-            };
+            let is_function = |i: usize| self.is_function(i) && !uses.dead[i - start];
             let to = (from..end).find(|&i| is_function(i)).unwrap_or(end);
             if from < to {
                 let behind = if to == end { end - 1 } else { to } - start;
@@ -492,7 +543,8 @@ impl Translator<'_> {
         let program = self.program;
         let reads = |i: usize| program.slots_of[i].iter().filter(|(_, role)| *role != Role::Def).map(|r| r.0);
         let mut predicates = vec![];
-        for strip in 0..2 {
+        let (lanes, strips) = (self.program.target.lanes(), 32 / self.program.target.lanes());
+        for strip in 0..strips {
             self.strip = strip;
             self.held.clear();
             self.references = [0; 32];
@@ -503,10 +555,12 @@ impl Translator<'_> {
             let none = self.asm.label();
             if self.lanes == Lanes::Some {
                 // Nothing changes in a half without lanes, whatever its predicates in the frame.
-                self.asm.test(RCX, 0xffff << (16 * strip));
+                self.asm.test(RCX, ((1 << lanes) - 1) << (lanes * strip));
                 self.asm.jump_if_zero(none);
-                self.asm.load_mask(KEEP, Mem { base: RSP, offset: KEPT + 2 * strip });
-                self.asm.mask_shift_right(KEEP_HIGH, KEEP, 8);
+                if self.program.target == Target::Avx512 {
+                    self.asm.load_mask(KEEP, Mem { base: RSP, offset: KEPT + 2 * strip });
+                    self.asm.mask_shift_right(KEEP_HIGH, KEEP, 8);
+                }
             }
             for i in (from..to).filter(|i| !uses.dead[i - start]) {
                 reads(i).for_each(|slot| self.left[program.id(slot)] -= 1);
@@ -529,10 +583,12 @@ impl Translator<'_> {
                 continue;
             }
             let (frame, memory) = (self.frame_predicate(p), Mem { base: RDX, offset: 4 * p as i32 });
-            self.asm.load_half(RAX, frame);
-            self.asm.load_half(R10, frame.plus(2));
-            self.asm.shift_left(R10, 16);
-            self.asm.or(RAX, R10);
+            self.load_part(RAX, frame);
+            for strip in 1..strips {
+                self.load_part(R10, frame.plus(lanes / 8 * strip));
+                self.asm.shift_left(R10, (lanes * strip) as u8);
+                self.asm.or(RAX, R10);
+            }
             if self.lanes == Lanes::Some {
                 self.asm.load(R10, memory);
                 self.asm.xor(RAX, R10);
@@ -604,21 +660,33 @@ impl Translator<'_> {
         Mem { base: RSP, offset: PREDICATES + 4 * p as i32 }
     }
 
-    /// The 16 bits of a predicate that belong to the strip.
+    /// Loads the lanes of a strip.
+    fn load_part(&mut self, d: u8, m: Mem) {
+        match self.program.target {
+            Target::Avx512 => self.asm.load_half(d, m),
+            Target::Avx2 => self.asm.load_byte(d, m),
+        }
+    }
+
+    /// The bits of a predicate that belong to the strip.
     fn predicate(&self, p: u32) -> Mem {
         let whole = if self.defined.contains(&p) {
             self.frame_predicate(p)
         } else {
             Mem { base: RDX, offset: 4 * p as i32 }
         };
-        whole.plus(2 * self.strip)
+        whole.plus(self.program.target.lanes() / 8 * self.strip)
     }
 
-    /// The part of a register in memory: 16 lanes of 32 bits, or 8 of 64.
+    /// The part of a register in memory: the lanes of a strip, or half of those of 64 bits.
     fn row(&self, slot: Slot, half: usize) -> Mem {
+        let bytes = self.program.target.bytes();
         match slot.0 {
-            File::R64 => Mem { base: RSI, offset: slot.1 as i32 * 256 + self.strip * 128 + 64 * half as i32 },
-            _ => Mem { base: RDI, offset: slot.1 as i32 * 128 + self.strip * 64 },
+            File::R64 => {
+                let part = 2 * self.strip + half as i32;
+                Mem { base: RSI, offset: slot.1 as i32 * 256 + part * bytes }
+            }
+            _ => Mem { base: RDI, offset: slot.1 as i32 * 128 + self.strip * bytes },
         }
     }
 
@@ -652,7 +720,11 @@ impl Translator<'_> {
     fn write_back(&mut self, held: Held) {
         for half in 0..Self::parts(held.slot) {
             let (row, mut register) = (self.row(held.slot, half), held.registers[half]);
-            if self.lanes == Lanes::Some {
+            if self.lanes == Lanes::Some && self.program.target == Target::Avx2 {
+                self.expand(Mem { base: RSP, offset: KEPT + self.strip }, half, held.slot.0);
+                self.blend(held.slot.0, T3, register, Source::Memory(row), K1);
+                register = T3;
+            } else if self.lanes == Lanes::Some {
                 let keep = if half == 0 { KEEP } else { KEEP_HIGH };
                 self.asm.vector(COPY32, T3, 0, Source::Register(register), 0);
                 register = T3;
@@ -667,7 +739,9 @@ impl Translator<'_> {
     fn fresh(&mut self) -> Option<u8> {
         loop {
             let free = |&r: &u8| self.references[usize::from(r)] == 0 && self.pinned >> r & 1 == 0;
-            if let Some(r) = (0..self.program.holders).find(free) {
+            // Scratch registers are between them.
+            let mut holders = (0..self.program.holders).map(|n| if n < T0 { n } else { n + MASK + 1 - T0 });
+            if let Some(r) = holders.find(free) {
                 self.pinned |= 1 << r;
                 return Some(r);
             }
@@ -715,15 +789,14 @@ impl Translator<'_> {
     /// `register` = the same bits in every lane. The registers of a warp have them as well, but all
     /// warps share this place in memory.
     fn broadcast(&mut self, register: u8, file: File, bits: u64) {
-        match file {
-            File::R64 => self.asm.vector_sized(BROADCAST64, register, Source::Wide(bits), 8),
-            _ => self.asm.vector_sized(BROADCAST32, register, Source::Constant(bits as u32), 4),
-        }
+        let bits = if file == File::R64 { Source::Wide(bits) } else { Source::Constant(bits as u32) };
+        self.bring(register, bits);
     }
 
     /// `register` = an operand of 32 bits.
     fn bring(&mut self, register: u8, from: Source) {
         match from {
+            _ if self.program.target == Target::Avx2 => self.asm.vector(LOAD32, register, 0, from, 0),
             Source::Constant(_) => self.asm.vector_sized(BROADCAST32, register, from, 4),
             Source::Wide(_) => self.asm.vector_sized(BROADCAST64, register, from, 8),
             _ => self.asm.vector(LOAD32, register, 0, from, 0),
@@ -761,17 +834,35 @@ impl Translator<'_> {
             return Some(());
         }
         if self.find(slot).is_none() && self.left[self.program.id(slot)] == 0 {
-            let row = self.row(slot, 0).plus(32 * half as i32);
-            self.asm.vector_sized(op, to, Source::Memory(row), 32);
+            let bytes = self.program.target.bytes() / 2;
+            let row = self.row(slot, 0).plus(bytes * half as i32);
+            self.asm.vector_sized(op, to, Source::Memory(row), bytes);
             return Some(());
         }
         let [mut from, _] = self.value(slot)?;
         if half == 1 {
-            self.asm.vector_with(UPPER_HALF, from, 0, Source::Register(to), 0, Some(1));
+            let upper = match self.program.target {
+                Target::Avx512 => UPPER_HALF,
+                Target::Avx2 => AVX2_UPPER_HALF,
+            };
+            self.asm.vector_with(upper, from, 0, Source::Register(to), 0, Some(1));
             from = to;
         }
         self.asm.vector(op, to, 0, Source::Register(from), 0);
         Some(())
+    }
+
+    /// The lanes `half` of a register of 32 bits, as f64 in `to`.
+    fn unsigned_to_f64(&mut self, slot: u32, half: usize, to: u8) -> Option<()> {
+        match self.program.target {
+            Target::Avx512 => self.widen(UNSIGNED_TO_F64, slot, half, to),
+            Target::Avx2 => {
+                self.widen(ZERO_EXTEND, slot, half, to)?;
+                self.asm.vector(XOR64, to, to, F64_OF_INTEGERS, 0);
+                self.asm.vector(AVX2_SUB_F64, to, to, F64_OF_INTEGERS, 0);
+                Some(())
+            }
+        }
     }
 
     /// Makes `registers` the value of `slot`, for the lanes of the guard.
@@ -784,32 +875,62 @@ impl Translator<'_> {
             return Some(());
         }
         let old = self.value(slot)?;
-        let result = self.fresh_for(slot)?;
-        for half in 0..Self::parts(slot) {
-            let blend = if slot.0 == File::R64 { BLEND64 } else { BLEND32 };
-            self.load_guard(guard, half, slot.0)?;
-            self.asm.vector(blend, result[half], old[half], Source::Register(registers[half]), K_GUARD);
+        let parts = Self::parts(slot);
+        // A result that is no other value need not be kept.
+        let own = registers[..parts].iter().all(|&r| self.references[usize::from(r)] == 0)
+            && (parts == 1 || registers[0] != registers[1]);
+        let result = if own { registers } else { self.fresh_for(slot)? };
+        for half in 0..parts {
+            self.load_guard(guard, half, slot.0);
+            self.blend(slot.0, result[half], old[half], Source::Register(registers[half]), K_GUARD);
         }
         self.hold(slot, result, true);
         Some(())
     }
 
-    /// Loads the lanes of a predicate, for 16 lanes of 32 bits or a half of 64.
+    /// Loads the lanes of a predicate, for those of 32 bits or a half of 64, as a mask.
     fn load_lanes(&mut self, k: u8, p: u32, half: usize, file: File) {
         let at = self.predicate(p);
-        if file == File::R64 {
-            self.asm.load_mask_byte(k, at.plus(half as i32));
-        } else {
-            self.asm.load_mask(k, at);
+        match self.program.target {
+            Target::Avx2 => self.expand(at, half, file),
+            Target::Avx512 if file == File::R64 => self.asm.load_mask_byte(k, at.plus(half as i32)),
+            Target::Avx512 => self.asm.load_mask(k, at),
         }
     }
 
-    fn load_guard(&mut self, guard: u32, half: usize, file: File) -> Option<()> {
+    /// MASK = the lanes of the 8 bits in memory, or half of them for 64 bits each.
+    fn expand(&mut self, at: Mem, half: usize, file: File) {
+        let (bits, equal) = if file == File::R64 {
+            let bit = |lane: usize| if lane.is_multiple_of(2) { 1 << (4 * half + lane / 2) } else { 0 };
+            (std::array::from_fn(bit), AVX2_EQUAL64)
+        } else {
+            (std::array::from_fn(|lane| 1 << lane), AVX2_EQUAL32)
+        };
+        self.asm.vector(AVX2_BROADCAST8, MASK, 0, Source::Memory(at), 0);
+        self.asm.vector(AND32, MASK, MASK, Source::Lanes(bits), 0);
+        self.asm.vector(equal, MASK, MASK, Source::Lanes(bits), 0);
+    }
+
+    /// `d = mask ? b : a`. The mask is `k`, or MASK with AVX2.
+    fn blend(&mut self, file: File, d: u8, a: u8, b: Source, k: u8) {
+        let wide = file == File::R64;
+        match self.program.target {
+            Target::Avx512 => self.asm.vector(if wide { BLEND64 } else { BLEND32 }, d, a, b, k),
+            Target::Avx2 => {
+                let op = if wide { AVX2_BLEND64 } else { AVX2_BLEND32 };
+                self.asm.vector_with(op, d, a, b, 0, Some(MASK << 4));
+            }
+        }
+    }
+
+    fn load_guard(&mut self, guard: u32, half: usize, file: File) {
         self.load_lanes(K_GUARD, guard & !GUARD_NOT, half, file);
         if guard & GUARD_NOT != 0 {
-            self.asm.mask_not(K_GUARD, K_GUARD);
+            match self.program.target {
+                Target::Avx512 => self.asm.mask_not(K_GUARD, K_GUARD),
+                Target::Avx2 => self.asm.vector(XOR32, MASK, MASK, Source::Constant(u32::MAX), 0),
+            }
         }
-        Some(())
     }
 
     /// Keeps the bits of RAX for the lanes of the guard, whose predicate is in R11, and takes those
@@ -820,24 +941,28 @@ impl Translator<'_> {
         }
         let old = self.predicate(p);
         // old ^ ((old ^ new) & guard)
-        self.asm.load_half(R10, old);
+        self.load_part(R10, old);
         self.asm.xor(RAX, R10);
         self.asm.and(RAX, R11);
         self.asm.xor(RAX, R10);
     }
 
-    /// Makes the low 16 bits of RAX the predicate `p`, for the lanes of the guard.
+    /// Makes the low bits of RAX, one for each lane of the strip, the predicate `p`, for the lanes of
+    /// the guard.
     fn define_predicate(&mut self, guard: u32, p: u32) {
         if p == SINK {
             return;
         }
         if guard != NO_GUARD {
             let at = self.predicate(guard & !GUARD_NOT);
-            self.asm.load_half(R11, at);
+            self.load_part(R11, at);
             self.keep_unguarded(guard, p);
         }
-        let to = self.frame_predicate(p).plus(2 * self.strip);
-        self.asm.store_half(to, RAX);
+        let to = self.frame_predicate(p).plus(self.program.target.lanes() / 8 * self.strip);
+        match self.program.target {
+            Target::Avx512 => self.asm.store_half(to, RAX),
+            Target::Avx2 => self.asm.store_byte(to, RAX),
+        }
         if !self.defined.contains(&p) {
             self.defined.push(p);
         }
@@ -849,30 +974,155 @@ impl Translator<'_> {
 
     /// A result that is a NaN becomes the canonical one.
     fn canonical(&mut self, d: u8) {
-        self.asm.vector_with(COMPARE_F32, K1, d, Source::Register(d), 0, Some(UNORDERED));
-        self.asm.vector(BLEND32, d, d, Source::Constant(0x7fff_ffff), K1);
+        self.unordered(d);
+        self.blend(File::R32, d, d, Source::Constant(0x7fff_ffff), K1);
+    }
+
+    /// The mask = the lanes of `v` that are NaNs.
+    fn unordered(&mut self, v: u8) {
+        let mask = match self.program.target {
+            Target::Avx512 => K1,
+            Target::Avx2 => MASK,
+        };
+        self.asm.vector_with(COMPARE_F32, mask, v, Source::Register(v), 0, Some(UNORDERED));
+    }
+
+    /// A shift by a number. `field` selects it within the opcode.
+    fn shift(&mut self, op: Vector, field: u8, d: u8, mut a: Source, n: u8) {
+        if self.program.target == Target::Avx2 && !matches!(a, Source::Register(_)) {
+            self.bring(d, a);
+            a = Source::Register(d);
+        }
+        self.asm.vector_with(op, field, d, a, 0, Some(n));
+    }
+
+    /// The low half of a product. `d` is neither operand.
+    fn multiply(&mut self, width: Width, d: u8, a: u8, b: Source) {
+        match (width, self.program.target) {
+            (Width::W32, _) => self.asm.vector(MUL32, d, a, b, 0),
+            (Width::W64, Target::Avx512) => self.asm.vector(MUL64, d, a, b, 0),
+            (Width::W64, Target::Avx2) => {
+                // low * low + (high * low + low * high << 32)
+                let right = |t: &mut Self, to, from| t.shift(Vector(1, 1, true, 0x73), 2, to, from, 32);
+                self.bring(T0, b);
+                right(self, T1, Source::Register(T0));
+                self.asm.vector(MULTIPLY_WIDE, T1, T1, Source::Register(a), 0);
+                right(self, T2, Source::Register(a));
+                self.asm.vector(MULTIPLY_WIDE, T2, T2, Source::Register(T0), 0);
+                self.asm.vector(ADD64, T1, T1, Source::Register(T2), 0);
+                self.shift(Vector(1, 1, true, 0x73), 6, T1, Source::Register(T1), 32);
+                self.asm.vector(MULTIPLY_WIDE, d, a, Source::Register(T0), 0);
+                self.asm.vector(ADD64, d, d, Source::Register(T1), 0);
+            }
+        }
+    }
+
+    /// Compares values, by the immediate of `vcmpps` or `vpcmpd`. The result is in `K1`, or the low
+    /// bits of R11 with AVX2.
+    fn compare(&mut self, compared: Compared, imm: u8, a: [u8; 2], b: [Source; 2]) {
+        let (op, wide) = match compared {
+            Compared::F32 => (COMPARE_F32, false),
+            Compared::Unsigned(Width::W32) => (Vector(3, 1, false, 0x1e), false),
+            Compared::Signed(Width::W32) => (Vector(3, 1, false, 0x1f), false),
+            Compared::Unsigned(Width::W64) => (Vector(3, 1, true, 0x1e), true),
+            Compared::Signed(Width::W64) => (Vector(3, 1, true, 0x1f), true),
+        };
+        if self.program.target == Target::Avx512 {
+            self.asm.vector_with(op, K1, a[0], b[0], 0, Some(imm));
+            if wide {
+                self.asm.vector_with(op, K2, a[1], b[1], 0, Some(imm));
+                self.asm.mask_join_bytes(K1, K2, K1);
+            }
+            return;
+        }
+        if compared == Compared::F32 {
+            self.asm.vector_with(op, MASK, a[0], b[0], 0, Some(imm));
+            self.asm.vector(AVX2_SIGNS32, R11, 0, Source::Register(MASK), 0);
+            return;
+        }
+        for half in 0..if wide { 2 } else { 1 } {
+            self.compare_integers(compared, imm, a[half], b[half]);
+            let signs = if wide { AVX2_SIGNS64 } else { AVX2_SIGNS32 };
+            let to = if half == 0 { R11 } else { R10 };
+            self.asm.vector(signs, to, 0, Source::Register(MASK), 0);
+        }
+        if wide {
+            self.asm.shift_left(R10, 4);
+            self.asm.or(R11, R10);
+        }
+        let opposite = match (compared, imm) {
+            (_, EQ | NE) => imm == NE,
+            (Compared::Unsigned(Width::W32), _) => matches!(imm, LT | GT),
+            _ => matches!(imm, LE | GE),
+        };
+        if opposite {
+            self.asm.not(R11);
+        }
+    }
+
+    /// MASK = a comparison of integers with AVX2, or its opposite: that of `ne`, that of `lt` and
+    /// `gt` for unsigned numbers of 32 bits, and that of `le` and `ge` for others.
+    fn compare_integers(&mut self, compared: Compared, imm: u8, a: u8, b: Source) {
+        let width = match compared {
+            Compared::Unsigned(width) | Compared::Signed(width) => width,
+            Compared::F32 => return,
+        };
+        let (equal, greater) = match width {
+            Width::W32 => (AVX2_EQUAL32, AVX2_GREATER32),
+            Width::W64 => (AVX2_EQUAL64, AVX2_GREATER64),
+        };
+        match (compared, imm) {
+            (_, EQ | NE) => self.asm.vector(equal, MASK, a, b, 0),
+            (Compared::Unsigned(Width::W32), _) => {
+                let least = matches!(imm, LE | GT);
+                let op = binary(if least { Binary::MinUnsigned } else { Binary::MaxUnsigned }, width);
+                self.asm.vector(op, MASK, a, b, 0);
+                self.asm.vector(equal, MASK, MASK, Source::Register(a), 0);
+            }
+            _ => {
+                let (mut left, mut right) = (a, b);
+                if let Compared::Unsigned(_) = compared {
+                    // The order of signed numbers, once the upper bits are turned over.
+                    let sign = Source::Wide(1 << 63);
+                    self.bring(T0, b);
+                    self.asm.vector(XOR64, T0, T0, sign, 0);
+                    self.bring(T1, Source::Register(a));
+                    self.asm.vector(XOR64, T1, T1, sign, 0);
+                    (left, right) = (T1, Source::Register(T0));
+                }
+                if matches!(imm, LT | GE) {
+                    self.bring(T0, right);
+                    (left, right) = (T0, Source::Register(left));
+                }
+                self.asm.vector(greater, MASK, left, right, 0);
+            }
+        }
     }
 
     /// f32 to bf16 in the upper half of 32 bits, below which anything may be.
     fn round_bf16(&mut self, to: u8, v: u8) {
-        self.asm.vector_with(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, to, Source::Register(v), 0, Some(16));
+        self.shift(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, to, Source::Register(v), 16);
         self.asm.vector(AND32, to, to, Source::Constant(1), 0);
         self.asm.vector(ADD32, to, to, Source::Register(v), 0);
         self.asm.vector(ADD32, to, to, Source::Constant(0x7fff), 0);
-        self.asm.vector_with(COMPARE_F32, K1, v, Source::Register(v), 0, Some(UNORDERED));
-        self.asm.vector(BLEND32, to, to, Source::Constant(0x7fff_0000), K1);
+        self.unordered(v);
+        self.blend(File::R32, to, to, Source::Constant(0x7fff_0000), K1);
     }
 
     /// A load of parameters, from `at` on: all lanes get the same.
     fn parameters(&mut self, a: &Access, guard: u32, at: u32) -> Option<()> {
-        let (file, op) = if a.wide { (File::R64, BROADCAST64) } else { (File::R32, BROADCAST32) };
+        let (file, op) = match (a.wide, self.program.target) {
+            (false, _) => (File::R32, BROADCAST32),
+            (true, Target::Avx512) => (File::R64, BROADCAST64),
+            (true, Target::Avx2) => (File::R64, AVX2_BROADCAST64),
+        };
         for (e, &slot) in (0..).zip(&a.regs[..usize::from(a.n)]) {
             let size = i32::from(a.bytes);
             let d = self.fresh()?;
             self.asm.load_wide(R10, Mem { base: R9, offset: PARAMETERS });
             let from = Source::Memory(Mem { base: R10, offset: at as i32 + e * size });
             self.asm.vector_sized(op, d, from, size);
-            // The upper 8 lanes of 64 bits are in the same register.
+            // The other half of 64 bits is in the same register.
             self.define(guard, (file, slot), [d, d])?;
         }
         Some(())
@@ -902,15 +1152,13 @@ impl Translator<'_> {
                 for half in 0..halves(width) {
                     match op {
                         Unary::Move => {}
-                        // All three inputs are the same; bit 0 of the table is for zeros.
                         Unary::Not => {
                             self.bring(d[half], a[half]);
-                            let same = Source::Register(d[half]);
-                            self.asm.vector_with(TERNARY32, d[half], d[half], same, 0, Some(0x55));
+                            self.asm.vector(XOR32, d[half], d[half], Source::Constant(u32::MAX), 0);
                         }
                         Unary::Negate => {
                             let zero = Source::Register(T0);
-                            self.asm.vector(Vector(1, 1, false, 0xef), T0, T0, zero, 0);
+                            self.asm.vector(XOR32, T0, T0, zero, 0);
                             let sub = Vector(1, 1, wide, if wide { 0xfb } else { 0xfa });
                             self.asm.vector(sub, d[half], T0, a[half], 0);
                         }
@@ -927,7 +1175,10 @@ impl Translator<'_> {
                 let b = self.source(of(width, 2))?;
                 let d = self.fresh_for(of(width, 0))?;
                 for half in 0..halves(width) {
-                    self.asm.vector(binary(op, width), d[half], a[half], b[half], 0);
+                    match op {
+                        Binary::Mul => self.multiply(width, d[half], a[half], b[half]),
+                        _ => self.asm.vector(binary(op, width), d[half], a[half], b[half], 0),
+                    }
                 }
                 self.define(guard, of(width, 0), d)?;
             }
@@ -945,7 +1196,7 @@ impl Translator<'_> {
                     };
                     for half in 0..halves(width) {
                         let op = Vector(1, 1, wide, opcode);
-                        self.asm.vector_with(op, field, d[half], a[half], 0, Some(n.min(255) as u8));
+                        self.shift(op, field, d[half], a[half], n.min(255) as u8);
                     }
                     return self.define(guard, of(width, 0), d);
                 }
@@ -973,32 +1224,51 @@ impl Translator<'_> {
                 let b = self.source(of(width, 2))?;
                 let c = self.source(of(width, 3))?;
                 let d = self.fresh_for(of(width, 0))?;
-                let (mul, add) = if width == Width::W64 { (MUL64, ADD64) } else { (MUL32, ADD32) };
+                let add = if width == Width::W64 { ADD64 } else { ADD32 };
                 for half in 0..halves(width) {
-                    self.asm.vector(mul, d[half], a[half], b[half], 0);
+                    self.multiply(width, d[half], a[half], b[half]);
                     self.asm.vector(add, d[half], d[half], c[half], 0);
                 }
                 self.define(guard, of(width, 0), d)?;
             }
             Native::Divide { remainder } => {
                 let d = self.fresh()?;
-                // A quotient of such numbers, rounded to 53 bits, never reaches the next integer. By
-                // zero it is an infinity, or a NaN, which become the largest number.
+                let (a, b) = (self.value(r32(1))?, self.value(r32(2))?);
+                // A quotient of such numbers, rounded to 53 bits, never reaches the next integer.
                 for (half, to) in [d, T1].into_iter().enumerate() {
-                    self.widen(UNSIGNED_TO_F64, s[1], half, T2)?;
-                    self.widen(UNSIGNED_TO_F64, s[2], half, T3)?;
+                    self.unsigned_to_f64(s[1], half, T2)?;
+                    self.unsigned_to_f64(s[2], half, T3)?;
                     self.asm.vector(DIVIDE_F64, T2, T2, Source::Register(T3), 0);
-                    self.asm.vector(F64_TO_UNSIGNED, to, 0, Source::Register(T2), 0);
+                    match self.program.target {
+                        Target::Avx512 => {
+                            self.asm.vector(F64_TO_UNSIGNED, to, 0, Source::Register(T2), 0);
+                        }
+                        Target::Avx2 => {
+                            let (quotient, mode) = (Source::Register(T2), Some(TOWARDS_ZERO));
+                            self.asm.vector_with(AVX2_ROUND64, T2, 0, quotient, 0, mode);
+                            self.asm.vector(AVX2_ADD_F64, to, T2, F64_OF_INTEGERS, 0);
+                        }
+                    }
                 }
-                self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(T1), 0, Some(1));
+                match self.program.target {
+                    Target::Avx512 => {
+                        self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(T1), 0, Some(1));
+                    }
+                    Target::Avx2 => self.truncate(d, [d, T1]),
+                }
                 if remainder {
-                    let (a, b) = (self.value(r32(1))?, self.value(r32(2))?);
                     self.asm.vector(MUL32, T1, d, Source::Register(b[0]), 0);
                     self.asm.vector(binary(Binary::Sub, Width::W32), d, a[0], Source::Register(T1), 0);
-                    let equal = Vector(3, 1, false, 0x1e);
-                    self.asm.vector_with(equal, K1, b[0], Source::Constant(0), 0, Some(0));
-                    self.asm.vector(BLEND32, d, d, Source::Constant(u32::MAX), K1);
                 }
+                // By zero.
+                match self.program.target {
+                    Target::Avx512 => {
+                        let equal = Vector(3, 1, false, 0x1e);
+                        self.asm.vector_with(equal, K1, b[0], Source::Constant(0), 0, Some(EQ));
+                    }
+                    Target::Avx2 => self.asm.vector(AVX2_EQUAL32, MASK, b[0], Source::Constant(0), 0),
+                }
+                self.blend(File::R32, d, d, Source::Constant(u32::MAX), K1);
                 self.define(guard, r32(0), [d, 0])?;
             }
             Native::MultiplyWide { signed } | Native::MultiplyAddWide { signed } => {
@@ -1023,10 +1293,10 @@ impl Translator<'_> {
                 let a = self.source(of(width, 1))?;
                 let b = self.value(of(width, 2))?;
                 let d = self.fresh_for(of(width, 0))?;
-                let blend = if width == Width::W64 { BLEND64 } else { BLEND32 };
+                let file = of(width, 0).0;
                 for half in 0..halves(width) {
-                    self.load_lanes(K1, s[3], half, of(width, 0).0);
-                    self.asm.vector(blend, d[half], b[half], a[half], K1);
+                    self.load_lanes(K1, s[3], half, file);
+                    self.blend(file, d[half], b[half], a[half], K1);
                 }
                 self.define(guard, of(width, 0), d)?;
             }
@@ -1076,24 +1346,16 @@ impl Translator<'_> {
                 let (a, b) = (self.value(r32(1))?, self.value(r32(2))?);
                 let d = self.fresh()?;
                 self.round_bf16(T1, b[0]);
-                self.asm.vector_with(
-                    SHIFT_RIGHT32,
-                    SHIFT_RIGHT32_FIELD,
-                    T1,
-                    Source::Register(T1),
-                    0,
-                    Some(16),
-                );
+                self.shift(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, T1, Source::Register(T1), 16);
                 self.round_bf16(T0, a[0]);
-                self.asm.vector(LOAD32, d, 0, Source::Register(T0), 0);
-                // Bits of the constant choose between T0, now `d`, and T1: c ? d : t1.
-                self.asm.vector_with(TERNARY32, d, T1, Source::Constant(0xffff_0000), 0, Some(0xe4));
+                self.asm.vector(AND32, d, T0, Source::Constant(0xffff_0000), 0);
+                self.asm.vector(OR32, d, d, Source::Register(T1), 0);
                 self.define(guard, r32(0), [d, 0])?;
             }
             Native::WidenBf16 => {
                 let a = self.source(r32(1))?;
                 let d = self.fresh()?;
-                self.asm.vector_with(Vector(1, 1, false, 0x72), 6, d, a[0], 0, Some(16));
+                self.shift(Vector(1, 1, false, 0x72), 6, d, a[0], 16);
                 self.define(guard, r32(0), [d, 0])?;
             }
             Native::Split => {
@@ -1101,8 +1363,7 @@ impl Translator<'_> {
                 let (low, high) = (self.fresh()?, self.fresh()?);
                 self.truncate(low, a);
                 for (to, from) in [(T1, a[0]), (T2, a[1])] {
-                    let shift = Vector(1, 1, true, 0x73);
-                    self.asm.vector_with(shift, 2, to, Source::Register(from), 0, Some(32));
+                    self.shift(Vector(1, 1, true, 0x73), 2, to, Source::Register(from), 32);
                 }
                 self.truncate(high, [T1, T2]);
                 self.define(guard, r32(1), [low, 0])?;
@@ -1113,38 +1374,31 @@ impl Translator<'_> {
                 for (half, to) in d.into_iter().enumerate() {
                     self.extend(s[1], half, false, T0)?;
                     self.extend(s[2], half, false, to)?;
-                    self.asm.vector_with(Vector(1, 1, true, 0x73), 6, to, Source::Register(to), 0, Some(32));
+                    self.shift(Vector(1, 1, true, 0x73), 6, to, Source::Register(to), 32);
                     self.asm.vector(Vector(1, 1, true, 0xeb), to, to, Source::Register(T0), 0);
                 }
                 self.define(guard, r64(0), d)?;
             }
             Native::Compare(compared, imm) => {
-                let (file, op) = match compared {
-                    Compared::F32 => (File::R32, COMPARE_F32),
-                    Compared::Unsigned(Width::W32) => (File::R32, Vector(3, 1, false, 0x1e)),
-                    Compared::Signed(Width::W32) => (File::R32, Vector(3, 1, false, 0x1f)),
-                    Compared::Unsigned(Width::W64) => (File::R64, Vector(3, 1, true, 0x1e)),
-                    Compared::Signed(Width::W64) => (File::R64, Vector(3, 1, true, 0x1f)),
+                let file = match compared {
+                    Compared::Unsigned(Width::W64) | Compared::Signed(Width::W64) => File::R64,
+                    _ => File::R32,
                 };
                 let a = self.value((file, s[2]))?;
                 let b = self.source((file, s[3]))?;
-                self.asm.vector_with(op, K1, a[0], b[0], 0, Some(imm));
-                if file == File::R64 {
-                    self.asm.vector_with(op, K2, a[1], b[1], 0, Some(imm));
-                    self.asm.mask_join_bytes(K1, K2, K1);
-                }
+                self.compare(compared, imm, a, b);
                 // The opposite first: the guard, and the combination, may be the other result.
                 self.put_comparison(guard, s);
             }
             Native::Logic(op) => {
                 let at = self.predicate(s[1]);
-                self.asm.load_half(RAX, at);
+                self.load_part(RAX, at);
                 let at = self.predicate(s[2]);
                 match op {
                     Logic::Move => {}
                     Logic::Not => self.asm.not(RAX),
                     Logic::And | Logic::Or | Logic::Xor => {
-                        self.asm.load_half(R10, at);
+                        self.load_part(R10, at);
                         match op {
                             Logic::And => self.asm.and(RAX, R10),
                             Logic::Or => self.asm.or(RAX, R10),
@@ -1158,7 +1412,7 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Stores the comparison in `K1`, and its opposite, combined with the predicate of slot 5.
+    /// Stores the comparison of [`Translator::compare`], and its opposite, combined with the predicate of slot 5.
     fn put_comparison(&mut self, guard: u32, s: &[u32; 6]) {
         let [p, q, _, _, c, combine] = *s;
         // Both results are computed from the predicates as they were.
@@ -1175,7 +1429,7 @@ impl Translator<'_> {
         self.asm.store_wide(Mem { base: RSP, offset: SAVED + 8 }, RAX);
         if guard != NO_GUARD {
             let at = self.predicate(guard & !GUARD_NOT);
-            self.asm.load_half(RAX, at);
+            self.load_part(RAX, at);
             self.asm.store_wide(Mem { base: RSP, offset: SAVED + 16 }, RAX);
         }
         for (slot, at) in [(q, SAVED), (p, SAVED + 8)] {
@@ -1191,15 +1445,18 @@ impl Translator<'_> {
         }
     }
 
-    /// RAX = the comparison in `K1`, or its opposite, combined.
+    /// RAX = the comparison of [`Translator::compare`], or its opposite, combined.
     fn combined(&mut self, c: u32, combine: u32, opposite: bool) {
-        self.asm.mask_to_general(RAX, K1);
+        match self.program.target {
+            Target::Avx512 => self.asm.mask_to_general(RAX, K1),
+            Target::Avx2 => self.asm.copy(RAX, R11),
+        }
         if opposite {
             self.asm.not(RAX);
         }
         if combine != 0 {
             let at = self.predicate(c);
-            self.asm.load_half(R10, at);
+            self.load_part(R10, at);
             match combine {
                 1 => self.asm.and(RAX, R10),
                 2 => self.asm.or(RAX, R10),
@@ -1208,8 +1465,15 @@ impl Translator<'_> {
         }
     }
 
-    /// The low 32 bits of 16 lanes of 64.
+    /// The low 32 bits of each lane of 64. `d` is neither operand, but perhaps the first one with
+    /// AVX2.
     fn truncate(&mut self, d: u8, a: [u8; 2]) {
+        if self.program.target == Target::Avx2 {
+            // Both halves of each register by turns, and then in order.
+            self.asm.vector_with(AVX2_PICK32, d, a[0], Source::Register(a[1]), 0, Some(0x88));
+            self.asm.vector_with(AVX2_ORDER64, d, 0, Source::Register(d), 0, Some(0xd8));
+            return;
+        }
         self.asm.vector(TRUNCATE, a[0], 0, Source::Register(d), 0);
         self.asm.vector(TRUNCATE, a[1], 0, Source::Register(T0), 0);
         self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(T0), 0, Some(1));
