@@ -22,8 +22,8 @@
 //! seed, the scheduler and the completion of copies are drawn from it, and the same seed takes
 //! the same path again. [`Explore`] runs small programs under every schedule.
 //!
-//! On processors with AVX-512, arithmetic and branches of kernels that run for long are compiled to
-//! its instructions. Results, counts of instructions and schedules are the interpreter's. With
+//! On processors with AVX-512 or AVX2, arithmetic and branches of kernels that run for long are
+//! compiled to its instructions. Results, counts of instructions and schedules are the interpreter's. With
 //! `EPOXIDE_VGPU_COMPILE=0` in the environment nothing is compiled, and with
 //! `EPOXIDE_VGPU_COMPILE=1` each kernel is compiled when it first runs.
 //!

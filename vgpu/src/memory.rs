@@ -152,8 +152,8 @@ impl Drop for Mapping {
         if !matches!(self.unmapped_by, UnmappedBy::Itself) {
             return;
         }
-        // SAFETY: `ptr` and `mapped` are the address and length of an mmap, and no snapshot lists
-        // this mapping any more.
+        // SAFETY: `ptr` and `mapped` are the address and length of an mmap. No snapshot lists this
+        // mapping any more, and no registers are in it.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.mapped) };
     }
 }

@@ -15,7 +15,7 @@ const SPARE_BYTES: usize = 128 << 20;
 const MIN_BYTES: usize = 64 << 10;
 
 /// Memory of blocks that have ended, for others. The system would fill new pages with zeros, and no
-/// kernel reads a register before it is written, see `Kernel::alive_at_start`.
+/// lane reads a register before it is written, see `Kernel::alive_at_start`.
 static SPARE: Mutex<Spare> = Mutex::new(Spare { bytes: 0, by_length: BTreeMap::new() });
 
 struct Spare {
@@ -23,8 +23,8 @@ struct Spare {
     by_length: BTreeMap<usize, Vec<Mapping>>,
 }
 
-/// Memory for the registers of a block. A page of it takes memory of the machine once it is written:
-/// many registers belong to paths that a warp does not take.
+/// Memory for the registers of a block. Many registers belong to paths that a warp does not take: a
+/// page of them takes no memory of the machine, unless the system makes all pages huge.
 #[derive(Debug)]
 struct BlockMemory(ManuallyDrop<Mapping>);
 
@@ -46,11 +46,18 @@ impl Drop for BlockMemory {
         // SAFETY: it is not used again.
         let memory = unsafe { ManuallyDrop::take(&mut self.0) };
         let bytes = memory.bytes();
+        // Unmapped behind the lock.
+        let mut displaced = vec![];
         let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
-        if spare.bytes + bytes <= SPARE_BYTES {
-            spare.bytes += bytes;
-            spare.by_length.entry(bytes).or_default().push(memory);
+        while spare.bytes + bytes > SPARE_BYTES {
+            // Kernels of other lengths ran before this one.
+            let mut others = spare.by_length.iter_mut().filter(|(length, _)| **length != bytes);
+            let Some(other) = others.find_map(|(_, memories)| memories.pop()) else { return };
+            spare.bytes -= other.bytes();
+            displaced.push(other);
         }
+        spare.bytes += bytes;
+        spare.by_length.entry(bytes).or_default().push(memory);
     }
 }
 

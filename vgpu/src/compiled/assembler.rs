@@ -155,7 +155,8 @@ impl Assembler {
         if short { self.bytes(&[(m.offset / scale) as i8 as u8]) } else { self.word(m.offset) }
     }
 
-    /// A vector instruction on whole registers: `d = op(a, b)` under the mask register `k` (0 for none).
+    /// A vector instruction on whole registers: `d = op(a, b)` under the mask register `k` (0 for
+    /// none).
     /// Lanes outside of the mask keep what they have, or are stored as they were.
     pub(super) fn vector(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8) {
         self.vector_with(op, d, a, b, k, None);
@@ -480,9 +481,15 @@ impl Assembler {
         self.word(-4);
     }
 
+    /// Clears the upper halves of vector registers 0 to 15.
+    pub(super) fn clear_upper_halves(&mut self) {
+        self.bytes(&[0xc5, 0xf8, 0x77]);
+    }
+
     /// Leaves the upper halves of vector registers clean, and returns.
     pub(super) fn leave(&mut self) {
-        self.bytes(&[0xc5, 0xf8, 0x77, 0xc3]);
+        self.clear_upper_halves();
+        self.bytes(&[0xc3]);
     }
 
     /// The code with its constants. `None` if a label was never bound.

@@ -151,9 +151,9 @@ mod machine {
             }
         }
 
-        /// Compiles a kernel, with so many vector registers for values. This processor must have the
-        /// instructions of `target`.
+        /// Compiles a kernel, with so many vector registers for values, for one of [`targets`].
         pub(super) fn compile_with(&self, kernel: &Kernel, checked: bool, target: Target, holders: u8) {
+            assert!(targets().contains(&target), "{target:?}");
             let live = Live::new(kernel);
             let bits = |(file, slot, init): &(_, u32, Init)| match init {
                 Init::Bits(bits) => Some(((*file, *slot), *bits)),

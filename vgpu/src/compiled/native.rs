@@ -7,7 +7,7 @@ pub(crate) enum Width {
     W64,
 }
 
-/// Operations `d = op(a, b)` of integers that are one instruction.
+/// Operations `d = op(a, b)` of integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Binary {
     Add,
@@ -22,7 +22,7 @@ pub(crate) enum Binary {
     MaxSigned,
 }
 
-/// Operations `d = op(a)` of integers that are one instruction.
+/// Operations `d = op(a)` of integers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Unary {
     Move,

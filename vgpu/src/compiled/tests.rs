@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::assembler::Target;
 use super::machine::{Compiled, compiles, targets};
 use super::translate::holders;
 use super::{Calls, Window};
@@ -116,22 +117,21 @@ fn interpret(kernel: &Kernel, regs: &mut Regs, mask: u32, range: std::ops::Range
     }
 }
 
-/// Runs every block of a kernel both ways. Returns how many there are.
-fn same_blocks(kernel: &Kernel, rng: &mut Rng, rounds: usize) -> usize {
+/// Runs every block of a kernel both ways, for all lanes and for some by turns. Returns how many
+/// there are.
+fn same_blocks(kernel: &Kernel, target: Target, rng: &mut Rng, rounds: usize) -> usize {
     let compiled = Compiled::default();
     // Values leave registers for others in every second kernel.
-    let target = targets()[rng.below(targets().len() as u64) as usize];
     compiled.compile_with(kernel, true, target, [11, holders(target)][rng.below(2) as usize]);
     let live = Live::new(kernel);
     let leaders = live.leaders();
     let n = kernel.code.len();
     let is_alu = |i: usize| matches!(kernel.code[i].op, Op::Alu { .. });
     let starts: Vec<usize> = (0..n).filter(|&i| is_alu(i) && (leaders[i] || !is_alu(i - 1))).collect();
-    for _ in 0..rounds {
-        let mask = match rng.below(4) {
-            0 | 1 => FULL,
-            2 => rng.next() as u32 | 1,
-            _ => 1 << rng.below(32),
+    for round in 0..rounds {
+        let mask = match round % 2 {
+            0 => FULL,
+            _ => [rng.next() as u32 | 1, 1 << rng.below(32)][rng.below(2) as usize],
         };
         let Some(code) = compiled.code(true, mask) else { return 0 };
         let before = registers(kernel, rng);
@@ -324,8 +324,16 @@ const FORMS: &[&str] = &[
     "setp.ge.or.u32 p, r, r, !p",
     "setp.eq.xor.b32 p, r, r, p",
     "setp.eq.b64 p, d, d",
+    "setp.gt.u32 p, r, r",
+    "setp.le.s32 p, r, r",
     "setp.lt.u64 p, d, d",
+    "setp.le.u64 p|p, d, d",
+    "setp.ge.u64 p, d, d",
+    "setp.gt.u64 p, d, d",
     "setp.gt.s64 p|p, d, d",
+    "setp.ge.s64 p, d, d",
+    "setp.le.s64 p, d, d",
+    "setp.lt.s64 p|p, d, d",
     "setp.ne.and.b64 p, d, d, p",
     "setp.eq.f32 p, r, r",
     "setp.ne.f32 p, r, r",
@@ -396,7 +404,9 @@ fn every_form_computes_what_its_function_computes() {
     for form in FORMS {
         for _ in 0..6 {
             let text = program(&format!("{}{}", guard(&mut rng), instance(form, &mut rng)));
-            assert!(same_blocks(&kernel_of(&text), &mut rng, 12) > 0);
+            for &target in targets() {
+                assert!(same_blocks(&kernel_of(&text), target, &mut rng, 12) > 0);
+            }
         }
     }
 }
@@ -415,7 +425,9 @@ fn random_blocks_compute_what_their_functions_compute() {
                 format!("{}{}", guard(&mut rng), instance(form, &mut rng))
             })
             .collect();
-        assert!(same_blocks(&kernel_of(&program(&body.join("\n"))), &mut rng, 8) > 0);
+        for &target in targets() {
+            assert!(same_blocks(&kernel_of(&program(&body.join("\n"))), target, &mut rng, 8) > 0);
+        }
     });
 }
 
@@ -448,7 +460,9 @@ fn blocks_of_committed_kernels_compute_what_their_functions_compute() {
         let (module, _) =
             Module::parse_supported(&text).unwrap_or_else(|e| panic!("{}: {e}", file.display()));
         for kernel in module.kernels() {
-            blocks += same_blocks(kernel, &mut rng, 2);
+            for &target in targets() {
+                blocks += same_blocks(kernel, target, &mut rng, 2);
+            }
         }
     }
     assert!(blocks > 5000, "{blocks}");

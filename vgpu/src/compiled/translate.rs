@@ -1,10 +1,10 @@
 //! Translates the arithmetic and the branches of a kernel.
 //!
-//! A block of arithmetic is computed for lanes 0 to 15 first and then for lanes 16 to 31, because
-//! no lane reads another lane's values. So a value of 32 bits is one vector register, one of 64
-//! bits is two, and a predicate is 16 bits. With AVX2 a strip is 8 lanes. Values stay in registers
-//! within a block; what is alive behind it is stored at its end. Registers 11 to 15 and the mask
-//! registers 1 to 5 are scratch.
+//! A block of arithmetic is computed for one strip of lanes after the other, because no lane reads
+//! another lane's values. A strip is as many lanes as a vector register has parts of 32 bits: 16,
+//! or 8 with AVX2. So a value of 32 bits is one vector register, one of 64 bits is two, and a
+//! predicate is a bit for each lane. Values stay in registers within a block; what is alive behind
+//! it is stored at its end. Registers 11 to 15 and the mask registers 1 to 3 are scratch.
 
 use std::collections::HashMap;
 
@@ -106,8 +106,7 @@ const MULTIPLY_WIDE_SIGNED: Vector = Vector(2, 1, true, 0x28);
 const COMPARE_F32: Vector = Vector(1, 0, false, 0xc2);
 const FMA: Vector = Vector(2, 1, false, 0xa8);
 const UNORDERED: u8 = 3;
-const SHIFT_RIGHT32: Vector = Vector(1, 1, false, 0x72);
-const SHIFT_RIGHT32_FIELD: u8 = 2;
+const COMPARE_UNSIGNED32: Vector = Vector(3, 1, false, 0x1e);
 const UNSIGNED_TO_F64: Vector = Vector(1, 2, false, 0x7a);
 const DIVIDE_F64: Vector = Vector(1, 1, true, 0x5e);
 const F64_TO_UNSIGNED: Vector = Vector(1, 0, true, 0x78);
@@ -211,7 +210,8 @@ pub(super) struct Program<'a> {
     /// Slots of each file.
     pub(super) slots: [u32; 3],
     pub(super) target: Target,
-    /// How many vector registers hold values: 11, which one instruction may need, to [`holders`].
+    /// How many vector registers hold values: 11, which are enough for one instruction, to
+    /// [`holders`].
     pub(super) holders: u8,
     /// Slots that hold the same known bits in every lane.
     pub(super) constants: &'a HashMap<Slot, u64>,
@@ -278,7 +278,7 @@ pub(super) struct Translated {
 #[derive(Clone, Copy, Debug)]
 struct Held {
     slot: Slot,
-    /// The second one is for the upper 8 lanes of 64 bits.
+    /// The second one is for the upper half of the lanes of 64 bits.
     registers: [u8; 2],
     /// Memory has another value.
     dirty: bool,
@@ -444,7 +444,7 @@ struct Translator<'a> {
     program: &'a Program<'a>,
     lanes: Lanes,
     asm: Assembler,
-    /// 0 for lanes 0 to 15, 1 for the others.
+    /// The number of the strip at hand.
     strip: i32,
     held: Vec<Held>,
     /// By vector register: how many values of `held` are in it.
@@ -554,7 +554,7 @@ impl Translator<'_> {
             }
             let none = self.asm.label();
             if self.lanes == Lanes::Some {
-                // Nothing changes in a half without lanes, whatever its predicates in the frame.
+                // Nothing changes in a strip without lanes, whatever its predicates in the frame.
                 self.asm.test(RCX, ((1 << lanes) - 1) << (lanes * strip));
                 self.asm.jump_if_zero(none);
                 if self.program.target == Target::Avx512 {
@@ -645,6 +645,9 @@ impl Translator<'_> {
         self.asm.set_wide(RSI, std::ptr::from_ref(inst).expose_provenance() as u64);
         self.asm.copy(RDX, RAX);
         target(&mut self.asm);
+        // No register has a value now, and functions may have instructions that wait for the upper
+        // halves, or keep them.
+        self.asm.clear_upper_halves();
         self.asm.call(RAX);
         for (n, register) in registers.into_iter().enumerate() {
             self.asm.load_wide(register, saved(n));
@@ -793,7 +796,7 @@ impl Translator<'_> {
         self.bring(register, bits);
     }
 
-    /// `register` = an operand of 32 bits.
+    /// `register` = an operand.
     fn bring(&mut self, register: u8, from: Source) {
         match from {
             _ if self.program.target == Target::Avx2 => self.asm.vector(LOAD32, register, 0, from, 0),
@@ -947,8 +950,8 @@ impl Translator<'_> {
         self.asm.xor(RAX, R10);
     }
 
-    /// Makes the low bits of RAX, one for each lane of the strip, the predicate `p`, for the lanes of
-    /// the guard.
+    /// Makes the low bits of RAX, one for each lane of the strip, the predicate `p`, for the lanes
+    /// of the guard.
     fn define_predicate(&mut self, guard: u32, p: u32) {
         if p == SINK {
             return;
@@ -987,13 +990,22 @@ impl Translator<'_> {
         self.asm.vector_with(COMPARE_F32, mask, v, Source::Register(v), 0, Some(UNORDERED));
     }
 
-    /// A shift by a number. `field` selects it within the opcode.
-    fn shift(&mut self, op: Vector, field: u8, d: u8, mut a: Source, n: u8) {
+    /// A shift by a number.
+    fn shift(&mut self, op: Shift, width: Width, d: u8, mut a: Source, n: u8) {
+        let wide = width == Width::W64;
+        // The field selects the shift within the opcode.
+        let (opcode, field) = match (op, wide) {
+            (Shift::Left, false) => (0x72, 6),
+            (Shift::Left, true) => (0x73, 6),
+            (Shift::Right, false) => (0x72, 2),
+            (Shift::Right, true) => (0x73, 2),
+            (Shift::RightSigned, _) => (0x72, 4),
+        };
         if self.program.target == Target::Avx2 && !matches!(a, Source::Register(_)) {
             self.bring(d, a);
             a = Source::Register(d);
         }
-        self.asm.vector_with(op, field, d, a, 0, Some(n));
+        self.asm.vector_with(Vector(1, 1, wide, opcode), field, d, a, 0, Some(n));
     }
 
     /// The low half of a product. `d` is neither operand.
@@ -1003,14 +1015,14 @@ impl Translator<'_> {
             (Width::W64, Target::Avx512) => self.asm.vector(MUL64, d, a, b, 0),
             (Width::W64, Target::Avx2) => {
                 // low * low + (high * low + low * high << 32)
-                let right = |t: &mut Self, to, from| t.shift(Vector(1, 1, true, 0x73), 2, to, from, 32);
+                let right = |t: &mut Self, to, from| t.shift(Shift::Right, width, to, from, 32);
                 self.bring(T0, b);
                 right(self, T1, Source::Register(T0));
                 self.asm.vector(MULTIPLY_WIDE, T1, T1, Source::Register(a), 0);
                 right(self, T2, Source::Register(a));
                 self.asm.vector(MULTIPLY_WIDE, T2, T2, Source::Register(T0), 0);
                 self.asm.vector(ADD64, T1, T1, Source::Register(T2), 0);
-                self.shift(Vector(1, 1, true, 0x73), 6, T1, Source::Register(T1), 32);
+                self.shift(Shift::Left, width, T1, Source::Register(T1), 32);
                 self.asm.vector(MULTIPLY_WIDE, d, a, Source::Register(T0), 0);
                 self.asm.vector(ADD64, d, d, Source::Register(T1), 0);
             }
@@ -1022,7 +1034,7 @@ impl Translator<'_> {
     fn compare(&mut self, compared: Compared, imm: u8, a: [u8; 2], b: [Source; 2]) {
         let (op, wide) = match compared {
             Compared::F32 => (COMPARE_F32, false),
-            Compared::Unsigned(Width::W32) => (Vector(3, 1, false, 0x1e), false),
+            Compared::Unsigned(Width::W32) => (COMPARE_UNSIGNED32, false),
             Compared::Signed(Width::W32) => (Vector(3, 1, false, 0x1f), false),
             Compared::Unsigned(Width::W64) => (Vector(3, 1, true, 0x1e), true),
             Compared::Signed(Width::W64) => (Vector(3, 1, true, 0x1f), true),
@@ -1101,7 +1113,7 @@ impl Translator<'_> {
 
     /// f32 to bf16 in the upper half of 32 bits, below which anything may be.
     fn round_bf16(&mut self, to: u8, v: u8) {
-        self.shift(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, to, Source::Register(v), 16);
+        self.shift(Shift::Right, Width::W32, to, Source::Register(v), 16);
         self.asm.vector(AND32, to, to, Source::Constant(1), 0);
         self.asm.vector(ADD32, to, to, Source::Register(v), 0);
         self.asm.vector(ADD32, to, to, Source::Constant(0x7fff), 0);
@@ -1187,16 +1199,8 @@ impl Translator<'_> {
                 if let Some(n) = self.constant(r32(2)) {
                     let a = self.source(of(width, 1))?;
                     let d = self.fresh_for(of(width, 0))?;
-                    let (opcode, field) = match (op, wide) {
-                        (Shift::Left, false) => (0x72, 6),
-                        (Shift::Left, true) => (0x73, 6),
-                        (Shift::Right, false) => (0x72, 2),
-                        (Shift::Right, true) => (0x73, 2),
-                        (Shift::RightSigned, _) => (0x72, 4),
-                    };
                     for half in 0..halves(width) {
-                        let op = Vector(1, 1, wide, opcode);
-                        self.shift(op, field, d[half], a[half], n.min(255) as u8);
+                        self.shift(op, width, d[half], a[half], n.min(255) as u8);
                     }
                     return self.define(guard, of(width, 0), d);
                 }
@@ -1263,8 +1267,8 @@ impl Translator<'_> {
                 // By zero.
                 match self.program.target {
                     Target::Avx512 => {
-                        let equal = Vector(3, 1, false, 0x1e);
-                        self.asm.vector_with(equal, K1, b[0], Source::Constant(0), 0, Some(EQ));
+                        let zero = Source::Constant(0);
+                        self.asm.vector_with(COMPARE_UNSIGNED32, K1, b[0], zero, 0, Some(EQ));
                     }
                     Target::Avx2 => self.asm.vector(AVX2_EQUAL32, MASK, b[0], Source::Constant(0), 0),
                 }
@@ -1346,7 +1350,7 @@ impl Translator<'_> {
                 let (a, b) = (self.value(r32(1))?, self.value(r32(2))?);
                 let d = self.fresh()?;
                 self.round_bf16(T1, b[0]);
-                self.shift(SHIFT_RIGHT32, SHIFT_RIGHT32_FIELD, T1, Source::Register(T1), 16);
+                self.shift(Shift::Right, Width::W32, T1, Source::Register(T1), 16);
                 self.round_bf16(T0, a[0]);
                 self.asm.vector(AND32, d, T0, Source::Constant(0xffff_0000), 0);
                 self.asm.vector(OR32, d, d, Source::Register(T1), 0);
@@ -1355,7 +1359,7 @@ impl Translator<'_> {
             Native::WidenBf16 => {
                 let a = self.source(r32(1))?;
                 let d = self.fresh()?;
-                self.shift(Vector(1, 1, false, 0x72), 6, d, a[0], 16);
+                self.shift(Shift::Left, Width::W32, d, a[0], 16);
                 self.define(guard, r32(0), [d, 0])?;
             }
             Native::Split => {
@@ -1363,7 +1367,7 @@ impl Translator<'_> {
                 let (low, high) = (self.fresh()?, self.fresh()?);
                 self.truncate(low, a);
                 for (to, from) in [(T1, a[0]), (T2, a[1])] {
-                    self.shift(Vector(1, 1, true, 0x73), 2, to, Source::Register(from), 32);
+                    self.shift(Shift::Right, Width::W64, to, Source::Register(from), 32);
                 }
                 self.truncate(high, [T1, T2]);
                 self.define(guard, r32(1), [low, 0])?;
@@ -1374,7 +1378,7 @@ impl Translator<'_> {
                 for (half, to) in d.into_iter().enumerate() {
                     self.extend(s[1], half, false, T0)?;
                     self.extend(s[2], half, false, to)?;
-                    self.shift(Vector(1, 1, true, 0x73), 6, to, Source::Register(to), 32);
+                    self.shift(Shift::Left, Width::W64, to, Source::Register(to), 32);
                     self.asm.vector(Vector(1, 1, true, 0xeb), to, to, Source::Register(T0), 0);
                 }
                 self.define(guard, r64(0), d)?;
@@ -1412,7 +1416,8 @@ impl Translator<'_> {
         Some(())
     }
 
-    /// Stores the comparison of [`Translator::compare`], and its opposite, combined with the predicate of slot 5.
+    /// Stores the comparison of [`Translator::compare`], and its opposite, combined with the
+    /// predicate of slot 5.
     fn put_comparison(&mut self, guard: u32, s: &[u32; 6]) {
         let [p, q, _, _, c, combine] = *s;
         // Both results are computed from the predicates as they were.

@@ -41,7 +41,9 @@ impl<W: Hooks> Exec<'_, W> {
             }
             let needed = mask & self.warp.live;
             let absent = mask & !needed;
-            if W::ON && absent != 0 && op.needs_all_members() {
+            // A product would be one of registers that these lanes never wrote.
+            let always = matches!(op, WarpOp::Mma { .. } | WarpOp::Product { .. });
+            if absent != 0 && (W::ON && op.needs_all_members() || always) {
                 return stop(FaultKind::AbsentMembers { mask, absent }, lanes(here).next());
             }
             let elsewhere = needed & !here;

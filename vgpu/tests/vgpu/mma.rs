@@ -282,8 +282,10 @@ fn every_lane_takes_part() {
         machine.run()
     };
     run(32, Some(CheckConfig::default())).unwrap();
-    let Err(MachineError::Fault(fault)) = run(16, Some(CheckConfig::default())) else { panic!("passes") };
-    assert!(matches!(fault.kind, FaultKind::AbsentMembers { absent: 0xffff_0000, .. }), "{fault}");
+    for check in [Some(CheckConfig::default()), None] {
+        let Err(MachineError::Fault(fault)) = run(16, check) else { panic!("passes") };
+        assert!(matches!(fault.kind, FaultKind::AbsentMembers { absent: 0xffff_0000, .. }), "{fault}");
+    }
 }
 
 #[test]
