@@ -60,8 +60,6 @@ pub(super) enum Source {
     Constant(u32),
     /// The same 64 bits in every lane.
     Wide(u64),
-    /// These bits, for AVX2.
-    Lanes([u32; 8]),
 }
 
 /// A vector instruction in the EVEX encoding, or in the VEX encoding for AVX2: opcode map (1: `0F`,
@@ -71,7 +69,7 @@ pub(super) struct Vector(pub(super) u8, pub(super) u8, pub(super) bool, pub(supe
 
 /// An instruction in the VEX encoding: opcode map, prefix, the bits W and L, and opcode.
 #[derive(Clone, Copy, Debug)]
-struct Masked(u8, u8, bool, bool, u8);
+struct Vex(u8, u8, bool, bool, u8);
 
 /// The parts of a vector instruction besides its operands: the mask register, an immediate, and the
 /// length of a last operand in memory.
@@ -156,8 +154,7 @@ impl Assembler {
     }
 
     /// A vector instruction on whole registers: `d = op(a, b)` under the mask register `k` (0 for
-    /// none).
-    /// Lanes outside of the mask keep what they have, or are stored as they were.
+    /// none). Lanes outside of the mask keep what they have, or are stored as they were.
     pub(super) fn vector(&mut self, op: Vector, d: u8, a: u8, b: Source, k: u8) {
         self.vector_with(op, d, a, b, k, None);
     }
@@ -192,7 +189,7 @@ impl Assembler {
             Source::Memory(m) => m.base,
             _ => 0,
         };
-        self.vex(Masked(map, prefix, wide, true, opcode), d, a, base);
+        self.vex(Vex(map, prefix, wide, true, opcode), d, a, base);
         let lanes = match b {
             Source::Register(r) => {
                 self.bytes(&[0xc0 | (d & 7) << 3 | r & 7]);
@@ -204,7 +201,6 @@ impl Assembler {
             }
             Source::Constant(v) => Some([v; 8]),
             Source::Wide(v) => Some(std::array::from_fn(|i| (v >> (32 * (i % 2))) as u32)),
-            Source::Lanes(v) => Some(v),
         };
         if let Some(lanes) = lanes {
             let constant = Constant::Lanes(number_of(&mut self.vectors, lanes));
@@ -213,6 +209,14 @@ impl Assembler {
         if let Some(imm) = imm {
             self.bytes(&[imm]);
         }
+    }
+
+    /// A vector instruction of AVX2 with a constant: `d = op(a, lanes)`.
+    pub(super) fn vector_lanes(&mut self, op: Vector, d: u8, a: u8, lanes: [u32; 8]) {
+        let Vector(map, prefix, wide, opcode) = op;
+        self.vex(Vex(map, prefix, wide, true, opcode), d, a, 0);
+        let constant = Constant::Lanes(number_of(&mut self.vectors, lanes));
+        self.constant(d, constant, None);
     }
 
     /// ModRM byte and distance of a constant behind the code.
@@ -231,7 +235,7 @@ impl Assembler {
         let (x, low) = match b {
             Source::Register(r) => (bit(r, 4), bit(r, 3)),
             Source::Memory(m) => (0, bit(m.base, 3)),
-            Source::Constant(_) | Source::Wide(_) | Source::Lanes(_) => (0, 0),
+            Source::Constant(_) | Source::Wide(_) => (0, 0),
         };
         let broadcast = u8::from(size == 64 && matches!(b, Source::Constant(_) | Source::Wide(_)));
         let inverted = bit(d, 3) << 7 | x << 6 | low << 5 | bit(d, 4) << 4;
@@ -253,9 +257,6 @@ impl Assembler {
                 let constant = Constant::Narrow(number_of(&mut self.constants, v));
                 self.constant(d, constant, imm);
             }
-            Source::Lanes(v) => {
-                debug_assert!(false, "lanes {v:?} are for AVX2");
-            }
         }
         if let Some(imm) = imm {
             self.bytes(&[imm]);
@@ -263,8 +264,8 @@ impl Assembler {
     }
 
     /// An instruction in the VEX encoding, up to its opcode.
-    fn vex(&mut self, op: Masked, d: u8, a: u8, base: u8) {
-        let Masked(map, prefix, wide, long, opcode) = op;
+    fn vex(&mut self, op: Vex, d: u8, a: u8, base: u8) {
+        let Vex(map, prefix, wide, long, opcode) = op;
         self.bytes(&[
             0xc4,
             (((d >> 3) << 7 | (base >> 3) << 5) ^ 0xe0) | map,
@@ -275,37 +276,37 @@ impl Assembler {
 
     /// Loads 16 bits into a mask register.
     pub(super) fn load_mask(&mut self, k: u8, m: Mem) {
-        self.vex(Masked(1, 0, false, false, 0x90), k, 0, m.base);
+        self.vex(Vex(1, 0, false, false, 0x90), k, 0, m.base);
         self.memory(k, m, 1);
     }
 
     /// Loads 8 bits into a mask register.
     pub(super) fn load_mask_byte(&mut self, k: u8, m: Mem) {
-        self.vex(Masked(1, 1, false, false, 0x90), k, 0, m.base);
+        self.vex(Vex(1, 1, false, false, 0x90), k, 0, m.base);
         self.memory(k, m, 1);
     }
 
     /// Copies 16 bits of a mask register to a general one.
     pub(super) fn mask_to_general(&mut self, d: u8, k: u8) {
-        self.vex(Masked(1, 0, false, false, 0x93), d, 0, 0);
+        self.vex(Vex(1, 0, false, false, 0x93), d, 0, 0);
         self.bytes(&[0xc0 | (d & 7) << 3 | k]);
     }
 
     /// `d = !a`, of 16 bits.
     pub(super) fn mask_not(&mut self, d: u8, a: u8) {
-        self.vex(Masked(1, 0, false, false, 0x44), d, 0, 0);
+        self.vex(Vex(1, 0, false, false, 0x44), d, 0, 0);
         self.bytes(&[0xc0 | d << 3 | a]);
     }
 
     /// `d = a >> n`, of 16 bits.
     pub(super) fn mask_shift_right(&mut self, d: u8, a: u8, n: u8) {
-        self.vex(Masked(3, 1, true, false, 0x30), d, 0, 0);
+        self.vex(Vex(3, 1, true, false, 0x30), d, 0, 0);
         self.bytes(&[0xc0 | d << 3 | a, n]);
     }
 
     /// `d = high << 8 | low`, of 8 bits each.
     pub(super) fn mask_join_bytes(&mut self, d: u8, high: u8, low: u8) {
-        self.vex(Masked(1, 1, false, true, 0x4b), d, high, 0);
+        self.vex(Vex(1, 1, false, true, 0x4b), d, high, 0);
         self.bytes(&[0xc0 | d << 3 | low]);
     }
 

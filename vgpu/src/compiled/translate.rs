@@ -910,8 +910,8 @@ impl Translator<'_> {
             (std::array::from_fn(|lane| 1 << lane), AVX2_EQUAL32)
         };
         self.asm.vector(AVX2_BROADCAST8, MASK, 0, Source::Memory(at), 0);
-        self.asm.vector(AND32, MASK, MASK, Source::Lanes(bits), 0);
-        self.asm.vector(equal, MASK, MASK, Source::Lanes(bits), 0);
+        self.asm.vector_lanes(AND32, MASK, MASK, bits);
+        self.asm.vector_lanes(equal, MASK, MASK, bits);
     }
 
     /// `d = mask ? b : a`. The mask is `k`, or MASK with AVX2.
@@ -988,6 +988,17 @@ impl Translator<'_> {
             Target::Avx2 => MASK,
         };
         self.asm.vector_with(COMPARE_F32, mask, v, Source::Register(v), 0, Some(UNORDERED));
+    }
+
+    /// The mask = the lanes of `v` that are zero.
+    fn zeros(&mut self, v: u8) {
+        let zero = Source::Constant(0);
+        match self.program.target {
+            Target::Avx512 => {
+                self.asm.vector_with(COMPARE_UNSIGNED32, K1, v, zero, 0, Some(EQ));
+            }
+            Target::Avx2 => self.asm.vector(AVX2_EQUAL32, MASK, v, zero, 0),
+        }
     }
 
     /// A shift by a number.
@@ -1242,36 +1253,14 @@ impl Translator<'_> {
                 for (half, to) in [d, T1].into_iter().enumerate() {
                     self.unsigned_to_f64(s[1], half, T2)?;
                     self.unsigned_to_f64(s[2], half, T3)?;
-                    self.asm.vector(DIVIDE_F64, T2, T2, Source::Register(T3), 0);
-                    match self.program.target {
-                        Target::Avx512 => {
-                            self.asm.vector(F64_TO_UNSIGNED, to, 0, Source::Register(T2), 0);
-                        }
-                        Target::Avx2 => {
-                            let (quotient, mode) = (Source::Register(T2), Some(TOWARDS_ZERO));
-                            self.asm.vector_with(AVX2_ROUND64, T2, 0, quotient, 0, mode);
-                            self.asm.vector(AVX2_ADD_F64, to, T2, F64_OF_INTEGERS, 0);
-                        }
-                    }
+                    self.asm.vector(DIVIDE_F64, to, T2, Source::Register(T3), 0);
                 }
-                match self.program.target {
-                    Target::Avx512 => {
-                        self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(T1), 0, Some(1));
-                    }
-                    Target::Avx2 => self.truncate(d, [d, T1]),
-                }
+                self.f64_to_unsigned(d, T1);
                 if remainder {
                     self.asm.vector(MUL32, T1, d, Source::Register(b[0]), 0);
                     self.asm.vector(binary(Binary::Sub, Width::W32), d, a[0], Source::Register(T1), 0);
                 }
-                // By zero.
-                match self.program.target {
-                    Target::Avx512 => {
-                        let zero = Source::Constant(0);
-                        self.asm.vector_with(COMPARE_UNSIGNED32, K1, b[0], zero, 0, Some(EQ));
-                    }
-                    Target::Avx2 => self.asm.vector(AVX2_EQUAL32, MASK, b[0], Source::Constant(0), 0),
-                }
+                self.zeros(b[0]);
                 self.blend(File::R32, d, d, Source::Constant(u32::MAX), K1);
                 self.define(guard, r32(0), [d, 0])?;
             }
@@ -1466,6 +1455,26 @@ impl Translator<'_> {
                 1 => self.asm.and(RAX, R10),
                 2 => self.asm.or(RAX, R10),
                 _ => self.asm.xor(RAX, R10),
+            }
+        }
+    }
+
+    /// Two halves of f64, none below zero, as integers of 32 bits in `d`, which has the first half.
+    fn f64_to_unsigned(&mut self, d: u8, second: u8) {
+        match self.program.target {
+            Target::Avx512 => {
+                for half in [d, second] {
+                    self.asm.vector(F64_TO_UNSIGNED, half, 0, Source::Register(half), 0);
+                }
+                self.asm.vector_with(JOIN_HALVES, d, d, Source::Register(second), 0, Some(1));
+            }
+            Target::Avx2 => {
+                for half in [d, second] {
+                    let mode = Some(TOWARDS_ZERO);
+                    self.asm.vector_with(AVX2_ROUND64, half, 0, Source::Register(half), 0, mode);
+                    self.asm.vector(AVX2_ADD_F64, half, half, F64_OF_INTEGERS, 0);
+                }
+                self.truncate(d, [d, second]);
             }
         }
     }

@@ -41,9 +41,10 @@ impl<W: Hooks> Exec<'_, W> {
             }
             let needed = mask & self.warp.live;
             let absent = mask & !needed;
-            // A product would be one of registers that these lanes never wrote.
-            let always = matches!(op, WarpOp::Mma { .. } | WarpOp::Product { .. });
-            if absent != 0 && (W::ON && op.needs_all_members() || always) {
+            // Without checks a lane that is there is elected. A product would be one of registers
+            // that absent lanes never wrote.
+            let tolerated = !W::ON && matches!(op, WarpOp::Elect { .. });
+            if absent != 0 && op.needs_all_members() && !tolerated {
                 return stop(FaultKind::AbsentMembers { mask, absent }, lanes(here).next());
             }
             let elsewhere = needed & !here;
