@@ -111,7 +111,8 @@ pub struct Fault {
     pub kind: Kind,
     /// Where it is in the kernel.
     pub own: Place,
-    /// Other places: the function inlined there, or the second of two swapped statements.
+    /// Other places: the function inlined there, the second of two swapped statements, the load
+    /// whose word is compared, the accesses to a wrong row.
     pub also: Vec<Place>,
     /// The instruction, for readers.
     pub opcode: String,
@@ -189,9 +190,10 @@ struct Site {
     /// The line that it is about.
     at: usize,
     edits: Vec<(usize, String)>,
-    /// The other line of two.
+    /// The other line of two: the load of a comparison, or what trades places with a release.
     other: Option<usize>,
-    /// Lines that must be executed for the fault to show, where it is not those of the edits.
+    /// Lines that must be executed for the fault to show, where it is not those of the edits. A
+    /// report that names one of them names the fault.
     through: Vec<usize>,
 }
 
@@ -219,6 +221,9 @@ fn of_body(body: &Body) -> Vec<Fault> {
         // Without a Rust line, no report can name the place.
         let Some(own) = line.own.clone() else { continue };
         let opcode = line.opcode().to_owned();
+        let others = site.other.iter().chain(&site.through).filter_map(|other| lines[*other].own.clone());
+        let mut also: Vec<Place> = line.inlined.clone().into_iter().chain(others).collect();
+        also.dedup();
         let through = if site.through.is_empty() {
             site.edits.iter().map(|(index, _)| *index).collect()
         } else {
@@ -244,8 +249,6 @@ fn of_body(body: &Body) -> Vec<Fault> {
         if same > 0 {
             id = format!("{id}#{}", same + 1);
         }
-        let other = site.other.and_then(|other| lines[other].own.clone());
-        let also = line.inlined.clone().into_iter().chain(other).collect();
         by_key.insert(key, faults.len());
         faults.push(Fault {
             id,
@@ -362,7 +365,7 @@ fn polled(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
         let base = line.opcode().split('.').next().unwrap_or("");
         let uses = operands.iter().skip(1).any(|operand| carried.contains(*operand));
         if base == "setp" && uses {
-            compared(line, index, &operands, &carried, sites);
+            compared(lines, [at, index], &operands, &carried, sites);
             return;
         }
         if CARRIERS.contains(&base) && uses {
@@ -371,9 +374,16 @@ fn polled(lines: &[Line], at: usize, sites: &mut Vec<Site>) {
     }
 }
 
-fn compared(line: &Line, at: usize, operands: &[&str], carried: &HashSet<String>, sites: &mut Vec<Site>) {
+/// Faults of a comparison with a word that was loaded in the line `load`.
+fn compared(
+    lines: &[Line],
+    [load, at]: [usize; 2],
+    operands: &[&str],
+    carried: &HashSet<String>,
+    sites: &mut Vec<Site>,
+) {
     let &[predicate, left, right] = operands else { return };
-    let opcode = line.opcode();
+    let opcode = lines[at].opcode();
     let bits = [64, 16].into_iter().find(|bits| opcode.ends_with(&bits.to_string())).unwrap_or(32);
     let seen = if carried.contains(left) { left } else { right };
     // A value compared with itself: equal, at least, not less, not other. Whichever way round the
@@ -382,7 +392,7 @@ fn compared(line: &Line, at: usize, operands: &[&str], carried: &HashSet<String>
     let (a, b) = if seen == left { ("q", right) } else { (left, "q") };
     let more = format!("{{ .reg .b{bits} q; add.u{bits} q, {seen}, 1; {opcode} {predicate}, {a}, {b}; }}");
     for (kind, text) in [(Kind::EpochIgnored, ignored), (Kind::EpochOneLess, more)] {
-        sites.push(Site { kind, at, edits: vec![(at, text)], other: None, through: vec![] });
+        sites.push(Site { kind, at, edits: vec![(at, text)], other: Some(load), through: vec![] });
     }
 }
 
@@ -461,7 +471,7 @@ fn next_row(lines: &[Line], at: usize, rows: &mut BTreeMap<usize, usize>, sites:
                         kind: Kind::NextRow,
                         at: first,
                         edits: all.into_iter().map(|index| (index, new.clone())).collect(),
-                        other: Some(at),
+                        other: None,
                         through: vec![],
                     });
                     sites.len() - 1
@@ -597,6 +607,21 @@ mod tests {
             [one("epoch-ignored", 103, "setp.ne.b64 %p1, %rd3, %rd3;"), one("epoch-one-less", 103, more)]
         );
         assert!(faults("ld.global.b64 %rd1, [%rd2];\nsetp.ne.b64 %p1, %rd1, %rd3;").is_empty());
+    }
+
+    #[test]
+    fn polls_and_accesses_to_rows_are_places_of_a_fault() {
+        let also = |kind, statements: &str| {
+            let found = enumerate(&bodies(&ptx(statements), &["k"]).unwrap());
+            let fault = found.into_iter().find(|fault| fault.kind == kind).unwrap();
+            fault.also.into_iter().map(|place| place.1).collect::<Vec<_>>()
+        };
+        let poll =
+            "ld.relaxed.sys.global.b64 %rd1, [%rd2];\nmov.b64 %rd3, %rd1;\nsetp.ne.b64 %p1, %rd4, %rd3;";
+        assert_eq!(also(Kind::EpochIgnored, poll), [101]);
+        let two_stores =
+            "mul.wide.u32 %rd1, %r1, 4;\nst.global.b32 [%rd1], %r2;\nst.global.b32 [%rd1+4], %r2;";
+        assert_eq!(also(Kind::NextRow, two_stores), [102, 103]);
     }
 
     #[test]

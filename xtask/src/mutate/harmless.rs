@@ -28,7 +28,7 @@ pub struct Harmless {
     pub only_in_round_trips: bool,
 }
 
-static HARMLESS: [Harmless; 49] = [
+static HARMLESS: [Harmless; 50] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
@@ -235,6 +235,15 @@ static HARMLESS: [Harmless; 49] = [
         above: 0,
         why: "the block has waited for the same packets when it counted tokens, in front of a barrier",
         only_in_round_trips: false,
+    },
+    Harmless {
+        kinds: &[Kind::EpochIgnored, Kind::EpochOneLess],
+        kernel: "low_latency_internode_*",
+        opcode: "setp.eq.b64",
+        source: "if ready != 0 && (ready >> 32) as u32 == epoch as u32 && is_other {",
+        above: 0,
+        why: "it looks for a rank in another call, and no round trip has one",
+        only_in_round_trips: true,
     },
     Harmless {
         kinds: &[Kind::WarpSyncDropped],
