@@ -213,29 +213,67 @@ pub enum Launch {
     OtherDevice,
 }
 
+/// The place of an instruction of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct InstructionPlace {
+    /// Line in the PTX text, from 1.
+    pub ptx_line: usize,
+    /// The PTX line, without spaces around it.
+    pub ptx_text: String,
+    /// File and line of the kernel's source, when the PTX carries line information.
+    pub source: Option<(String, u32)>,
+    /// File and line of the inlined function that the instruction belongs to, when that is another
+    /// line.
+    pub inlined: Option<(String, u32)>,
+    /// The calls in the kernel's source that `source` was inlined for, the nearest first.
+    pub callers: Vec<(String, u32)>,
+}
+
+impl InstructionPlace {
+    /// The line, in the source or, without line information, in the PTX.
+    pub(crate) fn line(&self) -> String {
+        self.source
+            .as_ref()
+            .map_or_else(|| format!("PTX line {}", self.ptx_line), |(file, line)| format!("{file}:{line}"))
+    }
+
+    /// Writes the lines of the source and of the PTX, each behind `indent`.
+    fn write(&self, f: &mut fmt::Formatter<'_>, indent: &str) -> fmt::Result {
+        if self.source.is_some() {
+            write!(f, "{indent}{self}")?;
+        }
+        write!(f, "{indent}PTX line {}: {}", self.ptx_line, self.ptx_text)
+    }
+}
+
+/// `at rows.rs:210 (inlined: memory.rs:17), called at kernel.rs:40`; without line information the
+/// PTX line.
+impl fmt::Display for InstructionPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at {}", self.line())?;
+        if let Some((file, line)) = &self.inlined {
+            write!(f, " (inlined: {file}:{line})")?;
+        }
+        for (number, (file, line)) in self.callers.iter().enumerate() {
+            write!(f, "{}{file}:{line}", if number == 0 { ", called at " } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
 /// A read of a register that nothing can have written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnwrittenRegister {
     /// Name in the PTX.
     pub register: String,
-    /// Line in the PTX text, from 1.
-    pub ptx_line: usize,
-    /// The PTX line.
-    pub ptx_text: String,
-    /// Rust file and line in the kernel, when the PTX carries line information.
-    pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is
-    /// another line.
-    pub inlined: Option<(String, u32)>,
+    /// The instruction.
+    pub at: InstructionPlace,
 }
 
 impl fmt::Display for UnwrittenRegister {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "register '{}', which nothing has written on any path to there", self.register)?;
-        if let Some(source) = &self.source {
-            write!(f, "\n  {}", At(source, self.inlined.as_ref()))?;
-        }
-        write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+        self.at.write(f, "\n  ")
     }
 }
 
@@ -256,15 +294,8 @@ pub struct Party {
     pub launch: Launch,
     /// The device, where its [`Machine`](crate::Machine) has several.
     pub device: Option<u32>,
-    /// Line in the PTX text, from 1.
-    pub ptx_line: usize,
-    /// The PTX line.
-    pub ptx_text: String,
-    /// Rust file and line, when the PTX carries line information.
-    pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is
-    /// another line.
-    pub inlined: Option<(String, u32)>,
+    /// The instruction.
+    pub at: InstructionPlace,
 }
 
 impl Party {
@@ -310,10 +341,7 @@ impl fmt::Display for Party {
         if let Some(lane) = self.lane {
             write!(f, ", lane {lane}")?;
         }
-        if let Some(source) = &self.source {
-            write!(f, "\n    {}", At(source, self.inlined.as_ref()))?;
-        }
-        write!(f, "\n    PTX line {}: {}", self.ptx_line, self.ptx_text.trim())
+        self.at.write(f, "\n    ")
     }
 }
 
@@ -455,9 +483,9 @@ impl Gap {
     /// The place in one line, as in `two.cu:6, PTX line 53: membar.gl;`.
     #[must_use]
     pub fn place(&self) -> String {
-        let Party { ptx_line, ptx_text, source, .. } = &self.at;
+        let InstructionPlace { ptx_line, ptx_text, source, .. } = &self.at.at;
         let source = source.as_ref().map_or_else(String::new, |(file, line)| format!("{file}:{line}, "));
-        format!("{source}PTX line {ptx_line}: {}", ptx_text.trim())
+        format!("{source}PTX line {ptx_line}: {ptx_text}")
     }
 }
 
@@ -937,12 +965,8 @@ pub struct Trace {
 /// An instruction of a [`Trace`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceStep {
-    /// Line in the PTX text, from 1.
-    pub ptx_line: usize,
-    /// The PTX line.
-    pub ptx_text: String,
-    /// Rust file and line in the kernel, when the PTX carries line information.
-    pub source: Option<(String, u32)>,
+    /// The instruction.
+    pub at: InstructionPlace,
     /// The lanes that executed it lately, one bit each; 0 where they are not known.
     pub lanes: u32,
 }
@@ -964,15 +988,14 @@ impl TraceStep {
         let step = |(pc, lanes)| TraceStep { lanes, ..TraceStep::at(kernel, pc) };
         let mut steps: Vec<TraceStep> = merged.into_iter().map(step).collect();
         // Keep only the last instruction of a Rust line that became several.
-        steps.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
+        steps.dedup_by(|a, b| a.at.source.is_some() && a.at.source == b.at.source);
         steps.truncate(TRACED_STEPS);
         steps
     }
 
     /// An instruction as reports name it.
     pub(crate) fn at(kernel: &Kernel, pc: u32) -> TraceStep {
-        let (ptx_line, ptx_text, source) = kernel.origin(pc);
-        TraceStep { ptx_line, ptx_text, source, lanes: 0 }
+        TraceStep { at: kernel.place_of(pc), lanes: 0 }
     }
 }
 
@@ -985,14 +1008,14 @@ impl fmt::Display for Trace {
 
 impl fmt::Display for TraceStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { ptx_line, ptx_text, source, lanes } = self;
+        let InstructionPlace { ptx_line, ptx_text, source, .. } = &self.at;
         if let Some((file, line)) = source {
             write!(f, "{file}:{line} ")?;
         }
-        write!(f, "PTX {ptx_line}: {}", ptx_text.trim())?;
-        match lanes {
+        write!(f, "PTX {ptx_line}: {ptx_text}")?;
+        match self.lanes {
             0 => Ok(()),
-            lanes => write!(f, " [{}]", lane_numbers(*lanes)),
+            lanes => write!(f, " [{}]", lane_numbers(lanes)),
         }
     }
 }
@@ -1031,15 +1054,8 @@ pub struct Fault {
     pub warp: u32,
     /// Lane, where one is to blame.
     pub lane: Option<u32>,
-    /// Line in the PTX text, from 1.
-    pub ptx_line: usize,
-    /// The PTX line.
-    pub ptx_text: String,
-    /// Rust file and line in the kernel, when the PTX carries line information.
-    pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is
-    /// another line.
-    pub inlined: Option<(String, u32)>,
+    /// The instruction.
+    pub at: InstructionPlace,
     /// Kind of the fault.
     pub kind: FaultKind,
     /// Check mode: the last steps of the warps involved.
@@ -1060,26 +1076,12 @@ impl fmt::Display for Fault {
         if let Some(lane) = self.lane {
             write!(f, ", lane {lane}")?;
         }
-        if let Some(source) = &self.source {
-            write!(f, "\n  {}", At(source, self.inlined.as_ref()))?;
-        }
-        write!(f, "\n  PTX line {}: {}", self.ptx_line, self.ptx_text.trim())?;
+        self.at.write(f, "\n  ")?;
         self.traces.iter().try_for_each(|trace| write!(f, "\n  {trace}"))
     }
 }
 
 impl std::error::Error for Fault {}
-
-/// `at kernel.rs:210 (inlined: memory.rs:17)`
-struct At<'a>(&'a (String, u32), Option<&'a (String, u32)>);
-
-impl fmt::Display for At<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (file, line) = self.0;
-        write!(f, "at {file}:{line}")?;
-        self.1.map_or(Ok(()), |(file, line)| write!(f, " (inlined: {file}:{line})"))
-    }
-}
 
 /// A barrier of a block, or that of its cluster, in words.
 fn name_of(barrier: u32) -> String {
@@ -1188,15 +1190,8 @@ pub struct StuckWarp {
     pub warp: u32,
     /// Lanes of the group, one bit each.
     pub lanes: u32,
-    /// Line in the PTX text, from 1.
-    pub ptx_line: usize,
-    /// The PTX line.
-    pub ptx_text: String,
-    /// Rust file and line in the kernel.
-    pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is
-    /// another line.
-    pub inlined: Option<(String, u32)>,
+    /// The instruction.
+    pub at: InstructionPlace,
     /// The event that it waits for.
     pub waiting: WaitingFor,
     /// The word or the mbarrier that it waits for, as in `'buffers' + 0x4`. Empty where it has no name.
@@ -1209,7 +1204,7 @@ pub struct StuckWarp {
 impl StuckWarp {
     /// Whether both wait at the same place for the same event.
     fn waits_like(&self, other: &StuckWarp) -> bool {
-        let event = |of: &StuckWarp| (of.ptx_line, of.lanes);
+        let event = |of: &StuckWarp| (of.at.ptx_line, of.lanes);
         event(self) == event(other)
             && (&self.waiting, &self.place, &self.mbarrier) == (&other.waiting, &other.place, &other.mbarrier)
     }
@@ -1245,10 +1240,10 @@ impl fmt::Display for StuckReport {
             let warps = if all.len() == 1 { "warp" } else { "warps" };
             write!(f, "\n  block {:?} {warps} {} lanes {:#010x}: ", w.block, ranges(all), w.lanes)?;
             w.waiting.write(f, &w.place)?;
-            if let Some(source) = &w.source {
-                write!(f, " {}", At(source, w.inlined.as_ref()))?;
+            if w.at.source.is_some() {
+                write!(f, " {}", w.at)?;
             }
-            write!(f, " (PTX line {}: {})", w.ptx_line, w.ptx_text.trim())?;
+            write!(f, " (PTX line {}: {})", w.at.ptx_line, w.at.ptx_text)?;
             w.mbarrier.iter().try_for_each(|step| write!(f, "\n    its mbarrier: {step}"))?;
         }
         Ok(())

@@ -1113,8 +1113,6 @@ impl Grid {
     }
 
     fn fault_at(&self, at: WarpRef, pc: u32, lane: Option<u32>, kind: FaultKind) -> Box<Fault> {
-        let (ptx_line, ptx_text, source) = self.env.kernel.origin(pc);
-        let inlined = self.env.kernel.inlined(pc);
         let block = self.blocks[at.block as usize].state.ctaid;
         let kernel = self.env.kernel.name.clone();
         let traces = self.traces(at, pc, &kind);
@@ -1124,10 +1122,7 @@ impl Grid {
             block,
             warp: at.warp,
             lane,
-            ptx_line,
-            ptx_text,
-            source,
-            inlined,
+            at: self.env.kernel.place_of(pc),
             kind,
             traces,
         })
@@ -1214,7 +1209,6 @@ impl Grid {
         for block in self.blocks.iter().filter(|b| b.state.exited_warps < b.state.warps) {
             for warp in &block.warps {
                 for g in &warp.groups {
-                    let (ptx_line, ptx_text, source) = kernel.origin(g.pc);
                     let waiting = match g.state {
                         GroupState::Ready => warp.waiting.clone().unwrap_or(WaitingFor::Nothing),
                         GroupState::Lanes { mask } => {
@@ -1242,10 +1236,7 @@ impl Grid {
                         block: block.state.ctaid,
                         warp: warp.index,
                         lanes: g.mask,
-                        ptx_line,
-                        ptx_text,
-                        source,
-                        inlined: kernel.inlined(g.pc),
+                        at: kernel.place_of(g.pc),
                         waiting,
                         mbarrier,
                     });

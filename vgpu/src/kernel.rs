@@ -9,10 +9,10 @@ use crate::exec::cluster::map_shared;
 use crate::exec::lanes::Sig;
 use crate::exec::state::SHARED_BASE;
 use crate::exec::wgmma::RegisterCheck;
-use crate::fault::{LaunchError, UnwrittenRegister};
+use crate::fault::{InstructionPlace, LaunchError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Operands, Origin};
 use crate::machine::{Argument, ArgumentValue};
-use crate::ptx::{self, SourceLine};
+use crate::ptx::{LineTable, Source, SourceLine};
 
 /// A parameter of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,8 +79,8 @@ pub struct Kernel {
     /// those of CUDA's library then.
     pub(crate) reads_workspace: bool,
     pub(crate) globals: Option<Arc<Globals>>,
-    /// `.file` table, shared by the kernels of a module.
-    pub(crate) files: Arc<Vec<(u32, String)>>,
+    /// Source files and inlined calls, shared by the kernels of a module.
+    pub(crate) lines: Arc<LineTable>,
     /// The PTX text, for messages.
     pub(crate) text: Arc<str>,
     /// Executed instructions, once coverage is on.
@@ -95,18 +95,6 @@ pub(crate) struct SharedVariable {
     /// Bytes behind the start of the block's shared memory.
     pub(crate) offset: u32,
     pub(crate) bytes: u32,
-}
-
-/// Where an instruction of a kernel comes from.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct InstructionPlace {
-    /// Line in the PTX text, from 1.
-    pub ptx_line: usize,
-    /// Rust file and line in the kernel, when the PTX carries line information.
-    pub source: Option<(String, u32)>,
-    /// Rust file and line of the inlined function that the instruction belongs to, when that is
-    /// another line.
-    pub inlined: Option<(String, u32)>,
 }
 
 impl Kernel {
@@ -253,21 +241,16 @@ impl Kernel {
     /// values that do not matter.
     #[must_use]
     pub fn unwritten_registers(&self) -> Vec<UnwrittenRegister> {
-        let describe = |(pc, register): &(u32, String)| {
-            let (ptx_line, ptx_text, source) = self.origin(*pc);
-            let (register, inlined) = (register.clone(), self.inlined(*pc));
-            UnwrittenRegister { register, ptx_line, ptx_text, source, inlined }
+        let describe = |(pc, register): &(u32, String)| UnwrittenRegister {
+            register: register.clone(),
+            at: self.place_of(*pc),
         };
         self.unwritten.iter().map(describe).collect()
     }
 
     /// Where each instruction comes from.
     pub fn places(&self) -> impl Iterator<Item = InstructionPlace> + '_ {
-        self.origins.iter().zip(0..).map(|(origin, pc)| InstructionPlace {
-            ptx_line: origin.ptx_line as usize,
-            source: self.named(origin.source.own),
-            inlined: self.inlined(pc),
-        })
+        (0..self.origins.len() as u32).map(|pc| self.place_of(pc))
     }
 
     /// A hash of the kernel's instructions and their PTX lines. Kernels with the same instructions
@@ -298,12 +281,17 @@ impl Kernel {
         Some(self.executed.get()?.iter().map(|mark| mark.load(Ordering::Relaxed)).collect())
     }
 
-    /// PTX line, its text, and the Rust file and line of instruction `pc`: the kernel's own line,
-    /// wherever the instruction was inlined from.
-    pub(crate) fn origin(&self, pc: u32) -> (usize, String, Option<(String, u32)>) {
-        let o = self.origins.get(pc as usize).copied().unwrap_or_default();
-        let text = self.line_of(o).trim().to_string();
-        (o.ptx_line as usize, text, self.named(o.source.own))
+    /// The place of instruction `pc`.
+    pub(crate) fn place_of(&self, pc: u32) -> InstructionPlace {
+        let origin = self.origins.get(pc as usize).copied().unwrap_or_default();
+        let Source { innermost, own, .. } = origin.source;
+        InstructionPlace {
+            ptx_line: origin.ptx_line as usize,
+            ptx_text: self.line_of(origin).trim().to_owned(),
+            source: self.lines.place(own),
+            inlined: self.lines.place(innermost).filter(|_| innermost != own),
+            callers: self.lines.callers(origin.source).collect(),
+        }
     }
 
     /// The PTX line of an instruction; empty where it is unknown. A count of lines from the start of
@@ -326,17 +314,6 @@ impl Kernel {
             return [SourceLine { file: u32::MAX, line: ptx_line }, SourceLine::default()];
         }
         [source.own, source.innermost]
-    }
-
-    /// The Rust file and line that instruction `pc` was inlined from, when that is not the kernel's
-    /// own line.
-    pub(crate) fn inlined(&self, pc: u32) -> Option<(String, u32)> {
-        let source = self.origins.get(pc as usize)?.source;
-        if source.innermost == source.own { None } else { self.named(source.innermost) }
-    }
-
-    fn named(&self, at: SourceLine) -> Option<(String, u32)> {
-        ptx::ast::place(&self.files, at)
     }
 }
 

@@ -104,11 +104,11 @@ pub use device::{
 };
 pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{
-    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, LaunchError, Nearby, Party, PtxError, Race,
-    Side, StuckReport, StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
+    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, InstructionPlace, Launch, LaunchError, Nearby, Party,
+    PtxError, Race, Side, StuckReport, StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
 };
 pub use grid::{Grid, Progress, Residency, Stats};
-pub use kernel::{InstructionPlace, Kernel, ParamInfo};
+pub use kernel::{Kernel, ParamInfo};
 pub use machine::{Argument, ArgumentValue, Array, Machine, MachineError, Mismatch, Number, WrongNumber};
 pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};

@@ -1201,21 +1201,9 @@ impl Machine {
         let (at, report, first) =
             waits.iter().find_map(|(at, report)| Some((*at, report, report.warps.first()?)))?;
         let device = self.devices[at].number;
-        let StuckWarp { block, warp, ptx_line, ptx_text, source, inlined, .. } = first.clone();
+        let StuckWarp { block, warp, at: place, .. } = first.clone();
         let (kernel, kind) = (report.kernel.clone(), FaultKind::Hang(waits));
-        Some(Fault {
-            kernel,
-            device,
-            block,
-            warp,
-            lane: None,
-            ptx_line,
-            ptx_text,
-            source,
-            inlined,
-            kind,
-            traces: vec![],
-        })
+        Some(Fault { kernel, device, block, warp, lane: None, at: place, kind, traces: vec![] })
     }
 }
 

@@ -4,11 +4,13 @@
 //!   it: rustc has no attribute for them.
 //! - Source lines (`.loc`, `.file`) stay: the virtual GPU names Rust file and line with them. The
 //!   labels, the empty debug section and the repeated or lineless `.loc`s around them go.
-//! - A `.loc` of inlined code has a comment with the place where the kernel's own code called it:
-//!   `// inlined_at <file> <line>`. PTX has the attribute `inlined_at` for that, but LLVM 22 does
-//!   not write it. ptxas requires a `.loc` of each caller and a debug section with it. A kernel
-//!   whose family has a folder has its own code in all files of it. The virtual GPU counts only the
-//!   entry's file as the kernel's own, so a line of another file of the folder names itself.
+//! - A `.loc` of inlined code has a comment with the place where the kernel's own code called it,
+//!   and with the calls of that code, the nearest first: `// inlined_at <file> <line>, <file>
+//!   <line>`. PTX has the attribute `inlined_at` for that, but LLVM 22 does not write it. ptxas
+//!   requires a `.loc` of each caller and a debug section with it. A kernel whose family has a
+//!   folder has its own code in all files of it. The virtual GPU counts only the entry's file as
+//!   the kernel's own, so a line of another file of the folder names itself. A line of the entry's
+//!   file does not: its comment has the calls alone.
 //! - The marks around inline assembly stay: one lint reads them.
 
 use hmac_sha256::Hash;
@@ -33,7 +35,7 @@ fn body(raw: &str, described: &[KernelInfo]) -> String {
     let mut entry: Option<&KernelInfo> = None;
     let mut last_loc = String::new();
     let mut blank = true;
-    // The kernel's own file: that of its first `.loc`.
+    // File and line of the kernel's first `.loc`: its own file, and the line of the function.
     let mut home = None;
     for line in raw.lines().map(str::trim_end) {
         if is_compiler_remark(line) {
@@ -69,8 +71,8 @@ fn body(raw: &str, described: &[KernelInfo]) -> String {
             if !has_line(line) {
                 continue;
             }
-            let home = home.get_or_insert_with(|| file_of(line).to_owned());
-            let loc = format!("{line}{}", inlined_at(line, comment, home, &files).unwrap_or_default());
+            let entry = *home.get_or_insert(place_of(line));
+            let loc = format!("{line}{}", inlined_at(line, comment, entry, &files).unwrap_or_default());
             if loc != last_loc {
                 out.push_str(&loc);
                 out.push('\n');
@@ -144,26 +146,33 @@ fn file_table(raw: &str) -> Vec<(&str, &str)> {
     rows.map(|(number, path)| (path.trim().trim_matches('"'), number)).collect()
 }
 
-/// The file's number in `.loc <file> <line> <column>`.
-fn file_of(loc: &str) -> &str {
-    loc.split_whitespace().nth(1).unwrap_or("")
+/// The file's number and the line in `.loc <file> <line> <column>`.
+fn place_of(loc: &str) -> (&str, &str) {
+    let mut words = loc.split_whitespace().skip(1);
+    (words.next().unwrap_or(""), words.next().unwrap_or(""))
 }
 
-/// ` // inlined_at <file> <line>`: from LLVM's `a.rs:1:2 @[ b.rs:3:4 @[ c.rs:5:6 ] ]`, innermost
-/// first, the first place in the kernel's own code. `None` if the `.loc` itself is in the file of
-/// the entry.
-fn inlined_at(loc: &str, comment: &str, home: &str, files: &[(&str, &str)]) -> Option<String> {
-    if file_of(loc) == home {
-        return None;
-    }
-    let (home_path, _) = files.iter().find(|(_, number)| *number == home)?;
-    let mut places = comment.split_whitespace().filter_map(|word| {
+/// ` // inlined_at <file> <line>, ..`: from LLVM's `a.rs:1:2 @[ b.rs:3:4 @[ c.rs:5:6 ] ]`, innermost
+/// first, the places in the kernel's own code. Left out are the `.loc` itself and what the macro
+/// writes, which is on the lines of the entry's attributes. `None` if none is left.
+fn inlined_at(loc: &str, comment: &str, entry: (&str, &str), files: &[(&str, &str)]) -> Option<String> {
+    let (home_path, _) = files.iter().find(|(_, number)| *number == entry.0)?;
+    let own = comment.split_whitespace().filter_map(|word| {
         let (place, _column) = word.rsplit_once(':')?;
         let (path, line) = place.rsplit_once(':')?;
-        Some((files.iter().find(|(name, _)| *name == path)?, line))
+        let (path, file) = files.iter().find(|(name, _)| *name == path)?;
+        (family(path) == family(home_path)).then_some((*file, line))
     });
-    let ((_, file), line) = places.find(|((path, _), _)| family(path) == family(home_path))?;
-    Some(format!(" // inlined_at {file} {line}"))
+    let mut own: Vec<_> = own.collect();
+    let line_of = |line: &str| line.parse::<u32>().unwrap_or(0);
+    let is_of_entry = |(file, line): (&str, &str)| file == entry.0 && line_of(line) <= line_of(entry.1);
+    while own.len() > 1 && own.last().is_some_and(|outermost| is_of_entry(*outermost)) {
+        own.pop();
+    }
+    let is_home = place_of(loc).0 == entry.0;
+    let places: Vec<String> =
+        own.iter().skip(is_home.into()).map(|(file, line)| format!("{file} {line}")).collect();
+    (!places.is_empty()).then(|| format!(" // inlined_at {}", places.join(", ")))
 }
 
 /// The kernel family that a source file belongs to: its folder's name or its own below `kernels/`,
@@ -217,7 +226,7 @@ $L__tmp3:
 	.loc	1 39 0                          // gpu/src/lib.rs:39:0
 	.loc	2 7 9                           // rust/a.rs:7:9 @[ gpu/simt/src/lib.rs:3:4 @[ gpu/src/lib.rs:41:5 @[ gpu/src/lib.rs:39:1 ] ] ]
 	bra $L__BB0_2;                          // remark
-	.loc	2 7 9                           // rust/a.rs:7:9 @[ gpu/src/lib.rs:41:8 @[ gpu/src/lib.rs:39:1 ] ]
+	.loc	2 7 9                           // rust/a.rs:7:9 @[ gpu/src/lib.rs:41:8 @[ gpu/src/lib.rs:39:0 ] ]
 	.loc	1 41 9                          // gpu/src/lib.rs:41:9 @[ gpu/src/lib.rs:39:1 ]
 $L__BB0_2:                              // =>This Inner Loop Header: Depth=1
 	ret;
@@ -267,13 +276,15 @@ $L__BB0_2:
             ("gpu/src/kernels/ring.rs", "3"),
             ("gpu/simt/src/warp.rs", "4"),
         ];
-        let at = |loc: &str, comment: &str| inlined_at(loc, comment, "1", &FILES);
-        let outer = "gpu/src/kernels/k/mod.rs:9:1 ] ]";
-        assert_eq!(at(".loc 1 9 1", "gpu/src/kernels/k/mod.rs:9:1"), None);
+        let at = |loc: &str, comment: &str| inlined_at(loc, comment, ("1", "8"), &FILES);
+        let outer = "gpu/src/kernels/k/mod.rs:9:1 @[ gpu/src/kernels/k/mod.rs:7:1 ] ]";
+        assert_eq!(at(".loc 1 9 1", outer), None);
         let part = format!("gpu/src/kernels/k/part.rs:20:5 @[ {outer}");
-        assert_eq!(at(".loc 2 20 5", &part).unwrap(), " // inlined_at 2 20");
+        assert_eq!(at(".loc 2 20 5", &part).unwrap(), " // inlined_at 2 20, 1 9");
         let warp = format!("gpu/simt/src/warp.rs:4:5 @[ gpu/src/kernels/ring.rs:6:7 @[ {part}");
-        assert_eq!(at(".loc 4 4 5", &warp).unwrap(), " // inlined_at 2 20");
+        assert_eq!(at(".loc 4 4 5", &warp).unwrap(), " // inlined_at 2 20, 1 9");
+        let own = format!("gpu/src/kernels/k/mod.rs:30:5 @[ {part}");
+        assert_eq!(at(".loc 1 30 5", &own).unwrap(), " // inlined_at 2 20, 1 9");
         let ring = format!("gpu/simt/src/warp.rs:4:5 @[ gpu/src/kernels/ring.rs:6:7 @[ {outer}");
         assert_eq!(at(".loc 4 4 5", &ring).unwrap(), " // inlined_at 1 9");
         assert_eq!(at(".loc 4 4 5", "gpu/simt/src/warp.rs:4:5"), None);

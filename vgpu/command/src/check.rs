@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use epoxide_vgpu::{Class, Module, Refusal, ptx};
+use epoxide_vgpu::{Class, InstructionPlace, Module, Refusal, ptx};
 use serde_json::{Map, json};
 
 use crate::names::readable;
@@ -57,13 +57,13 @@ pub fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal)
     }
     message += &format!("  {}:{}:{}: {}", path.display(), error.line, error.column, error.message);
     message += &format!("\n  | {}", error.source_line.trim());
-    let place = Place {
-        kernel,
-        ptx: path.to_owned(),
+    let at = InstructionPlace {
         ptx_line: error.line,
         ptx_text: error.source_line.trim().to_owned(),
         source,
+        ..InstructionPlace::default()
     };
+    let place = Place { kernel, ptx: path.to_owned(), at };
     Finding {
         kind: "refused".into(),
         class: Class::Stopped,
@@ -88,5 +88,5 @@ fn source_of(text: &str, line: usize) -> Option<(String, u32)> {
         ptx::Stmt::Inst(inst) if inst.pos.line == line => inst.source,
         _ => None,
     });
-    file.place(source?.own)
+    file.lines.place(source?.own)
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use epoxide_vgpu::{Class, Module, ptx, supported_opcode};
+use epoxide_vgpu::{Class, InstructionPlace, Module, ptx, supported_opcode};
 use serde_json::{Map, json};
 
 use crate::check;
@@ -66,9 +66,12 @@ pub fn run(args: &Args) -> Result<Verdict> {
                 opcode.first.get_or_insert_with(|| Place {
                     kernel: readable(name),
                     ptx: path.clone(),
-                    ptx_line: inst.pos.line,
-                    ptx_text: inst.whole.of(&text).to_owned(),
-                    source: inst.source.and_then(|source| file.place(source.own)),
+                    at: InstructionPlace {
+                        ptx_line: inst.pos.line,
+                        ptx_text: inst.whole.of(&text).to_owned(),
+                        source: inst.source.and_then(|source| file.lines.place(source.own)),
+                        ..InstructionPlace::default()
+                    },
                 });
             }
             for (opcode, count) in here {
@@ -91,7 +94,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
             }
             continue;
         }
-        let place = first.as_ref().map(|place| format!("{}:{}", place.ptx.display(), place.ptx_line));
+        let place = first.as_ref().map(|place| format!("{}:{}", place.ptx.display(), place.at.ptx_line));
         document.findings.push(Finding {
             kind: "unsupported-opcode".into(),
             class: Class::Stopped,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use epoxide_vgpu::{Class, Gap, Hazard, Party, Report, ReportPlace, Side};
+use epoxide_vgpu::{Class, Gap, Hazard, InstructionPlace, Party, Report, ReportPlace, Side};
 use serde_json::{Value, json};
 
 use crate::names::readable;
@@ -35,48 +35,61 @@ pub struct Place {
     pub kernel: String,
     /// The PTX file.
     pub ptx: PathBuf,
-    /// Line in it, from 1.
-    pub ptx_line: usize,
-    pub ptx_text: String,
-    pub source: Option<(String, u32)>,
+    pub at: InstructionPlace,
 }
 
 impl Place {
     pub fn of(ptx: &Path, place: ReportPlace) -> Self {
-        let ReportPlace { kernel, ptx_line, ptx_text, source, .. } = place;
-        Self { kernel: readable(&kernel), ptx: ptx.to_owned(), ptx_line, ptx_text, source }
+        Self { kernel: readable(&place.kernel), ptx: ptx.to_owned(), at: place.at }
     }
 
     fn json(&self) -> Value {
-        let (file, line) = self.source.clone().unzip();
+        let (file, line) = self.at.source.clone().unzip();
         json!({
             "kernel": self.kernel,
             "ptx": self.ptx.display().to_string(),
-            "ptx_line": self.ptx_line,
-            "ptx_text": self.ptx_text,
+            "ptx_line": self.at.ptx_line,
+            "ptx_text": self.at.ptx_text,
             "source": file,
             "line": line,
+            "callers": self.callers(|file, line| json!({ "source": file, "line": line })),
         })
     }
 
+    /// The calls that led there, the nearest first.
+    fn callers(&self, call: impl Fn(&str, u32) -> Value) -> Vec<Value> {
+        self.at.callers.iter().map(|(file, line)| call(file, *line)).collect()
+    }
+
+    /// The line and the calls that led there, as frames of a stack. `None` without calls.
+    fn stack(&self) -> Option<Value> {
+        let frame = |location: Value| json!({ "location": location });
+        let calls = self.callers(|file, line| frame(location(file, line.into(), "")));
+        if calls.is_empty() {
+            return None;
+        }
+        let frames: Vec<Value> = std::iter::once(frame(self.location())).chain(calls).collect();
+        Some(json!({ "frames": frames }))
+    }
+
     fn in_ptx(&self) -> Value {
-        location(&self.ptx.display().to_string(), self.ptx_line as u64, &self.kernel)
+        location(&self.ptx.display().to_string(), self.at.ptx_line as u64, &self.kernel)
     }
 
     /// The kernel and the line, the same for every machine that compiles the source.
     fn fingerprint(&self) -> String {
-        match &self.source {
+        match &self.at.source {
             Some((file, line)) => {
                 let name = file.rsplit('/').next().unwrap_or(file);
                 format!("{}:{name}:{line}", self.kernel)
             }
-            None => format!("{}:{}", self.kernel, self.ptx_line),
+            None => format!("{}:{}", self.kernel, self.at.ptx_line),
         }
     }
 
     /// The line of the source, where the PTX names it.
     fn location(&self) -> Value {
-        match &self.source {
+        match &self.at.source {
             Some((file, line)) => location(file, u64::from(*line), &self.kernel),
             None => self.in_ptx(),
         }
@@ -147,9 +160,9 @@ impl Finding {
 
     /// The places in one line.
     fn where_it_is(&self) -> String {
-        let place = |place: &Place| match &place.source {
+        let place = |place: &Place| match &place.at.source {
             Some((file, line)) => format!("{file}:{line}"),
-            None => format!("{}:{}", place.ptx.display(), place.ptx_line),
+            None => format!("{}:{}", place.ptx.display(), place.at.ptx_line),
         };
         self.places.iter().map(place).collect::<Vec<_>>().join(" and ")
     }
@@ -192,11 +205,15 @@ impl Finding {
         });
         if let [first, others @ ..] = self.places.as_slice() {
             result["locations"] = json!([first.location()]);
-            let ptx = self.places.iter().filter(|place| place.source.is_some()).map(Place::in_ptx);
+            let ptx = self.places.iter().filter(|place| place.at.source.is_some()).map(Place::in_ptx);
             let related = others.iter().map(Place::location).chain(ptx);
             let related: Vec<Value> =
                 (0..).zip(related).map(|(id, location)| with_id(location, id)).collect();
             result["relatedLocations"] = json!(related);
+            let stacks: Vec<Value> = self.places.iter().filter_map(Place::stack).collect();
+            if !stacks.is_empty() {
+                result["stacks"] = json!(stacks);
+            }
             let mut lines: Vec<_> = self.places.iter().map(Place::fingerprint).collect();
             lines.sort();
             let print = format!("{} {} {}", self.kind, self.hazard.unwrap_or_default(), lines.join(" "));
@@ -210,8 +227,8 @@ impl Finding {
 }
 
 fn gap_json(ptx: &Path, gap: &Gap) -> Value {
-    let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = gap.at.clone();
-    let place = ReportPlace { kernel, ptx_line, ptx_text: ptx_text.trim().to_owned(), source, inlined };
+    let Party { kernel, at, .. } = gap.at.clone();
+    let place = ReportPlace { kernel, at };
     json!({
         "side": if gap.side == Side::Writer { "writer" } else { "reader" },
         "kind": gap.kind.name(),

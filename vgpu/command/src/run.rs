@@ -9,7 +9,6 @@ use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
     AcceptList, Array, Assumptions, Cause, CheckConfig, Class, Cluster, ClusterSizes, Coverage, DeviceConfig,
     Explore, GridConfig, LaunchError, Machine, MachineError, Module, Path, Refusal, Report, ReportPlace,
-    UnwrittenRegister,
 };
 use serde_json::{Map, Value, json};
 
@@ -305,9 +304,7 @@ impl Args {
             Err(MachineError::Fault(_) | MachineError::Stuck(_)) => {}
             Err(MachineError::Launch(LaunchError::UnwrittenRegister { read, .. })) => {
                 let text = read.to_string();
-                let UnwrittenRegister { ptx_line, ptx_text, source, inlined, .. } = *read;
-                let ptx_text = ptx_text.trim().to_owned();
-                let place = ReportPlace { kernel: kernel.to_owned(), ptx_line, ptx_text, source, inlined };
+                let place = ReportPlace { kernel: kernel.to_owned(), at: read.at };
                 outcome.other =
                     Some((self.other("unwritten-register", Class::Lifetime, &text, &place), place));
             }

@@ -74,7 +74,7 @@ fn named(fault: &Fault) -> String {
         Some((file, line)) => format!("{}:{line}", file.rsplit('/').next().unwrap_or(file)),
         None => format!("kernel '{kernel}'"),
     };
-    let here = at(&fault.source, &fault.kernel);
+    let here = at(&fault.at.source, &fault.kernel);
     // The schedule decides which device comes first.
     let memory = |label: &str| match without_devices(label) {
         label if label.is_empty() => "shared memory".to_owned(),
@@ -85,7 +85,7 @@ fn named(fault: &Fault) -> String {
             // The schedule decides which of the two comes second.
             let mut ends = [
                 format!("{} at {here}", race.access),
-                format!("{} at {}", race.other.access, at(&race.other.source, &race.other.kernel)),
+                format!("{} at {}", race.other.access, at(&race.other.at.source, &race.other.kernel)),
             ];
             ends.sort();
             format!("race on {}: {}, {}", memory(&race.label), ends[0], ends[1])

@@ -145,10 +145,9 @@ impl Report {
             _ => String::new(),
         };
         let hazard = self.hazard().map_or_else(String::new, |hazard| format!(" {}", hazard.name()));
-        let place = |place: &ReportPlace| match (&place.source, place.kernel.as_str()) {
-            (_, "") => "the host".to_owned(),
-            (Some((file, line)), _) => format!("{file}:{line}"),
-            (None, _) => format!("PTX line {}", place.ptx_line),
+        let place = |place: &ReportPlace| match place.kernel.as_str() {
+            "" => "the host".to_owned(),
+            _ => place.at.line(),
         };
         format!(
             "{} ({}){hazard}{on} at {} in kernel {}, {}",

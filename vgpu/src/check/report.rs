@@ -76,7 +76,6 @@ pub(super) fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key)
     let (Some(facts), Some((block, within))) = (grids.facts(actor), clock::place_of(actor)) else {
         return Party { access, ..Party::host() };
     };
-    let (ptx_line, ptx_text, source) = facts.kernel.origin(pc);
     let [x, y, _] = facts.grid.map(u64::from);
     let launch = match grids.facts(me) {
         Some(mine) if mine.device != facts.device => Launch::OtherDevice,
@@ -91,10 +90,7 @@ pub(super) fn party(grids: &Grids, access: String, actor: Key, pc: u32, me: Key)
         warp: within.map(|w| w.0),
         lane: within.and_then(|w| w.1),
         launch,
-        ptx_line,
-        ptx_text,
-        source,
-        inlined: facts.kernel.inlined(pc),
+        at: facts.kernel.place_of(pc),
     }
 }
 
@@ -487,7 +483,7 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         () => None,
     };
     let acquired = is_proxy.then(|| last_step(world, me, acquire)).flatten();
-    let is_new = |what: &Party| found.iter().all(|seen: &Attempt| seen.what.ptx_line != what.ptx_line);
+    let is_new = |what: &Party| found.iter().all(|seen: &Attempt| seen.what.at.ptx_line != what.at.ptx_line);
     let acquired = acquired.filter(|(what, _)| is_new(what));
     let last = last.into_iter().chain(acquired);
     found.extend(last.map(|(what, orders)| Attempt { what, of: None, verdict: orders.into() }));
@@ -581,12 +577,11 @@ pub(crate) fn collected(
     pc: u32,
     recent: impl Iterator<Item = RecentStep>,
 ) -> Fault {
-    let Party { kernel, device, block, warp, lane, ptx_line, ptx_text, source, inlined, .. } =
-        party(grids, String::new(), own, pc, own);
+    let Party { kernel, device, block, warp, lane, at, .. } = party(grids, String::new(), own, pc, own);
     let warp = warp.unwrap_or_default();
     let steps = grids.facts(own).map(|facts| TraceStep::list(&facts.kernel, recent)).unwrap_or_default();
     let traces = if steps.is_empty() { vec![] } else { vec![Trace { block, warp, steps }] };
-    Fault { kernel, device, block, warp, lane, ptx_line, ptx_text, source, inlined, kind, traces }
+    Fault { kernel, device, block, warp, lane, at, kind, traces }
 }
 
 /// The fault for a violation at a place that `label` names.
@@ -676,8 +671,7 @@ fn line_of(world: &World, actor: Key, pc: u32) -> String {
 
 /// The line of an instruction, in the source or, without line information, in the PTX.
 fn place_of(kernel: &Kernel, pc: u32) -> String {
-    let (ptx_line, _, source) = kernel.origin(pc);
-    source.map_or_else(|| format!("PTX line {ptx_line}"), |(file, line)| format!("{file}:{line}"))
+    kernel.place_of(pc).line()
 }
 
 /// Identifies an instruction of a kernel.
@@ -919,7 +913,7 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
                  or a release of scope .sys that the host acquires{}{seen}",
-                host_attempt(world).unwrap_or_default()
+                host_attempt(world, by).unwrap_or_default()
             )
         }
     }
@@ -955,14 +949,17 @@ fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
     source_lines(world, "its device", &reads.take(MOST_OF_ADDRESS).collect::<Vec<_>>())
 }
 
-/// The word that the host has loaded last, if its last write releases nothing to the host.
-fn host_attempt(world: &World) -> Option<String> {
+/// The word that the host has loaded last, if its last write releases nothing to the host, or is by
+/// the block of `earlier`, whose access it does not release.
+fn host_attempt(world: &World, earlier: Key) -> Option<String> {
     let loaded = world.hosts.get(&world.host_id())?.loaded?;
     let write = world.releases.get(loaded.0, loaded.1)?.writes.last()?;
     let verdict = match () {
         () if !write.releases => NO_RELEASE,
         () if write.scope != Scope::Sys => NO_REACH,
-        () => return None,
+        () if clock::block_of(write.by) != clock::block_of(earlier) => return None,
+        () if write.by == earlier => "releases what its thread did before it: the access came later",
+        () => "releases what its thread did before it: a barrier between the two threads is missing",
     };
     let of = writer(&world.grids, write, 0);
     Some(format!("\n  seen: the word that the host has loaded last was written by a {of}\n   {verdict}"))

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::fault::{Fault, FaultKind, Hazard, Party};
+use crate::fault::{Fault, FaultKind, Hazard, InstructionPlace, Party};
 use crate::ptx::SourceLine;
 
 /// The kind of error that a report shows, the worst first. Each class has a rule that the checker
@@ -95,37 +95,24 @@ impl std::fmt::Display for Class {
 pub struct ReportPlace {
     /// Kernel name; empty for the host and for copies in a stream.
     pub kernel: String,
-    /// Line in the PTX text, from 1.
-    pub ptx_line: usize,
-    /// The PTX line.
-    pub ptx_text: String,
-    /// File and line of the kernel's source, when the PTX carries line information.
-    pub source: Option<(String, u32)>,
-    /// File and line of the inlined function that the instruction belongs to, when that is another
-    /// line.
-    pub inlined: Option<(String, u32)>,
+    /// The instruction.
+    pub at: InstructionPlace,
 }
 
 impl ReportPlace {
     pub(super) fn of(party: &Party) -> ReportPlace {
-        let Party { kernel, ptx_line, ptx_text, source, inlined, .. } = party;
-        ReportPlace {
-            kernel: kernel.clone(),
-            ptx_line: *ptx_line,
-            ptx_text: ptx_text.trim().to_owned(),
-            source: source.clone(),
-            inlined: inlined.clone(),
-        }
+        ReportPlace { kernel: party.kernel.clone(), at: party.at.clone() }
     }
 
     /// Whether both are the same line of the source of the same kernel; without line information,
     /// the same line of PTX. An unrolled loop has many lines of PTX for one of the source.
     #[must_use]
     pub fn is_same_line(&self, other: &ReportPlace) -> bool {
-        let line = |place: &ReportPlace| place.source.is_none().then_some(place.ptx_line);
+        let (a, b) = (&self.at, &other.at);
+        let line = |at: &InstructionPlace| at.source.is_none().then_some(at.ptx_line);
         self.kernel == other.kernel
-            && (&self.source, &self.inlined) == (&other.source, &other.inlined)
-            && line(self) == line(other)
+            && (&a.source, &a.inlined) == (&b.source, &b.inlined)
+            && line(a) == line(b)
     }
 }
 
@@ -163,14 +150,8 @@ impl Report {
     /// The line of the access that was reported, and for a race that of the earlier access.
     #[must_use]
     pub fn places(&self) -> Vec<ReportPlace> {
-        let Fault { kernel, ptx_line, ptx_text, source, inlined, kind, .. } = &self.fault;
-        let here = ReportPlace {
-            kernel: kernel.clone(),
-            ptx_line: *ptx_line,
-            ptx_text: ptx_text.trim().to_owned(),
-            source: source.clone(),
-            inlined: inlined.clone(),
-        };
+        let Fault { kernel, at, kind, .. } = &self.fault;
+        let here = ReportPlace { kernel: kernel.clone(), at: at.clone() };
         let FaultKind::Race(race) = kind else { return vec![here] };
         vec![here, ReportPlace::of(&race.other)]
     }
@@ -298,8 +279,8 @@ impl Accepted {
                 || name_of(&place.kernel).contains(&self.kernel)
         };
         let at = |text: &String, place: &ReportPlace| match text.split_once("ptx:") {
-            Some(("", line)) => line.parse() == Ok(place.ptx_line),
-            _ => [&place.source, &place.inlined].into_iter().flatten().any(|(file, line)| {
+            Some(("", line)) => line.parse() == Ok(place.at.ptx_line),
+            _ => [&place.at.source, &place.at.inlined].into_iter().flatten().any(|(file, line)| {
                 let full = format!("{file}:{line}");
                 full.strip_suffix(text.as_str()).is_some_and(|head| head.is_empty() || head.ends_with('/'))
             }),
@@ -407,9 +388,12 @@ mod tests {
     use crate::fault::Race;
 
     fn race(here: (&str, usize), there: (&str, usize)) -> Report {
-        let source = |line: usize| Some(("/src/a/ring.cu".to_owned(), line as u32));
-        let other =
-            Party { kernel: there.0.into(), ptx_line: there.1, source: source(there.1), ..Party::default() };
+        let at = |line: usize| InstructionPlace {
+            ptx_line: line,
+            source: Some(("/src/a/ring.cu".to_owned(), line as u32)),
+            ..InstructionPlace::default()
+        };
+        let other = Party { kernel: there.0.into(), at: at(there.1), ..Party::default() };
         let race = Race { other, class: Class::Corrupts, ..Race::default() };
         Report::new(Fault {
             kernel: here.0.into(),
@@ -417,10 +401,7 @@ mod tests {
             block: [0; 3],
             warp: 0,
             lane: None,
-            ptx_line: here.1,
-            ptx_text: String::new(),
-            source: source(here.1),
-            inlined: None,
+            at: at(here.1),
             kind: FaultKind::Race(Box::new(race)),
             traces: vec![],
         })

@@ -164,7 +164,7 @@ fn same_blocks(kernel: &Kernel, target: Target, rng: &mut Rng, rounds: usize) ->
                     }
                 };
                 let lane = (0..32).find(|&i| want[i] != got[i]).unwrap_or(0);
-                let text: Vec<_> = (start..end).map(|pc| kernel.origin(pc as u32).1).collect();
+                let text: Vec<_> = (start..end).map(|pc| kernel.place_of(pc as u32).ptx_text).collect();
                 panic!(
                     "{}: {file:?} {slot} of lane {lane} is {:#x}, not {:#x}, lanes {mask:#x}, behind {}",
                     kernel.name,
@@ -632,7 +632,7 @@ fn same_steps(seed: u64, text: &str, checked: bool) -> bool {
                 // A bad address, or blocks store to the same words.
                 Err(fault) => {
                     faulty = true;
-                    steps.push(fault.ptx_line as u64);
+                    steps.push(fault.at.ptx_line as u64);
                     steps.push(fault.lane.map_or(64, u64::from));
                     steps.push((fault.block[0] << 8 | fault.warp).into());
                     break;

@@ -290,7 +290,7 @@ impl<W: Hooks> Exec<'_, W> {
         let first = g.mask.trailing_zeros();
         self.pc = g.pc;
         let together = self.warp.converged.with(first) & live;
-        let parted_on = self.kernel.origin(self.warp.converged.parted_at).0;
+        let parted_on = self.kernel.place_of(self.warp.converged.parted_at).ptx_line;
         stop(FaultKind::ApartAtBarrier { barrier, together, live, parted_on }, Some(first as usize))
     }
 

@@ -241,7 +241,7 @@ impl<W: Hooks> Exec<'_, W> {
             matches!(g.state, GroupState::Lanes { .. }) && matches!(code[g.pc as usize].op, Op::Wgmma(_))
         });
         if let Some(other) = elsewhere {
-            let line = self.kernel.origin(other.pc).0;
+            let line = self.kernel.place_of(other.pc).ptx_line;
             return fault(
                 format!(
                     "the warp is not converged: lanes {:#010x} are here, and lanes {:#010x} at the wgmma of PTX line {line}",
@@ -278,7 +278,7 @@ impl<W: Hooks> Exec<'_, W> {
         }
         let number = group.done[warp] + 1;
         let Err(other) = group.arrive(warp, step) else { return Ok(()) };
-        let line = self.kernel.origin(other.pc).0;
+        let line = self.kernel.place_of(other.pc).ptx_line;
         let differ = if other.pc == step.pc {
             let hex = |step: Step| step.operands.map(|operand| format!("{operand:#x}")).join(", ");
             format!("with operands {}, and another warp with {}", hex(step), hex(other))
@@ -299,7 +299,7 @@ impl<W: Hooks> Exec<'_, W> {
         let warp = (index % WARPS) as usize;
         group.ended[warp] = true;
         let Some(step) = group.steps.get((group.done[warp] - group.before) as usize) else { return Ok(()) };
-        let line = self.kernel.origin(step.pc).0;
+        let line = self.kernel.place_of(step.pc).ptx_line;
         let message = format!(
             "warp {index} ends, and another warp of its warpgroup has executed that of PTX line {line}"
         );
@@ -474,7 +474,7 @@ impl<W: Hooks> Exec<'_, W> {
     }
 
     fn touched<T>(&self, name: &str, access: &str, pc: u32) -> Run<T> {
-        let line = self.kernel.origin(pc).0;
+        let line = self.kernel.place_of(pc).ptx_line;
         fault(
             format!(
                 "register '{name}' is {access} while the product of PTX line {line} may be under way: put wgmma.wait_group for its group \

@@ -132,7 +132,7 @@ fn load(
     let functions: HashMap<_, _> = file.functions.iter().map(|f| (f.name.as_str(), f)).collect();
     let globals_init =
         (!init.is_empty()).then(|| Arc::new(Globals { module_id, init, addresses, variables }));
-    let files = Arc::new(file.files.clone());
+    let lines = Arc::new(file.lines.clone());
     let text_arc: Arc<str> = text.into();
     let mut kernels: Vec<Kernel> = vec![];
     for e in &file.entries {
@@ -201,7 +201,7 @@ fn load(
             local_bytes: l.most_local_bytes.next_multiple_of(16),
             reads_workspace,
             globals: globals_init.clone(),
-            files: files.clone(),
+            lines: lines.clone(),
             text: text_arc.clone(),
             executed: OnceLock::new(),
         });

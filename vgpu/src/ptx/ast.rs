@@ -206,6 +206,42 @@ pub struct Source {
     pub column: u32,
     /// The line in the kernel's own file that it was inlined into, or the same.
     pub own: SourceLine,
+    /// The call that `own` was inlined for, by its number in [`LineTable::calls`].
+    pub call: Option<u32>,
+}
+
+/// A call of a function that was inlined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct InlinedCall {
+    /// The line of the call.
+    pub at: SourceLine,
+    /// The call that this line was inlined for in turn, by its number.
+    pub outer: Option<u32>,
+}
+
+/// The source files and the inlined calls that the `.loc`s of a PTX text name.
+#[derive(Clone, Debug, Default)]
+pub struct LineTable {
+    /// `.file` number to path.
+    pub files: Vec<(u32, String)>,
+    /// Each call once.
+    pub calls: Vec<InlinedCall>,
+}
+
+impl LineTable {
+    /// The path and line of a source position, if the path is known.
+    #[must_use]
+    pub fn place(&self, at: SourceLine) -> Option<(String, u32)> {
+        let (_, path) = self.files.iter().find(|(number, _)| *number == at.file && at.line != 0)?;
+        Some((path.clone(), at.line))
+    }
+
+    /// The calls that the own line of `source` was inlined for, the nearest first.
+    pub fn callers(&self, source: Source) -> impl Iterator<Item = (String, u32)> + '_ {
+        let call = |number: Option<u32>| self.calls.get(number? as usize);
+        std::iter::successors(call(source.call), move |inner| call(inner.outer))
+            .filter_map(|call| self.place(call.at))
+    }
 }
 
 /// State space of a declared variable.
@@ -372,20 +408,6 @@ pub struct File {
     pub entries: Vec<Entry>,
     /// Functions, declared and defined.
     pub functions: Vec<Function>,
-    /// `.file` number to path.
-    pub files: Vec<(u32, String)>,
-}
-
-impl File {
-    /// The path and line of a source position, if the path is known.
-    #[must_use]
-    pub fn place(&self, at: SourceLine) -> Option<(String, u32)> {
-        place(&self.files, at)
-    }
-}
-
-/// The path and line of a source position.
-pub(crate) fn place(files: &[(u32, String)], at: SourceLine) -> Option<(String, u32)> {
-    let (_, path) = files.iter().find(|(number, _)| *number == at.file && at.line != 0)?;
-    Some((path.clone(), at.line))
+    /// Source files and inlined calls.
+    pub lines: LineTable,
 }

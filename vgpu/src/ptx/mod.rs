@@ -18,8 +18,8 @@ pub(crate) mod lexer;
 pub(crate) mod parser;
 
 pub use ast::{
-    Entry, File, Function, Instruction, Operand, Param, Source, SourceLine, Span, Stmt, VarSpace, Variable,
-    Version,
+    Entry, File, Function, InlinedCall, Instruction, LineTable, Operand, Param, Source, SourceLine, Span,
+    Stmt, VarSpace, Variable, Version,
 };
 pub use flow::{Flow, Scopes};
 pub use parser::parse;

@@ -13,8 +13,15 @@ use crate::PtxError;
 /// Text that is not PTX, with its place.
 pub fn parse(text: &str) -> Result<File, PtxError> {
     let tokens = tokenize(text)?;
-    let mut p =
-        Parser { variable_bytes: 0, text, tokens, at: 0, file: File::default(), locs: Locs::default() };
+    let mut p = Parser {
+        variable_bytes: 0,
+        text,
+        tokens,
+        at: 0,
+        file: File::default(),
+        locs: Locs::default(),
+        calls: HashMap::new(),
+    };
     p.module()?;
     Ok(p.file)
 }
@@ -34,6 +41,8 @@ struct Parser<'a> {
     at: usize,
     file: File,
     locs: Locs,
+    /// Numbers of the inlined calls of the file.
+    calls: HashMap<InlinedCall, u32>,
 }
 
 /// The `.loc`s of one kernel.
@@ -50,34 +59,49 @@ struct Locs {
 }
 
 impl Locs {
-    /// Adds a `.loc`; each place is file, line and column.
-    fn add(&mut self, place: [u32; 3], inlined_at: Option<[u32; 3]>) {
-        let line_of = |[file, line, _]: [u32; 3]| SourceLine { file, line };
-        if place[1] == 0 {
-            self.source = None;
-            return;
-        }
+    /// The kernel's own line for a `.loc`, and the calls that it was inlined for, the nearest
+    /// first. Each place is file, line and column. `listed` has the same of a comment, without an
+    /// own line that is the `.loc` itself.
+    fn chain(
+        &mut self,
+        place: [u32; 3],
+        inlined_at: Option<[u32; 3]>,
+        listed: Vec<SourceLine>,
+    ) -> Vec<SourceLine> {
         let home = *self.home.get_or_insert(place[0]);
         match inlined_at {
             Some(caller) => self.inlined_at.insert(place, caller),
             None => self.inlined_at.remove(&place),
         };
         // A chain is as long as calls are nested; a cycle is cut off.
-        let mut outer = place;
-        for _ in 0..64 {
-            match self.inlined_at.get(&outer) {
-                Some(&caller) if outer[0] != home => outer = caller,
-                _ => break,
+        let mut chain = vec![place];
+        while chain.len() < 64
+            && let Some(caller) = self.inlined_at.get(&chain[chain.len() - 1])
+            && !chain.contains(caller)
+        {
+            chain.push(*caller);
+        }
+        let mut chain: Vec<SourceLine> = chain.into_iter().map(line_of).collect();
+        let first = chain.iter().position(|line| line.file == home);
+        let own = match (first, self.latest_home) {
+            _ if !listed.is_empty() => {
+                chain.truncate(usize::from(place[0] == home));
+                [chain, listed].concat()
             }
+            (Some(first), _) => chain.split_off(first),
+            // Without the chain, the kernel's line before this one is the best guess.
+            (None, Some(latest)) if inlined_at.is_none() => vec![latest],
+            (None, _) => chain.split_off(chain.len() - 1),
+        };
+        if own[0].file == home {
+            self.latest_home = Some(own[0]);
         }
-        // Without the chain, the kernel's line before this one is the best guess.
-        let known = outer[0] == home || inlined_at.is_some();
-        let own = self.latest_home.filter(|_| !known).unwrap_or(line_of(outer));
-        if own.file == home {
-            self.latest_home = Some(own);
-        }
-        self.source = Some(Source { innermost: line_of(place), column: place[2], own });
+        own
     }
+}
+
+fn line_of([file, line, _]: [u32; 3]) -> SourceLine {
+    SourceLine { file, line }
 }
 
 /// Bytes of a fundamental PTX type, written with its dot.
@@ -92,12 +116,14 @@ pub(crate) fn type_bytes(ty: &str) -> Option<usize> {
     })
 }
 
-/// The place after `inlined_at` in a comment: file, line and maybe column.
-fn inlined_at(line: &str) -> Option<[u32; 3]> {
-    let (_, comment) = line.split_once("//")?;
-    let (_, place) = comment.split_once("inlined_at ")?;
-    let mut numbers = place.split_whitespace().map_while(|word| word.parse().ok());
-    Some([numbers.next()?, numbers.next()?, numbers.next().unwrap_or(0)])
+/// The places after `inlined_at` in a comment: `F L, F L`. Columns are left out.
+fn listed_calls(line: &str) -> Vec<SourceLine> {
+    let place = |place: &str| {
+        let mut numbers = place.split_whitespace().map_while(|word| word.parse().ok());
+        Some(SourceLine { file: numbers.next()?, line: numbers.next()? })
+    };
+    let comment = line.split_once("//").and_then(|(_, comment)| comment.split_once("inlined_at "));
+    comment.map_or_else(Vec::new, |(_, places)| places.split(',').map_while(place).collect())
 }
 
 /// The variable that an initialiser is for.
@@ -290,7 +316,7 @@ impl<'a> Parser<'a> {
             Tok::Word(".file") => {
                 let n = self.int32("a file number")?;
                 match self.next().tok {
-                    Tok::Str(s) => self.file.files.push((n, s.to_string())),
+                    Tok::Str(s) => self.file.lines.files.push((n, s.to_string())),
                     _ => return self.unexpected("a file name"),
                 }
                 // Optional `, timestamp, size`.
@@ -315,11 +341,11 @@ impl<'a> Parser<'a> {
                         return self.unexpected("'function_name' or 'inlined_at'");
                     }
                 }
-                // `// inlined_at F L` gives the same in a comment, because ptxas rejects a call
+                // `// inlined_at F L, F L` gives the same in a comment, because ptxas rejects a call
                 // site that has no `.loc` of its own.
-                let rest_of_line = self.text[t.span.start..].lines().next();
-                let inlined_at = caller.or_else(|| rest_of_line.and_then(inlined_at));
-                self.locs.add([file, line, column], inlined_at);
+                let listed = || self.text[t.span.start..].lines().next().map(listed_calls);
+                let listed = if caller.is_none() { listed().unwrap_or_default() } else { vec![] };
+                self.source_line([file, line, column], caller, listed);
             }
             _ => {
                 while !self.eat(';') {
@@ -330,6 +356,25 @@ impl<'a> Parser<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Gives the instructions from here on their source; see [`Locs::chain`].
+    fn source_line(&mut self, place: [u32; 3], caller: Option<[u32; 3]>, listed: Vec<SourceLine>) {
+        if place[1] == 0 {
+            self.locs.source = None;
+            return;
+        }
+        let chain = self.locs.chain(place, caller, listed);
+        let calls = &mut self.file.lines.calls;
+        let call = chain[1..].iter().rev().fold(None, |outer, &at| {
+            let number = self.calls.entry(InlinedCall { at, outer }).or_insert_with_key(|call| {
+                calls.push(*call);
+                calls.len() as u32 - 1
+            });
+            Some(*number)
+        });
+        let (innermost, own) = (line_of(place), chain[0]);
+        self.locs.source = Some(Source { innermost, column: place[2], own, call });
     }
 
     /// The column of a `.loc`, which may be left out.
@@ -953,7 +998,7 @@ $L__info_string0:
         let f = parse(&text).unwrap();
         assert_eq!((f.version.to_string(), f.target.as_str()), ("8.4".to_string(), "sm_90"));
         assert_eq!(f.target_options, ["debug"]);
-        assert_eq!(f.files, vec![(1, "/src/k.rs".to_string())]);
+        assert_eq!(f.lines.files, vec![(1, "/src/k.rs".to_string())]);
         assert_eq!(f.variables[0].bytes, None);
         assert_eq!(f.variables[1].init, vec![1, 2, 3, 255, 0, 0, 0, 0]);
         let e = &f.entries[0];
@@ -964,7 +1009,8 @@ $L__info_string0:
         assert_eq!(insts[0].operands[1].1.of(&text), "[k_param_1+8]");
         assert_eq!(insts.len(), 4);
         let line = |file, line| SourceLine { file, line };
-        assert_eq!(insts[1].source, Some(Source { innermost: line(1, 9), column: 3, own: line(1, 9) }));
+        let (innermost, own) = (line(1, 9), line(1, 9));
+        assert_eq!(insts[1].source, Some(Source { innermost, column: 3, own, call: Some(0) }));
         assert_eq!(insts[1].operands[2].0, Operand::Int(-1));
         assert_eq!(insts[2].guard, Some(("p".to_string(), true)));
         assert_eq!(e.body.iter().filter(|s| matches!(s, Stmt::Open)).count(), 1);
@@ -1000,6 +1046,30 @@ $L__info_string0:
             sources(".loc 1 1 0\n.loc 2 4 9, function_name $L, inlined_at 2 4 9\nret;"),
             [[2, 4, 2, 4]]
         );
+    }
+
+    /// The lines of the calls around the own line, for each instruction, in a file with so many
+    /// calls.
+    fn calls(body: &str) -> (Vec<Vec<u32>>, usize) {
+        let f = parse(&format!("{HEAD}.visible .entry k()\n{{\n{body}\n}}\n.file 1 \"k.rs\"\n")).unwrap();
+        let of = |i: &Instruction| f.lines.callers(i.source.unwrap()).map(|(_, line)| line).collect();
+        (f.entries[0].instructions().map(of).collect(), f.lines.calls.len())
+    }
+
+    #[test]
+    fn calls_around_the_own_line_are_known() {
+        let nested = ".loc 1 10 1\n.loc 1 20 5, function_name $L, inlined_at 1 10 1
+            .loc 1 30 7, function_name $L+8, inlined_at 1 20 5\nret;
+            .loc 2 40 9, function_name $L+4, inlined_at 1 30 7\nret;\n.loc 1 10 2\nret;";
+        assert_eq!(calls(nested), (vec![vec![20, 10], vec![20, 10], vec![]], 2));
+        let listed = ".loc 1 10 0\n.loc 1 30 7 // inlined_at 1 20, 1 12\nret;
+            .loc 2 40 9 // inlined_at 1 30, 1 20, 1 12\nret;
+            .loc 2 40 9 // inlined_at 1 20, 1 12\nret;\n.loc 2 40 9 // inlined_at 1 12\nret;";
+        assert_eq!(calls(listed), (vec![vec![20, 12], vec![20, 12], vec![12], vec![]], 2));
+        let own = [[1, 30, 1, 30], [2, 40, 1, 30], [2, 40, 1, 20], [2, 40, 1, 12]];
+        assert_eq!(sources(listed), own);
+        // The same call in two places is one; the column of a comment is left out.
+        assert_eq!(calls(".loc 1 9 1 // inlined_at 1 5 8, 1 2 3\nret;"), (vec![vec![5, 2]], 2));
     }
 
     #[test]

@@ -46,7 +46,7 @@ fn lanes_that_wait_are_not_left_behind_at_a_barrier() {
         };
         assert!(together == 1 || together == u32::MAX - 1, "{fault}");
         assert!(
-            fault.ptx_text.contains("barrier.sync") && fault.to_string().contains("`bar.warp.sync`"),
+            fault.at.ptx_text.contains("barrier.sync") && fault.to_string().contains("`bar.warp.sync`"),
             "{fault}"
         );
         for meeting in ["bar.warp.sync 0xffffffff; barrier.sync 0;", "bar.sync 0;"] {
@@ -151,5 +151,5 @@ fn the_report_names_the_branch() {
     let FaultKind::ApartAtBarrier { parted_on, .. } = fault.kind else { panic!("{fault}") };
     let ptx = kernel("", &body);
     assert!(ptx.lines().nth(parted_on - 1).unwrap().contains("@%p1 bra JOIN"), "{fault}");
-    assert_eq!(fault.ptx_line, parted_on + 1);
+    assert_eq!(fault.at.ptx_line, parted_on + 1);
 }

@@ -221,7 +221,7 @@ fn deadlocks_are_reported_with_every_warp() {
                 .warps
                 .iter()
                 .any(|w| w.waiting == WaitingFor::Barrier { barrier: 6, arrived: 64, expected: 96 }
-                    && w.source == Some(("src/dead.rs".to_string(), 9)))
+                    && w.at.source == Some(("src/dead.rs".to_string(), 9)))
         );
         let text = fault.to_string();
         assert!(
@@ -520,7 +520,7 @@ fn a_block_that_waits_for_an_mbarrier_that_only_it_could_complete_is_a_deadlock(
     let ptx = kernel(".shared .align 8 .b8 BAR[8];\n", body);
     let fault = Run::new(&ptx, &[0], launch(1, 64), &DeviceConfig::default()).finish().unwrap_err();
     let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
-    assert!(fault.ptx_text.contains("try_wait"), "{fault}");
+    assert!(fault.at.ptx_text.contains("try_wait"), "{fault}");
     let waits = |w: &&StuckWarp| matches!(w.waiting, WaitingFor::Mbarrier { pending: 1, .. });
     assert_eq!(report.warps.iter().filter(waits).count(), 1, "{fault}");
     assert!(

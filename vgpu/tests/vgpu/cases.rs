@@ -248,11 +248,11 @@ impl Variant {
         if let Some(class) = &self.class {
             assert_eq!(fault.kind.class().name(), class, "{name}: {text}");
         }
-        let mut lines = vec![(fault.ptx_line, &fault.ptx_text)];
+        let mut lines = vec![(fault.at.ptx_line, &fault.at.ptx_text)];
         let [a, b] = &self.marks;
         let at_marks = if let FaultKind::Race(race) = &fault.kind {
             assert_eq!((race.other.kernel.as_str(), fault.kernel.as_str()), ("k", "k"), "{name}: {text}");
-            lines.push((race.other.ptx_line, &race.other.ptx_text));
+            lines.push((race.other.at.ptx_line, &race.other.at.ptx_text));
             let b = if b.is_empty() { a } else { b };
             let between = |first, second| a.contains(&first) && b.contains(&second);
             between(lines[0].0, lines[1].0) || between(lines[1].0, lines[0].0)

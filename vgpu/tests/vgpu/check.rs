@@ -108,7 +108,7 @@ impl Device {
 /// The fault must be a race between these two accesses, in either order, for want of `missing`.
 fn assert_race(fault: &Fault, [a, b]: [&str; 2], missing: &str) {
     let FaultKind::Race(race) = &fault.kind else { panic!("not a race: {fault}") };
-    let (second, first) = (&fault.ptx_text, &race.other.ptx_text);
+    let (second, first) = (&fault.at.ptx_text, &race.other.at.ptx_text);
     let between = second.contains(a) && first.contains(b) || second.contains(b) && first.contains(a);
     assert!(between && race.missing.contains(missing), "{fault}");
     assert_eq!((race.other.kernel.as_str(), fault.kernel.as_str()), ("k", "k"), "{fault}");
@@ -200,12 +200,22 @@ READER:
 /// Runs a kernel that answers the host in mapped memory, whose words the host polls and then reads;
 /// or reads as early as after `steps` instructions, if it does not poll.
 fn answers_the_host(body: &str, seed: u64, polls: bool, steps: u64) -> Result<u64, String> {
+    threads_answer_the_host(1, body, seed, polls, steps)
+}
+
+fn threads_answer_the_host(
+    threads: u32,
+    body: &str,
+    seed: u64,
+    polls: bool,
+    steps: u64,
+) -> Result<u64, String> {
     let module = parse(body);
     let device = Device::on_host(seed, "answers");
     let (memory, buf) = (&device.memory, &device.buf);
     buf.watch();
     buf.name_parts(|at| (at < 16).then(|| ["count", "tag"][at as usize / 8].to_owned()));
-    let mut grid = device.start_in(&module, launch(1, 1), &device.checker().host_past());
+    let mut grid = device.start_in(&module, launch(1, threads), &device.checker().host_past());
     grid.step(steps).map_err(|fault| fault.to_string())?;
     while polls && memory.load_acquire(buf.addr() + 8).map_err(|error| error.to_string())? == 0 {
         grid.step(1).map_err(|fault| fault.to_string())?;
@@ -231,6 +241,7 @@ fn the_host_reads_what_was_released_to_it() {
         let relaxed = body.replace("st.release", "st.relaxed");
         let error = answers_the_host(&relaxed, seed, true, 0).unwrap_err();
         assert!(error.contains("at 'answers' + 0x0 (count): a read by the host"), "{error}");
+        assert!(error.contains("orders nothing: the write is no release"), "{error}");
         let narrow = body.replace(".sys", ".gpu");
         let error = answers_the_host(&narrow, seed, true, 0).unwrap_err();
         assert!(error.contains("at 'answers' + 0x8 (tag)"), "{error}");
@@ -243,6 +254,8 @@ fn the_host_reads_what_was_released_to_it() {
         for steps in [0, 100] {
             let error = answers_the_host(early, seed, true, steps).unwrap_err();
             assert!(error.contains("at 'answers' + 0x0 (count)"), "{error}");
+            let came_later = "releases what its thread did before it: the access came later";
+            assert!(steps == 0 || error.contains(came_later), "{error}");
         }
         // A host that reads without polling the released word races as well.
         for steps in [0, 100] {
@@ -286,6 +299,24 @@ fn the_host_takes_what_was_released_to_it() {
             let error = wrong.unwrap_err();
             assert!(error.contains("at 'request' + 0x0: a read by the host"), "{error}");
         }
+    });
+}
+
+#[test]
+fn a_missing_barrier_ahead_of_a_release_to_the_host_is_named() {
+    let body = "
+    setp.eq.u32 %p1, %r40, 32;
+    setp.eq.u32 %p2, %r40, 0;
+    mov.u64 %rd1, 7;
+    @%p1 st.global.u64 [%rd40], %rd1;
+    barrier.sync 0;
+    @%p2 st.release.sys.global.u64 [%rd40+8], %rd1;";
+    for_each_seed(correct_seeds(), |seed| {
+        assert_eq!(threads_answer_the_host(64, body, seed, true, 1000).unwrap(), 7);
+        let without = body.replace("barrier.sync 0;", "");
+        let error = threads_answer_the_host(64, &without, seed, true, 1000).unwrap_err();
+        let seen = "seen: the word that the host has loaded last was written by a release of scope .sys";
+        assert!(error.contains(seen) && error.contains("a barrier between the two threads"), "{error}");
     });
 }
 
@@ -421,7 +452,8 @@ fn the_nearest_writes_around_an_unwritten_word_are_named() {
     fresh.name_parts(|at| Some(format!("word[{}]", at / 8)));
     run(&writer, &fresh).unwrap();
     let found = near(&fresh);
-    let found: Vec<_> = found.iter().map(|party| (party.access.as_str(), party.ptx_text.as_str())).collect();
+    let found: Vec<_> =
+        found.iter().map(|party| (party.access.as_str(), party.at.ptx_text.as_str())).collect();
     let before = ("weak write 4 bytes before it, word[2],", "st.global.u64 [%rd40+16], %rd40; // before");
     let after = ("weak write 16 bytes after it, word[5],", "st.global.u32 [%rd40+40], %r40; // after");
     assert_eq!(found, [before, after]);
@@ -680,7 +712,7 @@ WAIT:
         let fault = ours.run(&late).unwrap_err();
         let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
         assert!(race.other.kernel.is_empty() && race.missing.contains("a wait of the host"), "{fault}");
-        assert!(fault.ptx_text.contains("// late"), "{fault}");
+        assert!(fault.at.ptx_text.contains("// late"), "{fault}");
     });
 }
 
@@ -706,7 +738,10 @@ AGAIN:
     let fault = device.run_after(&reader, &past).unwrap_err();
     let FaultKind::Race(race) = &fault.kind else { panic!("{fault}") };
     let [attempt] = race.attempts.as_slice() else { panic!("{fault}") };
-    assert!(attempt.what.ptx_text.contains("ld.acquire") && attempt.what.launch == Launch::Other, "{fault}");
+    assert!(
+        attempt.what.at.ptx_text.contains("ld.acquire") && attempt.what.launch == Launch::Other,
+        "{fault}"
+    );
     assert!(attempt.verdict.contains("the write is no release"), "{fault}");
 }
 
@@ -729,7 +764,7 @@ READER:
         other => panic!("{other:?}"),
     };
     let fault = fault_of(writer_and_reader, 2, Some(CheckConfig::default()));
-    let texts = |trace: &Trace| trace.steps.iter().map(|step| step.ptx_text.clone()).collect::<Vec<_>>();
+    let texts = |trace: &Trace| trace.steps.iter().map(|step| step.at.ptx_text.clone()).collect::<Vec<_>>();
     let [reader, writer @ ..] = fault.traces.as_slice() else { panic!("{fault}") };
     assert_eq!((reader.block, reader.warp), ([1, 0, 0], 0));
     assert_eq!(texts(reader), ["ld.acquire.gpu.global.u32 %r3, [%rd40+8];"], "{fault}");

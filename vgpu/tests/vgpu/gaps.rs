@@ -84,7 +84,7 @@ fn assert_gaps(name: &str, (gaps, text): &(Vec<Gap>, String), expected: &[Expect
     let want: Vec<_> = expected.iter().map(|(side, kind, needs, _)| (*side, *kind, *needs)).collect();
     assert_eq!(got, want, "{name}: {text}");
     for (gap, (.., line)) in gaps.iter().zip(expected) {
-        assert!(gap.at.ptx_text.contains(line), "{name}: not at '{line}': {text}");
+        assert!(gap.at.at.ptx_text.contains(line), "{name}: not at '{line}': {text}");
         assert!(text.contains(&format!("\n  gap: {}\n    ", gap.sentence())), "{name}: {text}");
     }
 }

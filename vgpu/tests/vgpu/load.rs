@@ -308,7 +308,7 @@ fn registers_that_nothing_has_written_are_found() {
     let reads = |body: &str| -> Vec<(String, String)> {
         let module = Module::parse(&kernel("", body)).unwrap_or_else(|e| panic!("{e}"));
         let reads = module.kernel("k").unwrap().unwritten_registers();
-        reads.into_iter().map(|read| (read.register, read.ptx_text)).collect()
+        reads.into_iter().map(|read| (read.register, read.at.ptx_text)).collect()
     };
     for (body, register, text) in [
         ("add.u32 %r1, %r2, 1;", "%r2", "add.u32 %r1, %r2, 1;"),

@@ -463,17 +463,22 @@ fn atomics() {
 fn bad_addresses_fault_with_the_place() {
     let fault = fault_of("", ".file 1 \"src/k.rs\"\n.loc 1 42 7\nld.global.u32 %r1, [%rd42+512];", 32);
     assert_eq!((fault.lane, fault.warp, fault.block), (Some(0), 0, [0, 0, 0]));
-    assert_eq!(fault.source, Some(("src/k.rs".to_string(), 42)));
-    assert_eq!(fault.ptx_text, "ld.global.u32 %r1, [%rd42+512];");
+    assert_eq!(fault.at.source, Some(("src/k.rs".to_string(), 42)));
+    assert_eq!(fault.at.ptx_text, "ld.global.u32 %r1, [%rd42+512];");
     let text = fault.to_string();
     assert!(text.contains("src/k.rs:42") && text.contains("'buf'") && text.contains("lane 0"), "{text}");
     // The kernel's own line, and the one it was inlined from.
     let files = ".file 1 \"src/k.rs\"\n.file 2 \"src/mem.rs\"\n.loc 1 40 0\n";
-    let fault =
-        fault_of("", &format!("{files}.loc 2 7 1 // inlined_at 1 43\nld.global.u32 %r1, [%rd42+512];"), 32);
-    assert_eq!(fault.source, Some(("src/k.rs".to_string(), 43)));
-    assert_eq!(fault.inlined, Some(("src/mem.rs".to_string(), 7)));
-    assert!(fault.to_string().contains("\n  at src/k.rs:43 (inlined: src/mem.rs:7)\n"), "{fault}");
+    let fault = fault_of(
+        "",
+        &format!("{files}.loc 2 7 1 // inlined_at 1 43, 1 41\nld.global.u32 %r1, [%rd42+512];"),
+        32,
+    );
+    assert_eq!(fault.at.source, Some(("src/k.rs".to_string(), 43)));
+    assert_eq!(fault.at.inlined, Some(("src/mem.rs".to_string(), 7)));
+    assert_eq!(fault.at.callers, [("src/k.rs".to_string(), 41)]);
+    let place = "\n  at src/k.rs:43 (inlined: src/mem.rs:7), called at src/k.rs:41\n";
+    assert!(fault.to_string().contains(place), "{fault}");
     // Only one lane is wrong, and it is the one named.
     let body = "setp.eq.u32 %p1, %r40, 9; selp.u64 %rd1, 8, %rd40, %p1; st.global.u64 [%rd1], %rd40;";
     let fault = fault_of("", body, 32);

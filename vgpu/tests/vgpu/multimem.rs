@@ -498,7 +498,7 @@ fn what_an_all_reduce_lacks_is_reported_at_its_line() {
             assert_eq!(race.class, Class::Corrupts);
             // Narrow operations of two devices race with each other, too.
             assert!(race.label.starts_with(if at == narrow { "" } else { "numbers" }), "{text}");
-            assert!(race.gaps.iter().any(|gap| gap.at.ptx_text.contains(at)), "{at}: {text}");
+            assert!(race.gaps.iter().any(|gap| gap.at.at.ptx_text.contains(at)), "{at}: {text}");
         });
     }
 }

@@ -54,8 +54,8 @@ fn one_report_for_each_pair_of_lines_and_the_kernel_goes_on() {
         // A report names the steps of its warp before it.
         let last = reports.iter().find(|report| report.kind() == "unwritten-read").unwrap();
         let steps = &last.fault.traces[0].steps;
-        assert!(steps[0].ptx_text.starts_with("st.global.v2.u64"), "{}", last.fault);
-        assert!(last.fault.ptx_text.contains("ld.shared.u32"), "{}", last.fault);
+        assert!(steps[0].at.ptx_text.starts_with("st.global.v2.u64"), "{}", last.fault);
+        assert!(last.fault.at.ptx_text.contains("ld.shared.u32"), "{}", last.fault);
     });
 }
 
@@ -112,7 +112,7 @@ WRITE:
     // One line of a list accepts both directions.
     let lines = |hazard| {
         let of = all.iter().find(|report| report.hazard() == Some(hazard)).unwrap().places();
-        format!("race k ptx:{} ptx:{} -- known", of[0].ptx_line, of[1].ptx_line)
+        format!("race k ptx:{} ptx:{} -- known", of[0].at.ptx_line, of[1].at.ptx_line)
     };
     let mut list = AcceptList::parse(&lines(Hazard::ReadAfterWrite)).unwrap();
     let accepted = all.iter().filter(|report| list.accepts(report, &|kernel| kernel.to_owned()).is_some());
@@ -183,7 +183,9 @@ fn a_hang_is_a_report_that_ended_the_run_in_both_modes() {
         let [report] = reports.as_slice() else { panic!("{reports:?}") };
         assert_eq!((report.kind(), report.class(), report.ended_run), ("hang", Class::Synchronisation, true));
         assert!(report.fault.to_string().contains(&text), "{}", report.fault);
-        assert!(report.fault.ptx_text.contains("bra AGAIN") || report.fault.ptx_text.contains("ld.acquire"));
+        assert!(
+            report.fault.at.ptx_text.contains("bra AGAIN") || report.fault.at.ptx_text.contains("ld.acquire")
+        );
     }
 }
 
@@ -377,7 +379,7 @@ fn a_trial_leaves_accepted_reports_out_and_lists_unused_entries() {
                 line 2 of the accept list has accepted nothing: a second one\n3 runs, 3 reports, 0 failures\n";
     assert!(tried.to_string().ends_with(text), "{tried}");
     let entry = |TriedReport { report, .. }: &TriedReport| {
-        format!("{} k ptx:{} -- known", report.kind(), report.places()[0].ptx_line)
+        format!("{} k ptx:{} -- known", report.kind(), report.places()[0].at.ptx_line)
     };
     let one = run(&entry(&tried.reports[0]));
     assert_eq!((one.accepted, one.unused.len()), (tried.reports[..1].to_vec(), 0));

@@ -165,7 +165,7 @@ fn a_grid_without_progress_is_a_livelock() {
             let FaultKind::Livelock { instructions, report } = &fault.kind else { panic!("{fault}") };
             assert!((20_001..25_000).contains(instructions), "{instructions}");
             both += u64::from(report.warps.len() == 2);
-            assert!(report.warps.iter().any(|w| w.ptx_text.contains(name)), "{fault}");
+            assert!(report.warps.iter().any(|w| w.at.ptx_text.contains(name)), "{fault}");
             assert!(fault.to_string().contains("raise the device's livelock limit"), "{fault}");
             assert_eq!(run.grid.step(1).unwrap_err(), *fault, "it stays stopped");
         }

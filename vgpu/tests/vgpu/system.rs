@@ -164,7 +164,7 @@ fn a_null_format_is_an_error_of_the_call_and_a_wild_one_a_fault() {
     assert_eq!(run_body(VPRINTF, &call("mov.u64 %rd1, 0;"), 1, &[5]), [u64::MAX]);
     let fault = fault_of(VPRINTF, &call("mov.u64 %rd1, 4096;"), 1);
     assert!(matches!(fault.kind, FaultKind::OutOfBounds { addr: 4096, .. }), "{fault}");
-    assert!(fault.ptx_text.contains("call"), "{fault}");
+    assert!(fault.at.ptx_text.contains("call"), "{fault}");
     // Arguments at the end of all addresses, and a format there.
     let globals = format!(".global .align 1 .b8 format[5] = {{37, 99, 37, 115, 0}};\n{VPRINTF}");
     let body = call("mov.u64 %rd1, format;").replace("[param1], 0", "[param1], -2");

@@ -417,7 +417,10 @@ fn bad_copies_of_boxes_are_faults() {
         let fault = simple().fault(&replaced(body, from, to), None);
         let FaultKind::BulkCopy { message } = &fault.kind else { panic!("{fault}") };
         assert!(message.contains(text), "{fault}");
-        assert!(fault.ptx_text.contains("cp.async.bulk") && fault.kind.class() == Class::Bounds, "{fault}");
+        assert!(
+            fault.at.ptx_text.contains("cp.async.bulk") && fault.kind.class() == Class::Bounds,
+            "{fault}"
+        );
     }
     for (body, from) in
         [(&load, "complete_tx::bytes [%r1]"), (&store, "bulk_group [%rd1, {%c0, %c1}], [%r1]")]

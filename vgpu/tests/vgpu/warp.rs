@@ -230,7 +230,7 @@ fn member_masks_are_checked() {
         A: vote.sync.any.pred %p2, %p1, -1; END:";
     let FaultKind::Deadlock(report) = fault_kind(body) else { panic!("no deadlock") };
     assert_eq!(report.warps.len(), 2);
-    assert!(report.warps.iter().any(|w| w.lanes == 1 && w.ptx_text.starts_with("A: vote")));
+    assert!(report.warps.iter().any(|w| w.lanes == 1 && w.at.ptx_text.starts_with("A: vote")));
     assert!(report.warps.iter().all(|w| matches!(w.waiting, WaitingFor::Lanes { mask: u32::MAX, .. })));
 }
 

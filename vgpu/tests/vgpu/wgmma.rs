@@ -589,7 +589,7 @@ const WAIT: &str = "wgmma.wait_group.sync.aligned 0;\n";
 fn assert_wgmma(fault: &Fault, text: &str, at: &str) {
     let FaultKind::Wgmma { message } = &fault.kind else { panic!("{fault}") };
     assert!(message.contains(text), "{fault}");
-    assert!(fault.ptx_text.contains(at), "{fault}");
+    assert!(fault.at.ptx_text.contains(at), "{fault}");
     assert_eq!((fault.kind.name(), fault.kind.class()), ("wgmma", Class::Synchronisation));
 }
 
@@ -691,7 +691,7 @@ fn a_wait_for_a_warp_that_waits_itself_is_a_deadlock() {
         let fault = fault_of(&body, 128, check);
         let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
         assert_eq!(report.warps.len(), 4, "{fault}");
-        assert!(fault.ptx_text.contains("wgmma.wait_group"), "{fault}");
+        assert!(fault.at.ptx_text.contains("wgmma.wait_group"), "{fault}");
         assert!(fault.to_string().contains("warp 2"), "{fault}");
     }
 }
@@ -765,7 +765,7 @@ fn bad_descriptors_are_faults() {
         let check = check.map(|()| CheckConfig::default());
         let fault = fault_of(&format!("{FENCE}{change}\n{product}{end}"), 128, check);
         assert!(matches!(fault.kind, FaultKind::OutOfWindow { space: "shared", .. }), "{fault}");
-        assert!(fault.ptx_text.contains("wgmma.mma_async"), "{fault}");
+        assert!(fault.at.ptx_text.contains("wgmma.mma_async"), "{fault}");
     }
 }
 

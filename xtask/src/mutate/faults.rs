@@ -111,6 +111,8 @@ pub struct Fault {
     pub kind: Kind,
     /// Where it is in the kernel.
     pub own: Place,
+    /// For each copy, the calls that `own` was inlined for, the nearest first.
+    pub callers: Vec<Vec<Place>>,
     /// Other places: the function inlined there, the second of two swapped statements, the load
     /// whose word is compared, the accesses to a wrong row.
     pub also: Vec<Place>,
@@ -239,6 +241,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
             if edits.iter().all(|(number, _)| known.iter().all(|(other, _)| other != number)) {
                 known.extend(edits);
                 faults[index].through.extend(through);
+                faults[index].callers.push(line.callers.clone());
             }
             continue;
         }
@@ -255,6 +258,7 @@ fn of_body(body: &Body) -> Vec<Fault> {
             kernel: body.kernel.clone(),
             kind: site.kind,
             own,
+            callers: vec![line.callers.clone()],
             also,
             opcode,
             edits: edits.collect(),

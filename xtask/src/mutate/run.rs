@@ -261,7 +261,7 @@ impl Runner {
         }
         let file = self.directory.join(format!("faulty-{worker}.ptx"));
         workspace::write(&file, super::text::with_lines(text, &fault.edits))?;
-        let source = std::fs::read_to_string(self.sources.join(&fault.own.0)).unwrap_or_default();
+        let source = |file: &str| std::fs::read_to_string(self.sources.join(file)).unwrap_or_default();
         let mut nearest: Option<FaultOutcome> = None;
         let passes =
             self.checks().iter().flat_map(|check| self.seeds().iter().map(move |seed| (check, *seed)));
@@ -494,11 +494,18 @@ fn what(code: Option<i32>, output: &str) -> Option<&'static str> {
     }
 }
 
-/// The outcome of a fault that a check has reported. `source` is the text of the fault's own file.
-fn outcome(fault: &Fault, by: &str, workload: String, output: &str, source: &str) -> FaultOutcome {
+/// The outcome of a fault that a check has reported. `source` returns the text of a file.
+fn outcome(
+    fault: &Fault,
+    by: &str,
+    workload: String,
+    output: &str,
+    source: &dyn Fn(&str) -> String,
+) -> FaultOutcome {
     // The last instructions are at the end of a report.
     let (said, _) = output.split_once(TRACE).unwrap_or((output, ""));
-    let (lines, all) = (named_lines(said), named_lines(output));
+    let stacks = named_stacks(said);
+    let (lines, all) = (own_lines(&stacks), own_lines(&named_stacks(output)));
     let in_kernel = output.contains(&format!("'{}'", fault.kernel));
     // Lines of `simt` are inlined everywhere. One is a kernel's own where the PTX has no other.
     let is_shared_place = is_shared(&fault.own.0);
@@ -508,16 +515,18 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str, source: &str
         lines.iter().any(|line| places().any(|place| near(place, line)))
             || (is_shared_place && in_kernel && lines.contains(&fault.own))
     };
-    let between = || {
-        let function = function_around(source, fault.own.1)?;
-        let there = || {
-            lines.iter().filter(|line| line.0 == fault.own.0 && function.contains(&line.1)).map(|line| line.1)
-        };
-        Some(!is_shared_place && there().min()? < fault.own.1 && there().max()? > fault.own.1)
+    let is_between = || {
+        let calls = fault.callers.iter().flat_map(|calls| (0..calls.len()).map(|at| &calls[at..]));
+        !is_shared_place
+            && (are_around(&lines, &fault.own, source) == Some(true)
+                || calls.into_iter().any(|calls| {
+                    let lines = lines_led_to(&stacks, &calls[1..]);
+                    are_around(&lines, &calls[0], source) == Some(true)
+                }))
     };
     let nearness = if names(&lines) {
         Nearness::Line
-    } else if between() == Some(true) {
+    } else if is_between() {
         Nearness::Between
     } else if names(&all) {
         Nearness::Trace
@@ -528,6 +537,22 @@ fn outcome(fault: &Fault, by: &str, workload: String, output: &str, source: &str
     };
     let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(40).collect();
     FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
+}
+
+/// Whether some of the lines are ahead of a line and some behind it, in its function.
+fn are_around(lines: &[Place], (file, line): &Place, source: &dyn Fn(&str) -> String) -> Option<bool> {
+    let function = function_around(&source(file), *line)?;
+    let there = || lines.iter().filter(|at| at.0 == *file && function.contains(&at.1)).map(|at| at.1);
+    Some(there().min()? < *line && there().max()? > *line)
+}
+
+/// The lines in a report that these calls led to: lines of instructions, and of calls.
+fn lines_led_to(stacks: &[Vec<Place>], calls: &[Place]) -> Vec<Place> {
+    let line = |stack: &Vec<Place>| {
+        let at = stack.len().checked_sub(calls.len() + 1)?;
+        stack.ends_with(calls).then(|| stack[at].clone())
+    };
+    stacks.iter().filter_map(line).collect()
 }
 
 /// The lines of the function that a line is in, from its `fn` up to the next one; `None` in front
@@ -556,9 +581,12 @@ fn is_shared(file: &str) -> bool {
     language.iter().any(|start| file.starts_with(start)) || coverage::is_foreign(file)
 }
 
-/// Every `<file>.rs:<line>` in a text, once. A line of `simt` that was inlined is left out.
-fn named_lines(text: &str) -> Vec<Place> {
-    let mut found: Vec<Place> = Vec::new();
+/// Every `<file>.rs:<line>` in a text, once, each with the calls that led there. A line of `simt`
+/// that was inlined is left out.
+fn named_stacks(text: &str) -> Vec<Vec<Place>> {
+    let mut found: Vec<Vec<Place>> = Vec::new();
+    // The end of the last call.
+    let mut called = 0;
     let is_of_a_path = |c: char| c.is_alphanumeric() || "/._-".contains(c);
     for (at, _) in text.match_indices(".rs:") {
         let begin = text[..at].rfind(|c| !is_of_a_path(c)).map_or(0, |before| before + 1);
@@ -567,12 +595,23 @@ fn named_lines(text: &str) -> Vec<Place> {
         let digits = behind.bytes().take_while(u8::is_ascii_digit).count();
         let Ok(line) = behind[..digits].parse() else { continue };
         let place = (file.to_owned(), line);
-        let is_inlined = file.starts_with("gpu/simt/") && text[..begin].ends_with("inlined: ");
-        if !is_inlined && !found.contains(&place) {
-            found.push(place);
+        let before = &text[..begin];
+        if before.ends_with(", called at ") || (called > 0 && text.get(called..begin) == Some(", ")) {
+            found.last_mut().into_iter().for_each(|stack| stack.push(place.clone()));
+            called = at + 4 + digits;
+        } else if !(file.starts_with("gpu/simt/") && before.ends_with("inlined: ")) {
+            found.push(vec![place]);
         }
     }
+    let mut known = HashSet::new();
+    found.retain(|stack| known.insert(stack.clone()));
     found
+}
+
+/// The lines of instructions in a report, without the calls that led there.
+fn own_lines(stacks: &[Vec<Place>]) -> Vec<Place> {
+    let mut known = HashSet::new();
+    stacks.iter().map(|stack| stack[0].clone()).filter(|line| known.insert(line.clone())).collect()
 }
 
 impl Nearness {
@@ -644,6 +683,10 @@ mod tests {
             kernel: "k".to_owned(),
             kind: Kind::NextRow,
             own: ("gpu/src/kernels/k.rs".to_owned(), 40),
+            callers: vec![vec![
+                ("gpu/src/kernels/k.rs".to_owned(), 650),
+                ("gpu/src/kernels/k.rs".to_owned(), 1010),
+            ]],
             also: vec![("gpu/simt/src/memory.rs".to_owned(), 7)],
             opcode: String::new(),
             edits: Vec::new(),
@@ -672,7 +715,9 @@ mod tests {
             _ => "x // fn\n",
         };
         let source: String = (1..1200).map(line).collect();
-        let of = |fault: &Fault, text: &str| outcome(fault, "race", String::new(), text, &source).nearness;
+        let of = |fault: &Fault, text: &str| {
+            outcome(fault, "race", String::new(), text, &|_| source.clone()).nearness
+        };
         let near = |text: &str| of(&fault(), text);
         assert_eq!(near("at gpu/src/kernels/k.rs:43 (inlined: gpu/simt/src/memory.rs:90)"), Nearness::Line);
         assert_eq!(near("at gpu/src/kernels/k.rs:44"), Nearness::Kernel);
@@ -695,15 +740,25 @@ mod tests {
             "race",
             String::new(),
             "at gpu/src/kernels/k.rs:601, at gpu/src/kernels/k.rs:990",
-            "",
+            &|_| String::new(),
         );
         assert_eq!(unknown.nearness, Nearness::Kernel, "the source is not there");
+        // Around the call that led to the fault, in the same call of the function with it.
+        let around = |behind: &str| {
+            near(&format!(
+                "at gpu/src/kernels/k.rs:620, called at gpu/src/kernels/k.rs:1010\n  at gpu/src/kernels/j.rs:5 (inlined: gpu/simt/src/memory.rs:9), called at gpu/src/kernels/k.rs:{behind}"
+            ))
+        };
+        assert_eq!(around("700, gpu/src/kernels/k.rs:1010"), Nearness::Between);
+        assert_eq!(around("650, gpu/src/kernels/k.rs:1010"), Nearness::Kernel);
+        assert_eq!(around("700, gpu/src/kernels/k.rs:1011"), Nearness::Kernel);
+        assert_eq!(around("40"), Nearness::Kernel, "a call is not the line of an access");
     }
 
     #[test]
     fn a_fault_without_a_line_of_its_kernel_is_named_by_the_line_that_it_has() {
         let fault = Fault { own: ("gpu/simt/src/order.rs".to_owned(), 140), also: vec![], ..fault() };
-        let near = |text: &str| outcome(&fault, "race", String::new(), text, "").nearness;
+        let near = |text: &str| outcome(&fault, "race", String::new(), text, &|_| String::new()).nearness;
         assert_eq!(near("kernel 'k', at gpu/simt/src/order.rs:140"), Nearness::Line);
         assert_eq!(near("kernel 'k', at gpu/simt/src/order.rs:141"), Nearness::Kernel);
         let inlined = "at gpu/src/kernels/k.rs:9 (inlined: gpu/simt/src/order.rs:140)";
@@ -713,7 +768,9 @@ mod tests {
 
     #[test]
     fn outcomes_are_read_back() {
-        let found = outcome(&fault(), "race", "w".to_owned(), "at gpu/src/kernels/k.rs:43\n[x] y", "");
+        let found = outcome(&fault(), "race", "w".to_owned(), "at gpu/src/kernels/k.rs:43\n[x] y", &|_| {
+            String::new()
+        });
         assert_eq!(found.lines, [("gpu/src/kernels/k.rs".to_owned(), 43)]);
         assert_eq!(FaultOutcome::from_json(&found.to_json()), Some(found));
         assert_eq!(FaultOutcome::from_json(&json!({"nearness": 3})), None);
@@ -816,7 +873,7 @@ mod tests {
     fn other_crates_have_their_kernels_in_any_file() {
         let fault = Fault { own: ("src/exchange.rs".to_owned(), 54), ..fault() };
         let text = "data race\n  at src/exchange.rs:54 (inlined: epoxide-simt/src/memory.rs:9)";
-        assert_eq!(outcome(&fault, "race", String::new(), text, "").nearness, Nearness::Line);
+        assert_eq!(outcome(&fault, "race", String::new(), text, &|_| String::new()).nearness, Nearness::Line);
         assert!(is_shared("epoxide-simt/src/memory.rs") && is_shared("gpu/src/layout/mod.rs"));
         assert!(is_shared("rust/core/src/cmp.rs") && is_shared("cargo/half-2.7.1/src/lib.rs"));
         for own in ["src/lib.rs", "gpu/src/kernels/k.rs", "gpu/src/exchange.rs", "rust/k/src/lib.rs"] {

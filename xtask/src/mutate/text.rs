@@ -25,6 +25,8 @@ pub struct Line {
     pub own: Option<Place>,
     /// Where it was inlined from, if it was.
     pub inlined: Option<Place>,
+    /// The calls that `own` was inlined for, the nearest first.
+    pub callers: Vec<Place>,
 }
 
 /// The lines from a kernel's first instruction to its last.
@@ -49,9 +51,10 @@ pub fn bodies(text: &str, kernels: &[&str]) -> Result<Vec<Body>> {
                 Stmt::Inst(inst) => {
                     let line = lines.entry(inst.whole.line).or_default();
                     if let (Some(source), true) = (inst.source, line.instructions.is_empty()) {
-                        line.own = file.place(source.own);
+                        line.own = file.lines.place(source.own);
                         line.inlined =
-                            file.place(source.innermost).filter(|_| source.innermost != source.own);
+                            file.lines.place(source.innermost).filter(|_| source.innermost != source.own);
+                        line.callers = file.lines.callers(source).collect();
                     }
                     let operands = inst.operands.iter().map(|(_, span)| span.of(text).to_owned()).collect();
                     line.instructions.push((inst.clone(), operands));

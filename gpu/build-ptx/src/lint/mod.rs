@@ -102,7 +102,7 @@ impl<'a> Module<'a> {
     fn source(&self, inst: &Instruction) -> Option<String> {
         let source = inst.source?;
         let [here, own] = [source.innermost, source.own]
-            .map(|at| self.file.place(at).map(|(path, line)| format!("{path}:{line}")));
+            .map(|at| self.file.lines.place(at).map(|(path, line)| format!("{path}:{line}")));
         let here = here?;
         Some(own.filter(|own| *own != here).map_or(here.clone(), |own| format!("{here}, inlined at {own}")))
     }

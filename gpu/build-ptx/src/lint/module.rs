@@ -28,7 +28,7 @@ pub fn check(module: &Module, expect: &Expect) -> Vec<Finding> {
             findings.push(Finding::new(RULE, variable.pos.line, of_variable(module, variable)));
         }
     }
-    for (number, path) in file.files.iter().filter(|(_, path)| path.starts_with('/')) {
+    for (number, path) in file.lines.files.iter().filter(|(_, path)| path.starts_with('/')) {
         let message = format!(
             "`.file {number} \"{path}\"`: an absolute path; the text must not depend on the checkout"
         );

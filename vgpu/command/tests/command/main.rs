@@ -278,6 +278,34 @@ fn json_and_sarif_have_the_lines_of_both_sides() {
 }
 
 #[test]
+fn calls_that_led_to_an_inlined_line_are_in_all_formats() {
+    let ptx = std::fs::read_to_string(file("last_block.ptx")).unwrap();
+    let store = "    st.global.u64 [%rd1+4096], %rd1;";
+    let inlined = ".loc 7 2 1\n.loc 7 9 3, function_name $L, inlined_at 7 5 1\n\
+                   .loc 8 3 2, function_name $L, inlined_at 7 9 3\n";
+    let ptx = ptx.replace(store, &format!("{inlined}{store}"));
+    let called = temporary(&format!("{ptx}\n.file 7 \"kernels/rows.cu\"\n.file 8 \"store.cuh\"\n"));
+    let path = called.path().to_str().unwrap();
+    let run = |format: &str| {
+        let arguments =
+            ["run", path, "beyond", "--block", "1", "--arg", "buf:u32:1=zero", "--format", format];
+        let (code, text) = vgpu(&arguments);
+        assert_eq!(code, 1, "{text}");
+        text
+    };
+    let text = run("text");
+    let place = "at kernels/rows.cu:9 (inlined: store.cuh:3), called at kernels/rows.cu:5\n";
+    assert!(text.contains(place), "{text}");
+    let callers = &json(&run("json"))["reports"][0]["places"][0]["callers"];
+    assert_eq!(*callers, serde_json::json!([{ "source": "kernels/rows.cu", "line": 5 }]));
+    let sarif = json(&run("sarif"));
+    assert_is_sarif(&sarif);
+    let frames = sarif["runs"][0]["results"][0]["stacks"][0]["frames"].as_array().unwrap();
+    let line = |frame: &Value| frame["location"]["physicalLocation"]["region"]["startLine"].as_u64().unwrap();
+    assert_eq!(frames.iter().map(line).collect::<Vec<_>>(), [9, 5]);
+}
+
+#[test]
 fn faults_hangs_and_unwritten_registers_are_reports() {
     let word = ["--block", "1", "--arg", "buf:u32:1=zero"];
     for (kernel, more, parts) in [
