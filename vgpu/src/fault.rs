@@ -246,16 +246,20 @@ impl InstructionPlace {
     }
 }
 
-/// `at rows.rs:210 (inlined: memory.rs:17), called at kernel.rs:40`; without line information the
-/// PTX line.
+/// `at rows.rs:210 (inlined: memory.rs:17), called at :260, kernel.rs:40`; without line information
+/// the PTX line.
 impl fmt::Display for InstructionPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "at {}", self.line())?;
         if let Some((file, line)) = &self.inlined {
             write!(f, " (inlined: {file}:{line})")?;
         }
-        for (number, (file, line)) in self.callers.iter().enumerate() {
-            write!(f, "{}{file}:{line}", if number == 0 { ", called at " } else { ", " })?;
+        // A file is named where it is another one than before.
+        let (mut before, mut separator) = (self.source.as_ref().map(|(file, _)| file), ", called at ");
+        for (file, line) in &self.callers {
+            let path = if before == Some(file) { "" } else { file };
+            write!(f, "{separator}{path}:{line}")?;
+            (before, separator) = (Some(file), ", ");
         }
         Ok(())
     }

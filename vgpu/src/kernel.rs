@@ -306,6 +306,12 @@ impl Kernel {
         self.text[start..end].trim_end_matches('\r')
     }
 
+    /// Whether the own lines of two instructions were inlined for the same call, or for none.
+    pub(crate) fn are_of_one_call(&self, one: u32, other: u32) -> bool {
+        let call = |pc: u32| self.origins.get(pc as usize).and_then(|origin| origin.source.call);
+        call(one) == call(other)
+    }
+
     /// Source lines of instruction `pc`: the kernel's own and that of the inlined function. Without
     /// line information, the PTX line and nothing.
     pub(crate) fn lines(&self, pc: u32) -> [SourceLine; 2] {

@@ -751,8 +751,8 @@ fn source_lines(world: &World, whose: &str, sources: &[Source]) -> String {
 /// Lines of the code that a report of a wrong value lists for each kind of access of shared memory.
 const MOST_SHARED: usize = 4;
 
-/// A line about the accesses of shared memory ahead of an instruction in the code: a value may come
-/// through there. Empty without any.
+/// A line about the accesses of shared memory ahead of an instruction in the code, those of the same
+/// function first: a value may come through there. Empty without any.
 fn shared_line(world: &World, actor: Key, pc: u32) -> String {
     let Some(facts) = world.grids.facts(actor) else { return String::new() };
     let writes = |op: &Op| match op {
@@ -762,9 +762,11 @@ fn shared_line(world: &World, actor: Key, pc: u32) -> String {
     };
     let reads = |op: &Op| matches!(op, Op::Ld(access) if access.space == Space::Shared);
     let of = |what: &str, is_meant: &dyn Fn(&Op) -> bool| {
-        let ahead = (0..pc).rev().filter(|pc| is_meant(&facts.kernel.code[*pc as usize].op));
+        let ahead = || (0..pc).rev().filter(|pc| is_meant(&facts.kernel.code[*pc as usize].op));
+        let is_near = |at: &u32| facts.kernel.are_of_one_call(*at, pc);
+        let (near, far) = (ahead().filter(is_near), ahead().filter(|at| !is_near(at)));
         let mut known = HashSet::new();
-        let ahead = ahead.filter(|pc| known.insert(facts.kernel.lines(*pc)[0])).take(MOST_SHARED);
+        let ahead = near.chain(far).filter(|pc| known.insert(facts.kernel.lines(*pc)[0])).take(MOST_SHARED);
         let places: Vec<_> = ahead.map(|pc| place_of(&facts.kernel, pc)).collect();
         let last = format!("\n  ahead of it in the code, shared memory is {what} at {}", places.join(", "));
         if places.is_empty() { String::new() } else { last }

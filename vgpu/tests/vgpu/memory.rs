@@ -477,7 +477,7 @@ fn bad_addresses_fault_with_the_place() {
     assert_eq!(fault.at.source, Some(("src/k.rs".to_string(), 43)));
     assert_eq!(fault.at.inlined, Some(("src/mem.rs".to_string(), 7)));
     assert_eq!(fault.at.callers, [("src/k.rs".to_string(), 41)]);
-    let place = "\n  at src/k.rs:43 (inlined: src/mem.rs:7), called at src/k.rs:41\n";
+    let place = "\n  at src/k.rs:43 (inlined: src/mem.rs:7), called at :41\n";
     assert!(fault.to_string().contains(place), "{fault}");
     // Only one lane is wrong, and it is the one named.
     let body = "setp.eq.u32 %p1, %r40, 9; selp.u64 %rd1, 8, %rd40, %p1; st.global.u64 [%rd1], %rd40;";

