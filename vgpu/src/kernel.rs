@@ -12,7 +12,7 @@ use crate::exec::wgmma::RegisterCheck;
 use crate::fault::{InstructionPlace, LaunchError, UnwrittenRegister};
 use crate::ir::{File, Init, Inst, Operands, Origin};
 use crate::machine::{Argument, ArgumentValue};
-use crate::ptx::{LineTable, Source, SourceLine};
+use crate::ptx::{LineTable, SourceLine};
 
 /// A parameter of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -284,14 +284,7 @@ impl Kernel {
     /// The place of instruction `pc`.
     pub(crate) fn place_of(&self, pc: u32) -> InstructionPlace {
         let origin = self.origins.get(pc as usize).copied().unwrap_or_default();
-        let Source { innermost, own, .. } = origin.source;
-        InstructionPlace {
-            ptx_line: origin.ptx_line as usize,
-            ptx_text: self.line_of(origin).trim().to_owned(),
-            source: self.lines.place(own),
-            inlined: self.lines.place(innermost).filter(|_| innermost != own),
-            callers: self.lines.callers(origin.source).collect(),
-        }
+        self.lines.instruction(origin.ptx_line as usize, self.line_of(origin), Some(origin.source))
     }
 
     /// The PTX line of an instruction; empty where it is unknown. A count of lines from the start of

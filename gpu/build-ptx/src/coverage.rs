@@ -29,7 +29,7 @@ pub enum Missed {
 pub fn report(ptx: &str, directory: &Path, missed: Missed) -> Result<String> {
     let module = Module::parse(ptx).context("the PTX")?;
     let covered = merge(&module, directory)?;
-    let rows: Vec<Row> = covered.iter().map(|(kernel, executed)| row(kernel, executed, ptx)).collect();
+    let rows: Vec<Row> = covered.iter().map(|(kernel, executed)| row(kernel, executed)).collect();
     Ok(match missed {
         Missed::Listed => table(&rows) + &missed_lines(&rows),
         Missed::Counted => table(&rows),
@@ -82,16 +82,15 @@ struct Row {
     missed: BTreeMap<usize, String>,
 }
 
-fn row(kernel: &Kernel, executed: &[bool], ptx: &str) -> Row {
+fn row(kernel: &Kernel, executed: &[bool]) -> Row {
     let mut lines: BTreeMap<String, BTreeMap<u32, bool>> = BTreeMap::new();
     let mut count = (0, 0);
-    let texts: Vec<&str> = ptx.lines().collect();
     let mut missed = BTreeMap::new();
     // The last one is the end that the virtual GPU puts behind a kernel: no instruction of the PTX.
     let executed = &executed[..executed.len() - 1];
     for (place, &executed) in kernel.places().zip(executed) {
         if !executed {
-            missed.entry(place.ptx_line).or_insert_with(|| instruction(&place, &texts));
+            missed.entry(place.ptx_line).or_insert_with(|| instruction(&place));
         }
     }
     for (place, &executed) in kernel.places().zip(executed) {
@@ -118,12 +117,11 @@ pub fn is_foreign(file: &str) -> bool {
 }
 
 /// An instruction with its places: `src/k.rs:8 (inlined: src/m.rs:9)  PTX 11: mov.b32 %r1, 2;`.
-fn instruction(place: &InstructionPlace, texts: &[&str]) -> String {
+fn instruction(place: &InstructionPlace) -> String {
     let shown = |(file, line): &(String, u32)| format!("{file}:{line}");
     let source = place.source.as_ref().map_or_else(String::new, |source| format!("{}  ", shown(source)));
     let inlined = place.inlined.as_ref().map(|inlined| format!("(inlined: {})  ", shown(inlined)));
-    let text = texts.get(place.ptx_line.wrapping_sub(1)).map_or("", |text| text.trim());
-    let words: Vec<&str> = text.split_whitespace().collect();
+    let words: Vec<&str> = place.ptx_text.split_whitespace().collect();
     format!("{source}{}PTX {}: {}", inlined.unwrap_or_default(), place.ptx_line, words.join(" "))
 }
 
@@ -208,7 +206,7 @@ mod tests {
     fn kernels_in_a_folder_rust_are_the_users() {
         let ptx = PTX.replace("gpu/src/k.rs", "rust/src/k.rs");
         let module = Module::parse(&ptx).unwrap();
-        let rows = row(&module.kernel("k").unwrap(), &[false; 4], &ptx);
+        let rows = row(&module.kernel("k").unwrap(), &[false; 4]);
         assert_eq!(rows.lines.keys().collect::<Vec<_>>(), ["gpu/src/m.rs", "rust/src/k.rs"]);
     }
 
@@ -226,7 +224,7 @@ mod tests {
         let merged = merge(&module, directory.path()).unwrap();
         assert_eq!(merged[0].1, [true, false, true, false]);
 
-        let rows = [row(&merged[0].0, &merged[0].1, PTX)];
+        let rows = [row(&merged[0].0, &merged[0].1)];
         assert_eq!(rows[0].instructions, (2, 3));
         let table = table(&rows);
         assert!(
@@ -240,7 +238,7 @@ mod tests {
         );
 
         assert_eq!(ranges([3, 5, 6, 7, 9].into_iter()), "3, 5-7, 9");
-        assert_eq!(missed_lines(&[row(&merged[0].0, &[false; 4], PTX)]), "k never runs\n");
+        assert_eq!(missed_lines(&[row(&merged[0].0, &[false; 4])]), "k never runs\n");
 
         write(format!("k-{:016x}-7.8.cover", kernel.fingerprint()), "00");
         assert!(

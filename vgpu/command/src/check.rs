@@ -47,22 +47,16 @@ pub fn run(args: &Args) -> Result<Verdict> {
 /// The finding of a rejection in a file with this text.
 pub fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal) -> Finding {
     let kernel = readable(kernel);
-    let source = source_of(text, error.line);
+    let at = place_of(text, error.line, &error.source_line);
     let mut message = String::new();
     if !kernel.is_empty() {
         message += &format!("  in kernel '{kernel}'\n");
     }
-    if let Some((file, line)) = &source {
-        message += &format!("  at {file}:{line}\n");
+    if at.source.is_some() {
+        message += &format!("  {at}\n");
     }
     message += &format!("  {}:{}:{}: {}", path.display(), error.line, error.column, error.message);
     message += &format!("\n  | {}", error.source_line.trim());
-    let at = InstructionPlace {
-        ptx_line: error.line,
-        ptx_text: error.source_line.trim().to_owned(),
-        source,
-        ..InstructionPlace::default()
-    };
     let place = Place { kernel, ptx: path.to_owned(), at };
     Finding {
         kind: "refused".into(),
@@ -79,14 +73,14 @@ pub fn finding(path: &Path, text: &str, Refusal { kernel, error, .. }: &Refusal)
     }
 }
 
-/// The line of the source that an instruction at a line of the PTX comes from.
-fn source_of(text: &str, line: usize) -> Option<(String, u32)> {
-    let file = ptx::parse(text).ok()?;
+/// The place of the instruction at a line of the PTX.
+fn place_of(text: &str, line: usize, source_line: &str) -> InstructionPlace {
+    let file = ptx::parse(text).unwrap_or_default();
     let functions = file.functions.iter().filter_map(|function| function.body.as_ref());
     let bodies = file.entries.iter().map(|entry| &entry.body).chain(functions);
     let source = bodies.flatten().find_map(|stmt| match stmt {
         ptx::Stmt::Inst(inst) if inst.pos.line == line => inst.source,
         _ => None,
     });
-    file.lines.place(source?.own)
+    file.lines.instruction(line, source_line, source)
 }

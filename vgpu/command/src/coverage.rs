@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use epoxide_vgpu::{Class, InstructionPlace, Module, ptx, supported_opcode};
+use epoxide_vgpu::{Class, Module, ptx, supported_opcode};
 use serde_json::{Map, json};
 
 use crate::check;
@@ -66,12 +66,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
                 opcode.first.get_or_insert_with(|| Place {
                     kernel: readable(name),
                     ptx: path.clone(),
-                    at: InstructionPlace {
-                        ptx_line: inst.pos.line,
-                        ptx_text: inst.whole.of(&text).to_owned(),
-                        source: inst.source.and_then(|source| file.lines.place(source.own)),
-                        ..InstructionPlace::default()
-                    },
+                    at: file.lines.instruction(inst.pos.line, inst.whole.of(&text), inst.source),
                 });
             }
             for (opcode, count) in here {

@@ -337,7 +337,7 @@ fn fault_code(fault: &Fault) -> CUresult {
         }
         FaultKind::Misaligned { .. } => MISALIGNED_ADDRESS,
         // A call that traps is one of `__assertfail`.
-        FaultKind::Trap if fault.at.ptx_text.trim_start().starts_with("call") => ASSERT,
+        FaultKind::Trap if fault.at.ptx_text.starts_with("call") => ASSERT,
         FaultKind::Deadlock(_) | FaultKind::Livelock { .. } => LAUNCH_TIMEOUT,
         FaultKind::Unsupported(_)
         | FaultKind::BadBarrier { .. }

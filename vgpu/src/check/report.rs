@@ -751,8 +751,8 @@ fn source_lines(world: &World, whose: &str, sources: &[Source]) -> String {
 /// Lines of the code that a report of a wrong value lists for each kind of access of shared memory.
 const MOST_SHARED: usize = 4;
 
-/// A line about the accesses of shared memory ahead of an instruction in the code, those of the same
-/// function first: a value may come through there. Empty without any.
+/// A line about the accesses of shared memory ahead of an instruction in the code, those of the
+/// same function first: a value may come through there. Empty without any.
 fn shared_line(world: &World, actor: Key, pc: u32) -> String {
     let Some(facts) = world.grids.facts(actor) else { return String::new() };
     let writes = |op: &Op| match op {
@@ -902,9 +902,9 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
     let what = if write { "write" } else { "read" };
     match violation {
         Violation::Unwritten => format!("the {what} finds unwritten memory"),
-        Violation::Race { other, wrote } => {
-            let by = actor_of(&other);
-            let other = party(&world.grids, manner(other.how, wrote), by, other.pc, 0);
+        Violation::Race { other: earlier, wrote } => {
+            let by = actor_of(&earlier);
+            let other = party(&world.grids, manner(earlier.how, wrote), by, earlier.pc, 0);
             let seen = flags_of(world, device, clock::block_of(by));
             let seen: String = seen.iter().map(|seen| format!("\n  seen: {seen}")).collect();
             let device_of =
@@ -915,7 +915,7 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
                  or a release of scope .sys that the host acquires{}{seen}",
-                host_attempt(world, by).unwrap_or_default()
+                host_attempt(world, &earlier).unwrap_or_default()
             )
         }
     }
@@ -951,16 +951,20 @@ fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
     source_lines(world, "its device", &reads.take(MOST_OF_ADDRESS).collect::<Vec<_>>())
 }
 
-/// The word that the host has loaded last, if its last write releases nothing to the host, or is by
-/// the block of `earlier`, whose access it does not release.
-fn host_attempt(world: &World, earlier: Key) -> Option<String> {
-    let loaded = world.hosts.get(&world.host_id())?.loaded?;
-    let write = world.releases.get(loaded.0, loaded.1)?.writes.last()?;
+/// The word that the host has loaded last, if its last write releases nothing to the host, or if
+/// the host has read it and it does not release the access `earlier` of the same block.
+fn host_attempt(world: &World, earlier: &Record) -> Option<String> {
+    let (shadow, at, read) = world.hosts.get(&world.host_id())?.loaded?;
+    let write = world.releases.get(shadow, at)?.writes.last()?;
+    let by = actor_of(earlier);
+    let is_judged = read == Some(write.at) && !earlier.how.late;
     let verdict = match () {
         () if !write.releases => NO_RELEASE,
         () if write.scope != Scope::Sys => NO_REACH,
-        () if clock::block_of(write.by) != clock::block_of(earlier) => return None,
-        () if write.by == earlier => "releases what its thread did before it: the access came later",
+        () if !is_judged || clock::block_of(write.by) != clock::block_of(by) => return None,
+        // Behind a fence the write releases what came before the fence.
+        () if write.by == by && !write.sem.releases() => return None,
+        () if write.by == by => "releases what its thread did before it: the access came later",
         () => "releases what its thread did before it: a barrier between the two threads is missing",
     };
     let of = writer(&world.grids, write, 0);

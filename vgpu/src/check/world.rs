@@ -25,8 +25,9 @@ use crate::seeds::Rng;
 pub(super) struct Host {
     pub(super) timeline: Key,
     pub(super) past: CausalPast,
-    /// The word of mapped memory that it has loaded last: shadow and offset.
-    pub(super) loaded: Option<(u32, u64)>,
+    /// The word of mapped memory that it has loaded last: shadow, offset, and the number of the
+    /// kernel's write that it has read.
+    pub(super) loaded: Option<(u32, u64, Option<u64>)>,
 }
 
 /// State of a checker.
@@ -281,7 +282,8 @@ impl World {
     /// The releases there join the host's causal past.
     pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), ViolationAt> {
         self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, Update::No))?;
-        self.host().loaded = Some((number, at));
+        let write = self.releases.get(number, at).and_then(|found| Some(found.writes.last()?.at));
+        self.host().loaded = Some((number, at, write));
         let mut acquired = CausalPast::default();
         if self.shadows.get(number as usize).is_some_and(|shadow| shadow.hidden) {
             acquired.join(&self.outside);

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::fault::InstructionPlace;
+
 /// A piece of the PTX text. Line and column are counted from 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Span {
@@ -236,11 +238,19 @@ impl LineTable {
         Some((path.clone(), at.line))
     }
 
-    /// The calls that the own line of `source` was inlined for, the nearest first.
-    pub fn callers(&self, source: Source) -> impl Iterator<Item = (String, u32)> + '_ {
-        let call = |number: Option<u32>| self.calls.get(number? as usize);
-        std::iter::successors(call(source.call), move |inner| call(inner.outer))
-            .filter_map(|call| self.place(call.at))
+    /// The place of an instruction, whose lines are those of `source`.
+    #[must_use]
+    pub fn instruction(&self, ptx_line: usize, ptx_text: &str, source: Option<Source>) -> InstructionPlace {
+        let Source { innermost, own, call, .. } = source.unwrap_or_default();
+        let call_of = |number: Option<u32>| self.calls.get(number? as usize);
+        let calls = std::iter::successors(call_of(call), |inner| call_of(inner.outer));
+        InstructionPlace {
+            ptx_line,
+            ptx_text: ptx_text.trim().to_owned(),
+            source: self.place(own),
+            inlined: self.place(innermost).filter(|_| innermost != own),
+            callers: calls.filter_map(|call| self.place(call.at)).collect(),
+        }
     }
 }
 

@@ -30,6 +30,8 @@ pub fn parse(text: &str) -> Result<File, PtxError> {
 const MAX_VARIABLE_BYTES: usize = 64 << 20;
 /// Largest alignment of a variable or a parameter.
 const MAX_ALIGN: usize = 1 << 16;
+/// Most nested calls of an inlined line.
+const MAX_CALLS: usize = 64;
 /// Most nested braces of an initialiser.
 const MAX_DIMENSIONS: usize = 8;
 
@@ -52,8 +54,8 @@ struct Locs {
     source: Option<Source>,
     /// The kernel's own file: that of its first `.loc`.
     home: Option<u32>,
-    /// The latest line in it.
-    latest_home: Option<SourceLine>,
+    /// The latest line in it, and the calls that it was inlined for.
+    latest_home: Vec<SourceLine>,
     /// Call sites of inlined functions: file, line and column of a line, to those of its call site.
     inlined_at: HashMap<[u32; 3], [u32; 3]>,
 }
@@ -75,7 +77,7 @@ impl Locs {
         };
         // A chain is as long as calls are nested; a cycle is cut off.
         let mut chain = vec![place];
-        while chain.len() < 64
+        while chain.len() < MAX_CALLS
             && let Some(caller) = self.inlined_at.get(&chain[chain.len() - 1])
             && !chain.contains(caller)
         {
@@ -83,18 +85,18 @@ impl Locs {
         }
         let mut chain: Vec<SourceLine> = chain.into_iter().map(line_of).collect();
         let first = chain.iter().position(|line| line.file == home);
-        let own = match (first, self.latest_home) {
+        let own = match first {
             _ if !listed.is_empty() => {
                 chain.truncate(usize::from(place[0] == home));
                 [chain, listed].concat()
             }
-            (Some(first), _) => chain.split_off(first),
+            Some(first) => chain.split_off(first),
             // Without the chain, the kernel's line before this one is the best guess.
-            (None, Some(latest)) if inlined_at.is_none() => vec![latest],
-            (None, _) => chain.split_off(chain.len() - 1),
+            None if inlined_at.is_none() && !self.latest_home.is_empty() => self.latest_home.clone(),
+            None => chain.split_off(chain.len() - 1),
         };
         if own[0].file == home {
-            self.latest_home = Some(own[0]);
+            self.latest_home.clone_from(&own);
         }
         own
     }
@@ -123,7 +125,8 @@ fn listed_calls(line: &str) -> Vec<SourceLine> {
         Some(SourceLine { file: numbers.next()?, line: numbers.next()? })
     };
     let comment = line.split_once("//").and_then(|(_, comment)| comment.split_once("inlined_at "));
-    comment.map_or_else(Vec::new, |(_, places)| places.split(',').map_while(place).collect())
+    let places = comment.map_or("", |(_, places)| places).split(',');
+    places.map_while(place).take(MAX_CALLS).collect()
 }
 
 /// The variable that an initialiser is for.
@@ -341,8 +344,8 @@ impl<'a> Parser<'a> {
                         return self.unexpected("'function_name' or 'inlined_at'");
                     }
                 }
-                // `// inlined_at F L, F L` gives the same in a comment, because ptxas rejects a call
-                // site that has no `.loc` of its own.
+                // `// inlined_at F L, F L` gives the same in a comment, because ptxas rejects a
+                // call site that has no `.loc` of its own.
                 let listed = || self.text[t.span.start..].lines().next().map(listed_calls);
                 let listed = if caller.is_none() { listed().unwrap_or_default() } else { vec![] };
                 self.source_line([file, line, column], caller, listed);
@@ -1052,7 +1055,8 @@ $L__info_string0:
     /// calls.
     fn calls(body: &str) -> (Vec<Vec<u32>>, usize) {
         let f = parse(&format!("{HEAD}.visible .entry k()\n{{\n{body}\n}}\n.file 1 \"k.rs\"\n")).unwrap();
-        let of = |i: &Instruction| f.lines.callers(i.source.unwrap()).map(|(_, line)| line).collect();
+        let place = |i: &Instruction| f.lines.instruction(1, "", i.source);
+        let of = |i: &Instruction| place(i).callers.into_iter().map(|(_, line)| line).collect();
         (f.entries[0].instructions().map(of).collect(), f.lines.calls.len())
     }
 
@@ -1068,6 +1072,11 @@ $L__info_string0:
         assert_eq!(calls(listed), (vec![vec![20, 12], vec![20, 12], vec![12], vec![]], 2));
         let own = [[1, 30, 1, 30], [2, 40, 1, 30], [2, 40, 1, 20], [2, 40, 1, 12]];
         assert_eq!(sources(listed), own);
+        // A line without its chain is taken for one of the latest own line.
+        let latest = ".loc 1 10 0\n.loc 1 30 7 // inlined_at 1 20\nret;\n.loc 2 40 9\nret;";
+        assert_eq!(calls(latest), (vec![vec![20], vec![20]], 1));
+        let long: Vec<String> = (0..1000).map(|line| format!("1 {line}")).collect();
+        assert_eq!(calls(&format!(".loc 1 9 1 // inlined_at {}\nret;", long.join(", "))).1, MAX_CALLS);
         // The same call in two places is one; the column of a comment is left out.
         assert_eq!(calls(".loc 1 9 1 // inlined_at 1 5 8, 1 2 3\nret;"), (vec![vec![5, 2]], 2));
     }

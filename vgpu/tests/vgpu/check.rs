@@ -257,6 +257,13 @@ fn the_host_reads_what_was_released_to_it() {
             let came_later = "releases what its thread did before it: the access came later";
             assert!(steps == 0 || error.contains(came_later), "{error}");
         }
+        // A host that has polled too early has not read the release.
+        let device = Device::on_host(seed, "answers");
+        let past = device.checker().host_past();
+        assert_eq!(device.memory.load_acquire(device.buf.addr() + 8).unwrap(), 0);
+        device.run_after(&parse(body), &past).unwrap();
+        let error = device.memory.host_reads(device.buf.addr(), 8).unwrap_err().to_string();
+        assert!(error.contains("a read by the host") && !error.contains("releases what"), "{error}");
         // A host that reads without polling the released word races as well.
         for steps in [0, 100] {
             assert!(answers_the_host(body, seed, false, steps).unwrap_err().contains("data race"));

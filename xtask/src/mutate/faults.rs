@@ -111,7 +111,8 @@ pub struct Fault {
     pub kind: Kind,
     /// Where it is in the kernel.
     pub own: Place,
-    /// For each copy, the calls that `own` was inlined for, the nearest first.
+    /// The calls that `own` was inlined for, the nearest first; copies with other calls have
+    /// theirs.
     pub callers: Vec<Vec<Place>>,
     /// Other places: the function inlined there, the second of two swapped statements, the load
     /// whose word is compared, the accesses to a wrong row.
@@ -241,7 +242,9 @@ fn of_body(body: &Body) -> Vec<Fault> {
             if edits.iter().all(|(number, _)| known.iter().all(|(other, _)| other != number)) {
                 known.extend(edits);
                 faults[index].through.extend(through);
-                faults[index].callers.push(line.callers.clone());
+                if !faults[index].callers.contains(&line.callers) {
+                    faults[index].callers.push(line.callers.clone());
+                }
             }
             continue;
         }

@@ -155,7 +155,8 @@ pub enum Nearness {
     /// them.
     Line,
     /// Lines of the same function before and behind it: where something is missing, there is no
-    /// line to name.
+    /// line to name. For a race also calls there that led to the two accesses, or to the
+    /// synchronisation that falls short.
     Between,
     /// Such a line only among the last instructions of a warp involved.
     Trace,
@@ -516,6 +517,8 @@ fn outcome(
             || (is_shared_place && in_kernel && lines.contains(&fault.own))
     };
     let is_between = || {
+        // Calls tell no more than that a kernel was there in a hang, and in what was only seen.
+        let stacks = if by == "race" { named_stacks(&without_seen(said)) } else { vec![] };
         let is_around = |calls: &[Place]| {
             (0..=calls.len()).any(|at| {
                 let (line, others) = match at.checked_sub(1) {
@@ -541,6 +544,29 @@ fn outcome(
     };
     let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(40).collect();
     FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
+}
+
+/// The text of reports of races without synchronisation that was seen and does not count: what is
+/// no side of a gap.
+fn without_seen(text: &str) -> String {
+    let mut gaps: Vec<Place> = Vec::new();
+    let mut kept = String::new();
+    let (mut is_of_gap, mut is_seen) = (false, false);
+    for line in text.lines() {
+        // A detail is indented further than the line that it belongs to.
+        if !line.starts_with(if is_seen { "   " } else { "    " }) {
+            is_of_gap = line.starts_with("  gap: ");
+            is_seen = line.starts_with("  seen: ");
+        }
+        if is_of_gap {
+            gaps.extend(own_lines(&named_stacks(line)));
+        }
+        let is_gap = || named_stacks(line).iter().any(|stack| gaps.contains(&stack[0]));
+        if !is_seen || is_gap() {
+            kept = kept + line + "\n";
+        }
+    }
+    kept
 }
 
 /// Whether some of the lines are ahead of a line and some behind it, in its function.
@@ -589,10 +615,10 @@ fn is_shared(file: &str) -> bool {
 /// :2, b.rs:3`. A line of `simt` that was inlined is left out.
 fn named_stacks(text: &str) -> Vec<Vec<Place>> {
     let mut found: Vec<Vec<Place>> = Vec::new();
-    let mut end = 0;
+    // The calls that led to the line before.
+    let mut calls = 0..0;
     for (at, _) in text.match_indices(".rs:") {
-        // A call that led to the line before.
-        if at < end {
+        if calls.contains(&at) {
             continue;
         }
         let begin = text[..at].rfind(|c| !is_of_a_path(c)).map_or(0, |before| before + 1);
@@ -604,8 +630,8 @@ fn named_stacks(text: &str) -> Vec<Vec<Place>> {
         }
         let inlined = behind.strip_prefix(" (inlined: ").and_then(|rest| Some(rest.split_once(')')?.1));
         let mut stack = vec![(file.to_owned(), line)];
-        if let Some(calls) = inlined.unwrap_or(behind).strip_prefix(", called at ") {
-            end = text.len() - push_calls(&mut stack, calls).len();
+        if let Some(list) = inlined.unwrap_or(behind).strip_prefix(", called at ") {
+            calls = text.len() - list.len()..text.len() - push_calls(&mut stack, list).len();
         }
         found.push(stack);
     }
@@ -786,6 +812,23 @@ mod tests {
         assert_eq!(around("650, :1010"), Nearness::Kernel);
         assert_eq!(around("700, gpu/src/kernels/k.rs:1011"), Nearness::Kernel);
         assert_eq!(around("40"), Nearness::Kernel, "a call is not the line of an access");
+        let both = format!("{ahead}{inlined}, called at gpu/src/kernels/k.rs:700, :1010");
+        let hang = outcome(&fault(), "deadlock", String::new(), &both, &|_| source.clone());
+        assert_eq!(hang.nearness, Nearness::Kernel, "the calls of a hang are those of any warp");
+        let seen = |gap: &str| {
+            near(&format!(
+                "{ahead}{gap}  seen: a barrier\n    {inlined}, called at gpu/src/kernels/k.rs:700, :1010\n"
+            ))
+        };
+        assert_eq!(seen(""), Nearness::Kernel);
+        assert_eq!(
+            seen("  gap: a barrier is missing\n    gpu/src/kernels/j.rs:5, PTX line 7: ret;\n"),
+            Nearness::Between
+        );
+        let place = |file: &str, line| (format!("gpu/src/kernels/{file}.rs"), line);
+        let text = "at gpu/src/kernels/k.rs:4 (inlined: gpu/src/kernels/j.rs:5), called at :6, gpu/src/kernels/i.rs:7 (PTX line 8)";
+        let stacks = [vec![place("k", 4), place("k", 6), place("i", 7)], vec![place("j", 5)]];
+        assert_eq!(named_stacks(text), stacks);
     }
 
     #[test]

@@ -50,11 +50,9 @@ pub fn bodies(text: &str, kernels: &[&str]) -> Result<Vec<Body>> {
                 Stmt::Label { pos, .. } => lines.entry(pos.line).or_default().labelled = true,
                 Stmt::Inst(inst) => {
                     let line = lines.entry(inst.whole.line).or_default();
-                    if let (Some(source), true) = (inst.source, line.instructions.is_empty()) {
-                        line.own = file.lines.place(source.own);
-                        line.inlined =
-                            file.lines.place(source.innermost).filter(|_| source.innermost != source.own);
-                        line.callers = file.lines.callers(source).collect();
+                    if line.instructions.is_empty() {
+                        let place = file.lines.instruction(inst.whole.line, "", inst.source);
+                        (line.own, line.inlined, line.callers) = (place.source, place.inlined, place.callers);
                     }
                     let operands = inst.operands.iter().map(|(_, span)| span.of(text).to_owned()).collect();
                     line.instructions.push((inst.clone(), operands));

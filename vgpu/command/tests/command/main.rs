@@ -83,6 +83,9 @@ fn assert_is_sarif(document: &Value) {
                 location(related);
                 assert!(related["id"].is_u64());
             }
+            for stack in result["stacks"].as_array().into_iter().flatten() {
+                stack["frames"].as_array().unwrap().iter().for_each(|frame| location(&frame["location"]));
+            }
             for print in result["partialFingerprints"].as_object().into_iter().flatten() {
                 assert!(print.1.is_string());
             }
