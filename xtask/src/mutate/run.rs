@@ -546,8 +546,8 @@ fn outcome(
     FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
 }
 
-/// The text of reports of races without synchronisation that was seen and does not count: what is
-/// no side of a gap.
+/// The text of reports of races without the synchronisation that was seen, unless a gap names its
+/// line.
 fn without_seen(text: &str) -> String {
     let mut gaps: Vec<Place> = Vec::new();
     let mut kept = String::new();
