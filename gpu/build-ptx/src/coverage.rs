@@ -88,12 +88,13 @@ fn row(kernel: &Kernel, executed: &[bool]) -> Row {
     let mut missed = BTreeMap::new();
     // The last one is the end that the virtual GPU puts behind a kernel: no instruction of the PTX.
     let executed = &executed[..executed.len() - 1];
-    for (place, &executed) in kernel.places().zip(executed) {
+    let places: Vec<InstructionPlace> = kernel.places().collect();
+    for (place, &executed) in places.iter().zip(executed) {
         if !executed {
-            missed.entry(place.ptx_line).or_insert_with(|| instruction(&place));
+            missed.entry(place.ptx_line).or_insert_with(|| instruction(place));
         }
     }
-    for (place, &executed) in kernel.places().zip(executed) {
+    for (place, &executed) in places.into_iter().zip(executed) {
         if executed {
             missed.remove(&place.ptx_line);
         }

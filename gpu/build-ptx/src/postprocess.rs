@@ -153,8 +153,8 @@ fn place_of(loc: &str) -> (&str, &str) {
 }
 
 /// ` // inlined_at <file> <line>, ..`: from LLVM's `a.rs:1:2 @[ b.rs:3:4 @[ c.rs:5:6 ] ]`,
-/// innermost first, the places in the kernel's own code. Left out are the `.loc` itself and what the macro
-/// writes, which is on the lines of the entry's attributes. `None` if none is left.
+/// innermost first, the places in the kernel's own code. Left out are the `.loc` itself and the
+/// macro's code, which is on the lines of the entry's attributes. `None` if none is left.
 fn inlined_at(loc: &str, comment: &str, entry: (&str, &str), files: &[(&str, &str)]) -> Option<String> {
     let (home_path, _) = files.iter().find(|(_, number)| *number == entry.0)?;
     let own = comment.split_whitespace().filter_map(|word| {

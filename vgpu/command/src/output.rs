@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::ValueEnum;
-use epoxide_vgpu::{Class, Gap, Hazard, InstructionPlace, Party, Report, ReportPlace, Side};
+use epoxide_vgpu::{Class, Gap, Hazard, InstructionPlace, Report, ReportPlace, Side};
 use serde_json::{Value, json};
 
 use crate::names::readable;
@@ -227,15 +227,13 @@ impl Finding {
 }
 
 fn gap_json(ptx: &Path, gap: &Gap) -> Value {
-    let Party { kernel, at, .. } = gap.at.clone();
-    let place = ReportPlace { kernel, at };
     json!({
         "side": if gap.side == Side::Writer { "writer" } else { "reader" },
         "kind": gap.kind.name(),
         "scope": gap.scope,
         "needs": gap.needs,
         "text": gap.sentence(),
-        "place": Place::of(ptx, place).json(),
+        "place": Place::of(ptx, ReportPlace::of(&gap.at)).json(),
     })
 }
 

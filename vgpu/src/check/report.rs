@@ -666,12 +666,7 @@ fn spot(world: &World, shadow: u32, offset: u64) -> String {
 /// The kernel and line of an access.
 fn line_of(world: &World, actor: Key, pc: u32) -> String {
     let Some(facts) = world.grids.facts(actor) else { return "no kernel".into() };
-    format!("kernel '{}' at {}", readable_name(&facts.kernel.name), place_of(&facts.kernel, pc))
-}
-
-/// The line of an instruction, in the source or, without line information, in the PTX.
-fn place_of(kernel: &Kernel, pc: u32) -> String {
-    kernel.place_of(pc).line()
+    format!("kernel '{}' at {}", readable_name(&facts.kernel.name), facts.kernel.place_of(pc).line())
 }
 
 /// Identifies an instruction of a kernel.
@@ -767,7 +762,7 @@ fn shared_line(world: &World, actor: Key, pc: u32) -> String {
         let (near, far) = (ahead().filter(is_near), ahead().filter(|at| !is_near(at)));
         let mut known = HashSet::new();
         let ahead = near.chain(far).filter(|pc| known.insert(facts.kernel.lines(*pc)[0])).take(MOST_SHARED);
-        let places: Vec<_> = ahead.map(|pc| place_of(&facts.kernel, pc)).collect();
+        let places: Vec<_> = ahead.map(|pc| facts.kernel.place_of(pc).line()).collect();
         let last = format!("\n  ahead of it in the code, shared memory is {what} at {}", places.join(", "));
         if places.is_empty() { String::new() } else { last }
     };

@@ -100,7 +100,9 @@ pub struct ReportPlace {
 }
 
 impl ReportPlace {
-    pub(super) fn of(party: &Party) -> ReportPlace {
+    /// The instruction of one side of a race, or of a gap.
+    #[must_use]
+    pub fn of(party: &Party) -> ReportPlace {
         ReportPlace { kernel: party.kernel.clone(), at: party.at.clone() }
     }
 

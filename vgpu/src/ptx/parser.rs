@@ -75,6 +75,21 @@ impl Locs {
             Some(caller) => self.inlined_at.insert(place, caller),
             None => self.inlined_at.remove(&place),
         };
+        let own = if listed.is_empty() {
+            self.called(place)
+        } else {
+            let first = (place[0] == home).then(|| line_of(place));
+            first.into_iter().chain(listed).collect()
+        };
+        if own[0].file == home {
+            self.latest_home.clone_from(&own);
+        }
+        own
+    }
+
+    /// The kernel's own line for a `.loc`, and its calls, by the callers of all `.loc`s so far.
+    fn called(&self, place: [u32; 3]) -> Vec<SourceLine> {
+        let has_caller = self.inlined_at.contains_key(&place);
         // A chain is as long as calls are nested; a cycle is cut off.
         let mut chain = vec![place];
         while chain.len() < MAX_CALLS
@@ -84,21 +99,12 @@ impl Locs {
             chain.push(*caller);
         }
         let mut chain: Vec<SourceLine> = chain.into_iter().map(line_of).collect();
-        let first = chain.iter().position(|line| line.file == home);
-        let own = match first {
-            _ if !listed.is_empty() => {
-                chain.truncate(usize::from(place[0] == home));
-                [chain, listed].concat()
-            }
+        match chain.iter().position(|line| Some(line.file) == self.home) {
             Some(first) => chain.split_off(first),
             // Without the chain, the kernel's line before this one is the best guess.
-            None if inlined_at.is_none() && !self.latest_home.is_empty() => self.latest_home.clone(),
+            None if !has_caller && !self.latest_home.is_empty() => self.latest_home.clone(),
             None => chain.split_off(chain.len() - 1),
-        };
-        if own[0].file == home {
-            self.latest_home.clone_from(&own);
         }
-        own
     }
 }
 
