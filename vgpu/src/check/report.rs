@@ -604,7 +604,7 @@ pub(crate) fn fault(
         Violation::Unwritten => {
             let last = last_step(world, me, |op| barrier(op).or_else(|| mbarrier_test(op)));
             let behind = last.filter(|_| space == "shared").map(|(at, _)| Box::new(at));
-            let writes = near_writes(world, place, at, me.own);
+            let writes = near_writes(world, place, at, me.own, |_, _| true);
             let origin = if space == "global" { address_lines(world, me.own) } else { String::new() };
             let near = Box::new(Nearby { writes, origin });
             FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind, near }
@@ -642,11 +642,18 @@ pub(crate) fn fault(
     }
 }
 
-/// The kernels' writes of the nearest words before and after one of global memory.
-fn near_writes(world: &World, place: Place, at: u64, me: Key) -> Vec<Party> {
+/// The kernels' writes of the nearest words before and after one of global memory, of those that
+/// `is_meant` takes.
+fn near_writes(
+    world: &World,
+    place: Place,
+    at: u64,
+    me: Key,
+    is_meant: impl Fn(u64, &Record) -> bool,
+) -> Vec<Party> {
     let Place::Global { shadow, .. } = place else { return vec![] };
     let Some(memory) = world.shadows.get(shadow as usize) else { return vec![] };
-    let near = memory.written_near(at).into_iter().flatten();
+    let near = memory.written_near(at, is_meant).into_iter().flatten();
     near.map(|(there, write)| {
         let side = if there < at { "before" } else { "after" };
         let part = world.part(shadow, there);
@@ -655,6 +662,19 @@ fn near_writes(world: &World, place: Place, at: u64, me: Key) -> Vec<Party> {
         party(&world.grids, access, actor_of(&write), write.pc, me)
     })
     .collect()
+}
+
+/// The writes of the nearest words of the same array by launches behind that of a write: its word
+/// may have been meant. Without names of its parts, memory has no arrays.
+fn later_writes(world: &World, shadow: u32, offset: u64, write: &Record) -> Vec<Party> {
+    let array = |at: u64| {
+        let part = world.part(shadow, at);
+        part.split_once('[').map(|(array, _)| array.to_owned())
+    };
+    let own = array(offset);
+    let launch = |write: &Record| clock::grid_of(actor_of(write));
+    let is_later = |at, other: &Record| launch(other) > launch(write) && own.is_some() && array(at) == own;
+    near_writes(world, Place::Global { shadow, offset }, offset, actor_of(write), is_later)
 }
 
 /// A place in memory as reports name it, by the label that its first device has given.
@@ -824,8 +844,8 @@ fn early_lines(world: &World, blocks: impl Iterator<Item = Key>, other: Key) -> 
     text
 }
 
-/// The last write of a byte by a kernel, and the global memory that its block has read, with the
-/// last writes there. The reads of the writer's warp come first, the latest first of all. If no
+/// The last write of a byte by a kernel, later launches' writes beside it, and the global memory that
+/// its block has read, with the last writes there. The reads of the writer's warp come first, the latest first of all. If no
 /// kernel has written the byte last, returns the same for the writes of the nearest words, because
 /// a missing add leaves no write. Behind these, the reads of the kernels that wrote what was read.
 /// `None` without any.
@@ -835,11 +855,15 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
         Some(write) => {
             let by = actor_of(&write);
             let party = party(&world.grids, manner(write.how, true), by, write.pc, by);
-            (format!("last written by a {party}{}", shared_line(world, by, write.pc)), by)
+            let later = later_writes(world, shadow, offset, &write);
+            let later = later.iter().map(|write| format!("\n  beside it, by a later launch: {write}"));
+            let later = later.collect::<String>();
+            (format!("last written by a {party}{later}{}", shared_line(world, by, write.pc)), by)
         }
         None => {
-            let (_, write) = memory.written_near(offset).into_iter().flatten().next()?;
-            let near = near_writes(world, Place::Global { shadow, offset }, offset, actor_of(&write));
+            let any = |_, _: &Record| true;
+            let (_, write) = memory.written_near(offset, any).into_iter().flatten().next()?;
+            let near = near_writes(world, Place::Global { shadow, offset }, offset, actor_of(&write), any);
             let beside = near.iter().map(|write| format!("\n  beside it: {write}")).collect::<String>();
             (format!("last written by no kernel{beside}"), actor_of(&write))
         }

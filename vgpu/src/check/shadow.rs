@@ -729,10 +729,14 @@ impl Shadow {
     }
 
     /// The nearest words before and after the one at `at` that kernels have written, with their
-    /// writes, up to [`NEAR`] bytes away.
-    pub(super) fn written_near(&self, at: u64) -> [Option<(u64, Record)>; 2] {
+    /// writes, up to [`NEAR`] bytes away, of those that `is_meant` takes.
+    pub(super) fn written_near(
+        &self,
+        at: u64,
+        is_meant: impl Fn(u64, &Record) -> bool,
+    ) -> [Option<(u64, Record)>; 2] {
         let word = at & !3;
-        let find = |at: u64| Some((at, self.last_write(at)?));
+        let find = |at: u64| self.last_write(at).filter(|write| is_meant(at, write)).map(|write| (at, write));
         let distances = || (4..=NEAR).step_by(4);
         let before = distances().map_while(|distance| word.checked_sub(distance)).find_map(find);
         [before, distances().map(|distance| word + distance).find_map(find)]

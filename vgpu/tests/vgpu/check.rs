@@ -489,6 +489,28 @@ fn a_wrong_value_names_its_writer_and_what_the_writer_has_read() {
     assert_eq!(device.memory.origin(device.memory.alloc(64, "unused").unwrap().addr()), None);
 }
 
+/// A row that goes to the next place leaves a value of an earlier launch behind.
+#[test]
+fn a_stale_value_names_what_later_launches_have_written_beside_it() {
+    let first = "st.global.u64 [%rd40+8], %rd40; // first\nst.global.u64 [%rd40+24], %rd40;";
+    let second =
+        "st.global.u64 [%rd40], %rd40; // of another array\nst.global.u64 [%rd40+16], %rd40; // second";
+    let device = Device::new(0);
+    device.buf.name_parts(|at| Some(if at < 8 { "flag".into() } else { format!("word[{}]", at / 8 - 1) }));
+    [first, second].map(parse).iter().for_each(|module| device.run(module).unwrap());
+    let text = device.memory.origin(device.buf.addr() + 8).unwrap();
+    let beside = "\n  beside it, by a later launch: weak write 8 bytes after it, word[1], in kernel 'k'";
+    assert!(text.contains("// first") && text.contains(beside) && text.contains("// second"), "{text}");
+    assert!(!text.contains("// of another array"), "{text}");
+    // The latest value, and one of memory without names, have none.
+    let unnamed = Device::new(0);
+    [first, second].map(parse).iter().for_each(|module| unnamed.run(module).unwrap());
+    for (device, at) in [(&device, 16), (&unnamed, 8)] {
+        let text = device.memory.origin(device.buf.addr() + at).unwrap();
+        assert!(!text.contains("by a later launch"), "{text}");
+    }
+}
+
 #[test]
 fn a_wrong_value_names_shared_memory_of_its_own_function_first() {
     let store = |(line, call)| {
