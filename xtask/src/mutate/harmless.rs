@@ -28,7 +28,7 @@ pub struct Harmless {
     pub only_in_round_trips: bool,
 }
 
-static HARMLESS: [Harmless; 50] = [
+static HARMLESS: [Harmless; 54] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
@@ -478,6 +478,42 @@ static HARMLESS: [Harmless; 50] = [
         above: 1,
         why: "the lanes read what a barrier of the block has ordered, and pass on registers by a shuffle, which waits for all",
         only_in_round_trips: false,
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "low_latency_combine_*summed",
+        opcode: "bar.warp.sync",
+        source: "say_returned::<R, true>(args, index + laneid()",
+        above: 2,
+        why: "lanes pass nothing on here: rows reach the lane that publishes them by `slowest`, which has a barrier of its own behind its loads",
+        only_in_round_trips: false,
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "low_latency_internode_dispatch_by_expert*",
+        opcode: "bar.warp.sync",
+        source: "barrier_arrive_part::<PLACES>(team.threads);",
+        above: 2,
+        why: "a block has more than `TOKENS` warps, whose lanes meet in front of the arrival, and both barriers take threads one by one",
+        only_in_round_trips: false,
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "low_latency_internode_dispatch_by_expert*",
+        opcode: "bar.warp.sync",
+        source: "Orders the other lanes' loads behind lane 0's wait.",
+        above: 1,
+        why: "no lane waits there between nodes: the messages have come in front of a barrier of the block",
+        only_in_round_trips: false,
+    },
+    Harmless {
+        kinds: &[Kind::WarpSyncDropped],
+        kernel: "low_latency_internode_combine_*",
+        opcode: "bar.warp.sync",
+        source: "unsafe fn finish(comm: &Comm)",
+        above: 1,
+        why: "the lanes have met behind the last sum or at a vote, and the barrier of the block takes threads one by one",
+        only_in_round_trips: true,
     },
 ];
 

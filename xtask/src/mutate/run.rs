@@ -35,8 +35,10 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// has more experts than a warp has lanes. 300 tokens across nodes have so many chunks that some
 /// arrive while a warp counts earlier ones. Low latency runs with few tokens, whose rows are sent
 /// as packets, and with more tokens than a block has threads, where a rank has more experts than
-/// blocks. One of 34 blocks lists rows. Across nodes its rows have several warps.
-const WORKLOADS: [&str; 26] = [
+/// blocks. One of 34 blocks lists rows. With 4 tokens most warps place rows by expert. Across nodes
+/// its rows have several warps, the last of which has no piece for some of its lanes, and some blocks
+/// have no expert.
+const WORKLOADS: [&str; 27] = [
     "--mode intranode --ranks-per-node 4 --experts 160",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --graph-replays 2",
@@ -51,6 +53,7 @@ const WORKLOADS: [&str; 26] = [
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --tokens 96 --hidden 6144 --graph-replays 3",
     "--mode intranode --ranks-per-node 2 --tokens 1000 --num-sms 18",
     "--mode low-latency --ranks-per-node 3 --iterations 4 --random",
+    "--mode low-latency --ranks-per-node 2 --tokens 4 --iterations 2",
     "--mode low-latency --ranks-per-node 3 --dtype fp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --tokens 200 --experts 36 --iterations 2",
     "--mode low-latency --ranks-per-node 2 --tokens 100 --hidden 1024 --dtype fp8 --iterations 2 --graph-replays 2",
@@ -59,7 +62,7 @@ const WORKLOADS: [&str; 26] = [
     "--mode low-latency --ranks-per-node 3 --dtype mxfp8 --iterations 2 --graph-replays 3",
     "--mode low-latency --ranks-per-node 3 --dtype mxfp8 --iterations 4 --random",
     "--mode low-latency --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes --iterations 4 --random",
-    "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --hidden 1024 --dtype fp8 --iterations 3 --graph-replays 3",
+    "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --hidden 640 --dtype fp8 --num-sms 8 --iterations 3 --graph-replays 3",
     "--mode low-latency --nodes 2 --ranks-per-node 1 --transport shm --hidden 1024 --dtype mxfp8 --iterations 4 --random",
     "--mode low-latency --nodes 2 --ranks-per-node 1 --transport direct --keep-nodes --dtype mxfp8 --iterations 4 --random",
     "--mode low-latency --nodes 3 --ranks-per-node 1 --transport direct --keep-nodes --tokens 300 --experts 36 --hidden 1024 --iterations 2",
