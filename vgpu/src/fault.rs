@@ -1221,6 +1221,9 @@ pub struct StuckReport {
     pub kernel: String,
     /// One entry per group of lanes.
     pub warps: Vec<StuckWarp>,
+    /// The barriers of a part of a block that wait for threads, by number, each with the other
+    /// instructions of the kernel that arrive there by a constant number.
+    pub barriers: Vec<(u32, Vec<InstructionPlace>)>,
 }
 
 impl fmt::Display for StuckReport {
@@ -1249,6 +1252,10 @@ impl fmt::Display for StuckReport {
             }
             write!(f, " (PTX line {}: {})", w.at.ptx_line, w.at.ptx_text)?;
             w.mbarrier.iter().try_for_each(|step| write!(f, "\n    its mbarrier: {step}"))?;
+        }
+        for (barrier, places) in &self.barriers {
+            let places: Vec<_> = places.iter().map(InstructionPlace::line).collect();
+            write!(f, "\n  others arrive at barrier {barrier} at {}", places.join("; "))?;
         }
         Ok(())
     }

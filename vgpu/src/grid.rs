@@ -3,7 +3,7 @@
 mod cluster;
 mod stepped;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::check::block::BlockCheck;
 use crate::check::clock::{self, MAX_BLOCKS, MAX_GRIDS};
@@ -20,7 +20,8 @@ use crate::exec::copies::CopyQueue;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
-    Fault, FaultKind, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep, WaitingFor,
+    Fault, FaultKind, InstructionPlace, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep,
+    WaitingFor,
 };
 use crate::float_mode::IeeeMode;
 use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Special, WgmmaOp};
@@ -1243,9 +1244,31 @@ impl Grid {
                 }
             }
         }
-        StuckReport { kernel: kernel.name.clone(), warps }
+        StuckReport { kernel: kernel.name.clone(), barriers: self.other_arrivals(&warps), warps }
+    }
+
+    /// The barriers of a part of a block at which groups of lanes wait, with the other instructions that
+    /// arrive there.
+    fn other_arrivals(&self, warps: &[StuckWarp]) -> Vec<(u32, Vec<InstructionPlace>)> {
+        let number = |warp: &StuckWarp| match warp.waiting {
+            WaitingFor::Barrier { barrier, .. } => Some(barrier),
+            _ => None,
+        };
+        let waits: BTreeSet<u32> = warps.iter().filter_map(number).collect();
+        let is_waiting = |place: &InstructionPlace| warps.iter().any(|warp| warp.at == *place);
+        let others = |number: u32| {
+            let mut places: Vec<_> =
+                self.env.kernel.arrivals_of_parts(number).filter(|place| !is_waiting(place)).collect();
+            places.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
+            places.truncate(MOST_ARRIVALS);
+            (number, places)
+        };
+        waits.into_iter().map(others).filter(|(_, places)| !places.is_empty()).collect()
     }
 }
+
+/// Instructions that a report of a hang lists for a barrier at the most.
+const MOST_ARRIVALS: usize = 6;
 
 impl Kernel {
     /// Checks a launch on such a device without making a [`Grid`].

@@ -10,7 +10,7 @@ use crate::exec::lanes::Sig;
 use crate::exec::state::SHARED_BASE;
 use crate::exec::wgmma::RegisterCheck;
 use crate::fault::{InstructionPlace, LaunchError, UnwrittenRegister};
-use crate::ir::{File, Init, Inst, Operands, Origin};
+use crate::ir::{File, Init, Inst, Op, Operands, Origin, SINK};
 use crate::machine::{Argument, ArgumentValue};
 use crate::ptx::{LineTable, SourceLine};
 
@@ -285,6 +285,15 @@ impl Kernel {
     pub(crate) fn place_of(&self, pc: u32) -> InstructionPlace {
         let origin = self.origins.get(pc as usize).copied().unwrap_or_default();
         self.lines.instruction(origin.ptx_line as usize, self.line_of(origin), Some(origin.source))
+    }
+
+    /// The instructions that arrive at a barrier of a part of a block by a constant number.
+    pub(crate) fn arrivals_of_parts(&self, number: u32) -> impl Iterator<Item = InstructionPlace> {
+        let is_number = move |id: u32| self.inits.contains(&(File::R32, id, Init::Bits(u64::from(number))));
+        let arrives =
+            move |op: &Op| matches!(*op, Op::Barrier { id, count, .. } if count != SINK && is_number(id));
+        let pcs = (0..).zip(&self.code).filter(move |(_, inst)| arrives(&inst.op)).map(|(pc, _)| pc);
+        pcs.map(|pc| self.place_of(pc))
     }
 
     /// The PTX line of an instruction; empty where it is unknown. A count of lines from the start of

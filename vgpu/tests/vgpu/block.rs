@@ -234,6 +234,30 @@ fn deadlocks_are_reported_with_every_warp() {
     assert!(matches!(fault.kind, FaultKind::Deadlock(_)), "{fault}");
 }
 
+/// Two arms of a kernel pair `sync` with `arrive`; the second arm has lost its `arrive`.
+#[test]
+fn a_deadlock_names_the_other_arrivals_of_its_barrier() {
+    let body = "
+        setp.lt.u32 %p1, %r40, 32; setp.lt.u32 %p2, %r40, 64; @%p2 bra SECOND;
+        .loc 1 10 1
+        @%p1 barrier.sync 5, 64;
+        .loc 1 11 1
+        @!%p1 barrier.arrive 5, 64;
+        bra END;
+    SECOND:
+        .loc 1 20 1
+        @%p1 barrier.sync 5, 64;
+        .loc 1 25 1
+        barrier.sync 0;
+    END:";
+    let ptx = kernel(".file 1 \"k.rs\"\n", body);
+    let fault = Run::new(&ptx, &[0], launch(1, 64), &DeviceConfig::default()).finish().unwrap_err();
+    let FaultKind::Deadlock(report) = &fault.kind else { panic!("{fault}") };
+    let [(5, places)] = &report.barriers[..] else { panic!("{report:?}") };
+    assert_eq!(places.iter().map(|place| place.source.clone().unwrap().1).collect::<Vec<_>>(), [10, 11]);
+    assert!(fault.to_string().contains("\n  others arrive at barrier 5 at k.rs:10; k.rs:11"), "{fault}");
+}
+
 #[test]
 fn bad_barriers() {
     for (body, what) in [
