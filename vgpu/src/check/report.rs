@@ -767,7 +767,8 @@ fn source_lines(world: &World, whose: &str, sources: &[Source]) -> String {
 const MOST_SHARED: usize = 4;
 
 /// A line about the accesses of shared memory ahead of an instruction in the code, those of the
-/// same function first: a value may come through there. Empty without any.
+/// same call first, the nearest line first: a value may come through there. Compilers put the blocks
+/// of a function in any order, so that lines tell within a call. Empty without any.
 fn shared_line(world: &World, actor: Key, pc: u32) -> String {
     let Some(facts) = world.grids.facts(actor) else { return String::new() };
     let writes = |op: &Op| match op {
@@ -777,11 +778,17 @@ fn shared_line(world: &World, actor: Key, pc: u32) -> String {
     };
     let reads = |op: &Op| matches!(op, Op::Ld(access) if access.space == Space::Shared);
     let of = |what: &str, is_meant: &dyn Fn(&Op) -> bool| {
-        let ahead = || (0..pc).rev().filter(|pc| is_meant(&facts.kernel.code[*pc as usize].op));
-        let is_near = |at: &u32| facts.kernel.are_of_one_call(*at, pc);
-        let (near, far) = (ahead().filter(is_near), ahead().filter(|at| !is_near(at)));
+        let kernel = &facts.kernel;
+        let own = kernel.lines(pc)[0];
+        let line = |at: &u32| kernel.lines(*at)[0];
+        let all = || (0..kernel.code.len() as u32).filter(|at| is_meant(&kernel.code[*at as usize].op));
+        let is_ahead = |at: &u32| line(at).file == own.file && line(at).line < own.line;
+        let mut near: Vec<_> = all().filter(|at| kernel.are_of_one_call(*at, pc) && is_ahead(at)).collect();
+        near.sort_by_key(|at| std::cmp::Reverse(line(at).line));
+        let far = all().filter(|at| *at < pc && !kernel.are_of_one_call(*at, pc));
+        let far = far.collect::<Vec<_>>().into_iter().rev();
         let mut known = HashSet::new();
-        let ahead = near.chain(far).filter(|pc| known.insert(facts.kernel.lines(*pc)[0])).take(MOST_SHARED);
+        let ahead = near.into_iter().chain(far).filter(|at| known.insert(line(at))).take(MOST_SHARED);
         let places: Vec<_> = ahead.map(|pc| facts.kernel.place_of(pc).line()).collect();
         let last = format!("\n  ahead of it in the code, shared memory is {what} at {}", places.join(", "));
         if places.is_empty() { String::new() } else { last }

@@ -521,7 +521,11 @@ fn outcome(
     };
     let is_between = || {
         // Calls tell no more than that a kernel was there in a hang, and in what was only seen.
-        let stacks = if by == "race" { named_stacks(&without_seen(said)) } else { vec![] };
+        let stacks = match by {
+            "race" => named_stacks(&without_seen(said)),
+            "wrong result" => named_stacks(last_write(said)),
+            _ => vec![],
+        };
         let is_around = |calls: &[Place]| {
             (0..=calls.len()).any(|at| {
                 let (line, others) = match at.checked_sub(1) {
@@ -547,6 +551,14 @@ fn outcome(
     };
     let report: Vec<&str> = output.lines().filter(|line| !line.starts_with('[')).take(40).collect();
     FaultOutcome { found_by: Some(by.to_owned()), nearness, lines, workload, report: report.join("\n") }
+}
+
+/// The write of a wrong value in its report; empty without one.
+fn last_write(text: &str) -> &str {
+    let Some((_, behind)) = text.split_once("\n  last written by a ") else { return "" };
+    // A detail is indented further than the line that it belongs to.
+    let end = behind.match_indices("\n").find(|(at, _)| !behind[at + 1..].starts_with("    "));
+    end.map_or(behind, |(at, _)| &behind[..at])
 }
 
 /// The text of reports of races without the synchronisation that was seen, unless a gap names its
@@ -818,6 +830,25 @@ mod tests {
         let both = format!("{ahead}{inlined}, called at gpu/src/kernels/k.rs:700, :1010");
         let hang = outcome(&fault(), "deadlock", String::new(), &both, &|_| source.clone());
         assert_eq!(hang.nearness, Nearness::Kernel, "the calls of a hang are those of any warp");
+        // A missing add, between a read of shared memory and the call that writes the wrong value.
+        let wrong = |write: &str| {
+            let read = "  ahead of it in the code, shared memory is read at gpu/src/kernels/k.rs:30\n";
+            let origin = "  its block has read 'buf' in kernel 'k' at gpu/src/kernels/i.rs:9, called at gpu/src/kernels/k.rs:45, :650, :1010\n";
+            let text = format!("x[0] = 1, expected 2\n  last written by a {write}\n{read}{origin}");
+            outcome(&fault(), "wrong result", String::new(), &text, &|_| source.clone()).nearness
+        };
+        let writer = "weak write\n    at gpu/src/kernels/j.rs:5, called at gpu/src/kernels/k.rs:";
+        assert_eq!(wrong(&format!("{writer}44, :650, :1010")), Nearness::Between);
+        assert_eq!(
+            wrong(&format!("{writer}44, :651, :1010")),
+            Nearness::Kernel,
+            "another call of the function"
+        );
+        assert_eq!(
+            wrong("weak write\n    at gpu/src/kernels/j.rs:5"),
+            Nearness::Kernel,
+            "reads have other calls"
+        );
         let seen = |gap: &str| {
             near(&format!(
                 "{ahead}{gap}  seen: a barrier\n    {inlined}, called at gpu/src/kernels/k.rs:700, :1010\n"
