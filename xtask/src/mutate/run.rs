@@ -33,18 +33,21 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// between ranks, and are replayed. Some fill the rings of all warps more than once, and on 18
 /// blocks warps claim the tokens behind the first ones. Within a node and across nodes a rank once
 /// has more experts than a warp has lanes. 300 tokens across nodes have so many chunks that some
-/// arrive while a warp counts earlier ones. Low latency runs with few tokens, whose rows are sent
-/// as packets, and with more tokens than a block has threads, where a rank has more experts than
-/// blocks. One of 34 blocks lists rows. With 4 tokens most warps place rows by expert. Across nodes
-/// its rows have several warps, the last of which has no piece for some of its lanes, and some blocks
-/// have no expert.
-const WORKLOADS: [&str; 27] = [
+/// arrive while a warp counts earlier ones, and with random numbers of tokens a rank waits long for
+/// the counts of the other. Through queues alone nodes wait for each other's slots. Low latency
+/// runs with few tokens, whose rows are sent as packets, and with more tokens than a block has
+/// threads, where a rank has more experts than blocks. One of 34 blocks lists rows. With 4 tokens
+/// most warps place rows by expert. Across nodes its rows have several warps, the last of which has
+/// no piece for some of its lanes, and some blocks have no expert.
+const WORKLOADS: [&str; 29] = [
     "--mode intranode --ranks-per-node 4 --experts 160",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --graph-replays 2",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes --experts 160 --graph-replays 2",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct --keep-nodes --tokens 96 --hidden 6144",
     "--mode internode --nodes 2 --ranks-per-node 1 --transport direct --keep-nodes --tokens 300 --hidden 32 --iterations 3",
+    "--mode internode --nodes 2 --ranks-per-node 1 --transport direct --keep-nodes --tokens 300 --hidden 1024 --iterations 4 --random",
+    "--mode internode --nodes 2 --ranks-per-node 1 --transport tcp --iterations 2",
     "--mode intranode --ranks-per-node 4 --dtype fp8 --iterations 3 --random",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport shm --dtype fp8 --iterations 3 --random",
     "--mode intranode --ranks-per-node 3 --dtype fp8 --quantise --iterations 3 --random",
