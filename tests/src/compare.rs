@@ -230,13 +230,15 @@ pub fn tensor<T: Element + PartialEq + Display>(
 
 /// Compares received rows byte by byte. `expected_of(source, token)` gives the row of a token. Its
 /// first bytes are source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps them),
-/// so that a row in the wrong place is recognised.
+/// so that a row in the wrong place is recognised. `origin(row, byte)` gives lines about the origin of
+/// a wrong byte.
 pub fn rows(
     what: &str,
     got: &[u8],
     row_bytes: usize,
     sources: &[(u32, u32)],
     expected_of: impl Fn(u32, u32) -> Vec<u8>,
+    origin: impl Fn(u64, u64) -> String,
 ) -> Difference {
     if got.len() != row_bytes * sources.len() {
         return Some(format!(
@@ -256,7 +258,7 @@ pub fn rows(
         // as a whole.
         let expected_there = sources.contains(&(found_source, found_token));
         let is_token = || expected_of(found_source, found_token) == got;
-        return Some(if at < 8 && (expected_there || is_token()) {
+        let text = if at < 8 && (expected_there || is_token()) {
             let stray = if expected_there { "" } else { ", which was not sent here" };
             format!(
                 "{what}: row {row} holds token {found_token} of rank {found_source}{stray}, expected token {token} of rank {source}"
@@ -266,7 +268,8 @@ pub fn rows(
                 "{what}: row {row} is not token {token} of rank {source}: byte {at} is {:#04x}, expected {:#04x}",
                 got[at], expected[at]
             )
-        });
+        };
+        return Some(text + &origin(row as u64, at as u64));
     }
     None
 }
@@ -292,30 +295,31 @@ mod tests {
     fn rows_in_the_wrong_place_are_recognised() {
         let make =
             |source: u32, token: u32| [source.to_le_bytes(), token.to_le_bytes(), [7; 4], [8; 4]].concat();
+        let none = |_, _| String::new();
         let sources = [(0, 3), (2, 5)];
         let good = [make(0, 3), make(2, 5)].concat();
-        assert_eq!(rows("x", &good, 16, &sources, make), None);
+        assert_eq!(rows("x", &good, 16, &sources, make, none), None);
         let swapped = [make(2, 5), make(0, 3)].concat();
         assert_eq!(
-            rows("x", &swapped, 16, &sources, make).unwrap(),
+            rows("x", &swapped, 16, &sources, make, none).unwrap(),
             "x: row 0 holds token 5 of rank 2, expected token 3 of rank 0"
         );
         let stray = [make(1, 7), make(2, 5)].concat();
         assert_eq!(
-            rows("x", &stray, 16, &sources, make).unwrap(),
+            rows("x", &stray, 16, &sources, make, none).unwrap(),
             "x: row 0 holds token 7 of rank 1, which was not sent here, expected token 3 of rank 0"
         );
         let spoilt = [&[0xa5; 16][..], &good[16..]].concat();
         assert_eq!(
-            rows("x", &spoilt, 16, &sources, make).unwrap(),
-            "x: row 0 is not token 3 of rank 0: byte 0 is 0xa5, expected 0x00"
+            rows("x", &spoilt, 16, &sources, make, |row, byte| format!(" ({row}, {byte})")).unwrap(),
+            "x: row 0 is not token 3 of rank 0: byte 0 is 0xa5, expected 0x00 (0, 0)"
         );
         let mut torn = good.clone();
         torn[16 + 9] = 1;
         assert_eq!(
-            rows("x", &torn, 16, &sources, make).unwrap(),
+            rows("x", &torn, 16, &sources, make, none).unwrap(),
             "x: row 1 is not token 5 of rank 2: byte 9 is 0x01, expected 0x07"
         );
-        assert_eq!(rows("x", &good[..16], 16, &sources, make).unwrap(), "x: expected 2 rows, got 1");
+        assert_eq!(rows("x", &good[..16], 16, &sources, make, none).unwrap(), "x: expected 2 rows, got 1");
     }
 }

@@ -266,11 +266,18 @@ fn check_sums(rank: &mut Rank, case: &Case, combined: &Combined, found: &mut Fir
         let distance = |value: f32| if value.is_nan() { f32::MAX } else { (value - expected).abs() };
         let difference = distance(mean as f32);
         found.combine_max_abs_difference = found.combine_max_abs_difference.max(difference);
-        rank.note(
-            (difference > tolerance)
-                .then(|| format!("combined_x, token {token}: expected a mean of {expected}, got {mean}")),
-        );
         let wrong = row.iter().position(|value| distance(value.to_f32()) > tolerance);
+        // One origin is enough: a fault makes many tokens wrong.
+        let is_first = rank.failures.is_empty();
+        let origin = || {
+            let place = token as u64 * combined.combined_x.row_stride() + 2 * wrong.unwrap_or(0) as u64;
+            compare::origin(rank.device(), combined.combined_x.ptr().add(place))
+        };
+        let failure = (difference > tolerance).then(|| {
+            let origin = if is_first { origin() } else { String::new() };
+            format!("combined_x, token {token}: expected a mean of {expected}, got {mean}{origin}")
+        });
+        rank.note(failure);
         rank.note(wrong.map(|column| {
             format!("combined_x, token {token}, column {column}: expected {expected}, got {}", row[column])
         }));

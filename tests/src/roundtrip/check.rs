@@ -423,7 +423,10 @@ impl Rank {
         if difference.is_none() {
             let got = self.first_rows(recv_x, sources.len() as u64)?;
             let row = |source, token| case.row(turn, source, token);
-            difference = compare::rows("recv_x", &got, case.row_bytes as usize, sources, row);
+            let origin = |row, byte| {
+                compare::origin(self.device(), recv_x.ptr().add(row * recv_x.row_stride() + byte))
+            };
+            difference = compare::rows("recv_x", &got, case.row_bytes as usize, sources, row, origin);
         }
         match (&output.recv_x_scales, case.scales) {
             (None, Scales::None | Scales::Any(_)) => {}

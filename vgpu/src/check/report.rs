@@ -664,8 +664,8 @@ fn near_writes(
     .collect()
 }
 
-/// The writes of the nearest words of the same array by launches behind that of a write: its word
-/// may have been meant. Without names of its parts, memory has no arrays.
+/// The writes of the nearest words of the same array by launches behind that of a write: one of them
+/// may be meant for its word. Without names of its parts, memory has no arrays.
 fn later_writes(world: &World, shadow: u32, offset: u64, write: &Record) -> Vec<Party> {
     let array = |at: u64| {
         let part = world.part(shadow, at);
@@ -851,11 +851,11 @@ fn early_lines(world: &World, blocks: impl Iterator<Item = Key>, other: Key) -> 
     text
 }
 
-/// The last write of a byte by a kernel, later launches' writes beside it, and the global memory that
-/// its block has read, with the last writes there. The reads of the writer's warp come first, the latest first of all. If no
-/// kernel has written the byte last, returns the same for the writes of the nearest words, because
-/// a missing add leaves no write. Behind these, the reads of the kernels that wrote what was read.
-/// `None` without any.
+/// The last write of a byte by a kernel, later launches' writes beside it, and the global memory
+/// that its block has read, with the last writes there. The reads of the writer's warp come first,
+/// the latest first of all. If no kernel has written the byte last, returns the same for the writes
+/// of the nearest words, because a missing add leaves no write. Behind these, the reads of the
+/// kernels that wrote what was read. `None` without any.
 pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> {
     let memory = world.shadows.get(shadow as usize)?;
     let (text, by) = match memory.last_write(offset) {
