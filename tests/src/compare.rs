@@ -230,8 +230,8 @@ pub fn tensor<T: Element + PartialEq + Display>(
 
 /// Compares received rows byte by byte. `expected_of(source, token)` gives the row of a token. Its
 /// first bytes are source rank and token ([`Case::row`](crate::roundtrip::Case::row) stamps them),
-/// so that a row in the wrong place is recognised. `origin(row, byte)` gives lines about the origin of
-/// a wrong byte.
+/// so that a row in the wrong place is recognised. `origin(row, byte)` gives lines about the origin
+/// of a wrong byte.
 pub fn rows(
     what: &str,
     got: &[u8],

@@ -1222,7 +1222,7 @@ pub struct StuckReport {
     /// One entry per group of lanes.
     pub warps: Vec<StuckWarp>,
     /// The barriers of a part of a block that wait for threads, by number, each with the other
-    /// instructions of the kernel that arrive there by a constant number.
+    /// instructions of the kernel that arrive there, where their barrier number is a constant.
     pub barriers: Vec<(u32, Vec<InstructionPlace>)>,
 }
 
@@ -1254,8 +1254,9 @@ impl fmt::Display for StuckReport {
             w.mbarrier.iter().try_for_each(|step| write!(f, "\n    its mbarrier: {step}"))?;
         }
         for (barrier, places) in &self.barriers {
-            let places: Vec<_> = places.iter().map(InstructionPlace::line).collect();
-            write!(f, "\n  others arrive at barrier {barrier} at {}", places.join("; "))?;
+            for place in places {
+                write!(f, "\n  barrier {barrier} has another arrival {place}")?;
+            }
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 mod cluster;
 mod stepped;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeSet, HashSet, VecDeque};
 
 use crate::check::block::BlockCheck;
 use crate::check::clock::{self, MAX_BLOCKS, MAX_GRIDS};
@@ -1247,8 +1247,8 @@ impl Grid {
         StuckReport { kernel: kernel.name.clone(), barriers: self.other_arrivals(&warps), warps }
     }
 
-    /// The barriers of a part of a block at which groups of lanes wait, with the other instructions that
-    /// arrive there.
+    /// The barriers of a part of a block at which groups of lanes wait, with the other instructions
+    /// that arrive there.
     fn other_arrivals(&self, warps: &[StuckWarp]) -> Vec<(u32, Vec<InstructionPlace>)> {
         let number = |warp: &StuckWarp| match warp.waiting {
             WaitingFor::Barrier { barrier, .. } => Some(barrier),
@@ -1257,11 +1257,12 @@ impl Grid {
         let waits: BTreeSet<u32> = warps.iter().filter_map(number).collect();
         let is_waiting = |place: &InstructionPlace| warps.iter().any(|warp| warp.at == *place);
         let others = |number: u32| {
-            let mut places: Vec<_> =
-                self.env.kernel.arrivals_of_parts(number).filter(|place| !is_waiting(place)).collect();
-            places.dedup_by(|a, b| a.source.is_some() && a.source == b.source);
-            places.truncate(MOST_ARRIVALS);
-            (number, places)
+            let places = self.env.kernel.arrivals_of_parts(number).filter(|place| !is_waiting(place));
+            let mut known = HashSet::new();
+            let is_new = |place: &InstructionPlace| {
+                place.source.is_none() || known.insert((place.source.clone(), place.callers.clone()))
+            };
+            (number, places.filter(is_new).take(MOST_ARRIVALS).collect::<Vec<_>>())
         };
         waits.into_iter().map(others).filter(|(_, places)| !places.is_empty()).collect()
     }

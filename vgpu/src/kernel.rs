@@ -287,7 +287,7 @@ impl Kernel {
         self.lines.instruction(origin.ptx_line as usize, self.line_of(origin), Some(origin.source))
     }
 
-    /// The instructions that arrive at a barrier of a part of a block by a constant number.
+    /// The instructions that arrive at a barrier of a part of a block, where its number is a constant.
     pub(crate) fn arrivals_of_parts(&self, number: u32) -> impl Iterator<Item = InstructionPlace> {
         let is_number = move |id: u32| self.inits.contains(&(File::R32, id, Init::Bits(u64::from(number))));
         let arrives =

@@ -38,9 +38,10 @@ impl RoundTrip for Buffer {
         self.check()
     }
 
-    /// The same routing with each way back that the nodes allow, and with rows by expert. A packet that
-    /// is left from the call before is of another call: rows in the pool have none of their size. A
-    /// dispatch by expert follows one without an answer in its place, whose words are one less.
+    /// The same routing with each way back that the nodes allow, and with rows by expert. The pool's
+    /// way runs between the others, because it writes no packets: one that is left is of an older
+    /// call. A dispatch by expert reuses the place of an unanswered one, whose words are one epoch
+    /// less.
     fn first_cases(cases: &Cases) -> Vec<LowLatencyCase> {
         let mut ways = vec![ReturnPath::ByExpert, ReturnPath::InPool, ReturnPath::ByRow];
         ways.retain(|way| *way != ReturnPath::InPool || cases.nodes == 1);

@@ -664,17 +664,23 @@ fn near_writes(
     .collect()
 }
 
-/// The writes of the nearest words of the same array by launches behind that of a write: one of them
-/// may be meant for its word. Without names of its parts, memory has no arrays.
+/// Writes of the nearest words of the same array by later launches of the same device. One may have
+/// been meant for this word. Without names of its parts, memory has no arrays.
 fn later_writes(world: &World, shadow: u32, offset: u64, write: &Record) -> Vec<Party> {
     let array = |at: u64| {
         let part = world.part(shadow, at);
         part.split_once('[').map(|(array, _)| array.to_owned())
     };
-    let own = array(offset);
-    let launch = |write: &Record| clock::grid_of(actor_of(write));
-    let is_later = |at, other: &Record| launch(other) > launch(write) && own.is_some() && array(at) == own;
-    near_writes(world, Place::Global { shadow, offset }, offset, actor_of(write), is_later)
+    let Some(own) = array(offset) else { return vec![] };
+    let by = actor_of(write);
+    let device = |by: Key| world.grids.facts(by).map(|facts| facts.device);
+    let is_later = |at, other: &Record| {
+        let other = actor_of(other);
+        clock::grid_of(other) > clock::grid_of(by)
+            && device(other) == device(by)
+            && array(at).as_ref() == Some(&own)
+    };
+    near_writes(world, Place::Global { shadow, offset }, offset, by, is_later)
 }
 
 /// A place in memory as reports name it, by the label that its first device has given.
@@ -767,8 +773,8 @@ fn source_lines(world: &World, whose: &str, sources: &[Source]) -> String {
 const MOST_SHARED: usize = 4;
 
 /// A line about the accesses of shared memory ahead of an instruction in the code, those of the
-/// same call first, the nearest line first: a value may come through there. Compilers put the blocks
-/// of a function in any order, so that lines tell within a call. Empty without any.
+/// same call first, the nearest line first: a value may come through there. Within a call the order
+/// of lines is used, because compilers put the blocks of a function in any order. Empty without any.
 fn shared_line(world: &World, actor: Key, pc: u32) -> String {
     let Some(facts) = world.grids.facts(actor) else { return String::new() };
     let writes = |op: &Op| match op {
@@ -782,7 +788,7 @@ fn shared_line(world: &World, actor: Key, pc: u32) -> String {
         let own = kernel.lines(pc)[0];
         let line = |at: &u32| kernel.lines(*at)[0];
         let all = || (0..kernel.code.len() as u32).filter(|at| is_meant(&kernel.code[*at as usize].op));
-        let is_ahead = |at: &u32| line(at).file == own.file && line(at).line < own.line;
+        let is_ahead = |at: &u32| line(at).file == own.file && (line(at).line, *at) < (own.line, pc);
         let mut near: Vec<_> = all().filter(|at| kernel.are_of_one_call(*at, pc) && is_ahead(at)).collect();
         near.sort_by_key(|at| std::cmp::Reverse(line(at).line));
         let far = all().filter(|at| *at < pc && !kernel.are_of_one_call(*at, pc));

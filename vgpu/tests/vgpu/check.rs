@@ -518,7 +518,7 @@ fn a_wrong_value_names_shared_memory_of_its_own_function_first() {
     };
     let stores: String = [(20, 5), (31, 6), (32, 6), (33, 6), (34, 6), (35, 6)].map(store).concat();
     let file = ".file 1 \"k.rs\"\n.loc 1 2 1\n";
-    // The compiler has moved one line ahead of the store behind it. The other stands behind it in the source.
+    // The compiler has moved line 21 behind the value's store. Line 23 is behind it in the source.
     let moved: String = [(21, 5), (23, 5)].map(store).concat();
     let value = ".loc 1 22 1 // inlined_at 1 5\nst.global.u64 [%rd40+64], %rd40;\n";
     let body = format!("{file}{stores}{value}{moved}");

@@ -354,8 +354,8 @@ fn mbarrier(line: &Line, edit: &mut impl FnMut(Kind, String)) {
 
 /// Instructions that carry a polled value on to its comparison.
 const CARRIERS: [&str; 8] = ["shr", "shl", "cvt", "and", "mov", "add", "redux", "min"];
-/// How far from the load its comparison may be, in lines. A loop that is unrolled over eight ranks has
-/// all loads in front of all comparisons.
+/// How far from the load its comparison may be, in lines. A loop that is unrolled over eight ranks
+/// has all loads in front of all comparisons.
 const REACH: usize = 100;
 
 /// The comparison of what is polled or counted here with what it should be.

@@ -28,7 +28,7 @@ pub struct Harmless {
     pub only_in_round_trips: bool,
 }
 
-static HARMLESS: [Harmless; 55] = [
+static HARMLESS: [Harmless; 54] = [
     Harmless {
         kinds: &[Kind::DeviceToBlock],
         kernel: "",
@@ -225,15 +225,6 @@ static HARMLESS: [Harmless; 55] = [
         source: "if (seen >> 32) as u32 == epoch as u32 {",
         above: 0,
         why: "the wait that follows compares again, and the packets of the place have no epoch of a combine",
-        only_in_round_trips: false,
-    },
-    Harmless {
-        kinds: &[Kind::EpochIgnored],
-        kernel: "low_latency_dispatch_*by_expert*",
-        opcode: "setp.",
-        source: "if (seen >> 32) as u32 == epoch as u32 {",
-        above: 0,
-        why: "the block has waited for the same packets when it counted tokens, in front of a barrier",
         only_in_round_trips: false,
     },
     Harmless {
@@ -476,7 +467,7 @@ static HARMLESS: [Harmless; 55] = [
         opcode: "setp.gt.s64",
         source: "has_given_up = note_gave_up(comm, rank, epoch, seen);",
         above: 0,
-        why: "the sign is tested: one more changes it only behind 2^47 operations",
+        why: "the sign is tested: one more changes it only after 2^47 operations",
         only_in_round_trips: false,
     },
     Harmless {
@@ -522,7 +513,7 @@ static HARMLESS: [Harmless; 55] = [
         source: "unsafe fn finish(comm: &Comm)",
         above: 1,
         why: "the lanes have met behind the last sum or at a vote, and the barrier of the block takes threads one by one",
-        only_in_round_trips: true,
+        only_in_round_trips: false,
     },
 ];
 

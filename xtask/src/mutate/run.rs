@@ -34,7 +34,7 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// blocks warps claim the tokens behind the first ones. Within a node and across nodes a rank once
 /// has more experts than a warp has lanes. 300 tokens across nodes have so many chunks that some
 /// arrive while a warp counts earlier ones, and with random numbers of tokens a rank waits long for
-/// the counts of the other. Through queues alone nodes wait for each other's slots. Low latency
+/// the counts of the other. Over TCP nodes wait for each other's slots. Low latency
 /// runs with few tokens, whose rows are sent as packets, and with more tokens than a block has
 /// threads, where a rank has more experts than blocks. One of 34 blocks lists rows. With 4 tokens
 /// most warps place rows by expert. Across nodes its rows have several warps, the last of which has
