@@ -787,12 +787,11 @@ fn shared_line(world: &World, actor: Key, pc: u32) -> String {
         let kernel = &facts.kernel;
         let own = kernel.lines(pc)[0];
         let line = |at: &u32| kernel.lines(*at)[0];
-        let all = || (0..kernel.code.len() as u32).filter(|at| is_meant(&kernel.code[*at as usize].op));
-        let is_ahead = |at: &u32| line(at).file == own.file && (line(at).line, *at) < (own.line, pc);
-        let mut near: Vec<_> = all().filter(|at| kernel.are_of_one_call(*at, pc) && is_ahead(at)).collect();
+        let all = (0..kernel.code.len() as u32).filter(|at| is_meant(&kernel.code[*at as usize].op));
+        let (mut near, far): (Vec<_>, Vec<_>) = all.partition(|at| kernel.are_of_one_call(*at, pc));
+        near.retain(|at| line(at).file == own.file && (line(at).line, *at) < (own.line, pc));
         near.sort_by_key(|at| std::cmp::Reverse(line(at).line));
-        let far = all().filter(|at| *at < pc && !kernel.are_of_one_call(*at, pc));
-        let far = far.collect::<Vec<_>>().into_iter().rev();
+        let far = far.into_iter().rev().filter(|at| *at < pc);
         let mut known = HashSet::new();
         let ahead = near.into_iter().chain(far).filter(|at| known.insert(line(at))).take(MOST_SHARED);
         let places: Vec<_> = ahead.map(|pc| facts.kernel.place_of(pc).line()).collect();

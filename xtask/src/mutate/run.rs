@@ -34,11 +34,11 @@ const SMALL: &str = "--device virtual --threads --tokens 24 --hidden 256 --num-s
 /// blocks warps claim the tokens behind the first ones. Within a node and across nodes a rank once
 /// has more experts than a warp has lanes. 300 tokens across nodes have so many chunks that some
 /// arrive while a warp counts earlier ones, and with random numbers of tokens a rank waits long for
-/// the counts of the other. Over TCP nodes wait for each other's slots. Low latency
-/// runs with few tokens, whose rows are sent as packets, and with more tokens than a block has
-/// threads, where a rank has more experts than blocks. One of 34 blocks lists rows. With 4 tokens
-/// most warps place rows by expert. Across nodes its rows have several warps, the last of which has
-/// no piece for some of its lanes, and some blocks have no expert.
+/// the counts of the other. Over TCP nodes wait for each other's slots. Low latency runs with few
+/// tokens, whose rows are sent as packets, and with more tokens than a block has threads, where a
+/// rank has more experts than blocks. One of 34 blocks lists rows. With 4 tokens most warps place
+/// rows by expert. Across nodes its rows have several warps, the last of which has no piece for
+/// some of its lanes, and some blocks have no expert.
 const WORKLOADS: [&str; 29] = [
     "--mode intranode --ranks-per-node 4 --experts 160",
     "--mode internode --nodes 2 --ranks-per-node 2 --transport direct",
@@ -162,7 +162,7 @@ pub enum Nearness {
     Line,
     /// Lines of the same function before and behind it: where something is missing, there is no
     /// line to name. For a race also calls there that led to the two accesses, or to the
-    /// synchronisation that falls short.
+    /// synchronisation that falls short; for a wrong value the call there that led to its write.
     Between,
     /// Such a line only among the last instructions of a warp involved.
     Trace,
