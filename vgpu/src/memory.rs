@@ -792,26 +792,67 @@ impl Memory {
     /// system scope join the calling thread's past.
     pub fn load_acquire(&self, addr: u64) -> Result<u64, MemoryError> {
         let table = self.snapshot();
-        let found = self.locate(&table, addr, 8)?;
-        if !addr.is_multiple_of(8) {
-            return Err(MemoryError::Misaligned { addr, align: 8 });
-        }
-        // SAFETY: aligned, and mapped for as long as `table` lives; all other accesses go through
-        // raw pointers or atomics.
-        let word = unsafe { AtomicU64::from_ptr(addr as *mut u64) };
+        let (found, word) = self.word(&table, addr)?;
         let Some(checker) = self.checker() else { return Ok(word.load(Ordering::Acquire)) };
         // Under the lock, because a kernel's store and its release happen under it together.
         let mut world = checker.world();
         let value = word.load(Ordering::Acquire);
         let outcome = world.host_acquires(found.shadow, addr - found.start);
         outcome.map_err(|violation| host_race(&world, self.id(), &table, found.shadow, violation, false))?;
+        world.host_has_accessed();
         Ok(value)
+    }
+
+    /// Stores `value` in the 8-byte word at `addr` for host code, with release. Kernels that acquire
+    /// it there with system scope come after the calling thread's past.
+    pub fn store_release(&self, addr: u64, value: u64) -> Result<(), MemoryError> {
+        let table = self.snapshot();
+        let (found, word) = self.word(&table, addr)?;
+        let Some(checker) = self.checker() else {
+            word.store(value, Ordering::Release);
+            return Ok(());
+        };
+        // Under the lock, because a kernel's load and its acquire happen under it together.
+        let mut world = checker.world();
+        world.host_is_to_access(true);
+        let outcome = world.host_releases(found.shadow, addr - found.start);
+        outcome.map_err(|violation| host_race(&world, self.id(), &table, found.shadow, violation, true))?;
+        world.host_has_accessed();
+        word.store(value, Ordering::Release);
+        Ok(())
+    }
+
+    /// The 8-byte word at `addr`, and where it lies.
+    fn word<'a>(&self, table: &'a Table, addr: u64) -> Result<(Found, &'a AtomicU64), MemoryError> {
+        let found = self.locate(table, addr, 8)?;
+        if !addr.is_multiple_of(8) {
+            return Err(MemoryError::Misaligned { addr, align: 8 });
+        }
+        // SAFETY: aligned, and mapped for as long as `table` lives; all other accesses go through
+        // raw pointers or atomics.
+        Ok((found, unsafe { AtomicU64::from_ptr(addr as *mut u64) }))
     }
 
     /// Checks a read of `bytes` bytes at `addr` that host code is about to make by itself: an error
     /// where it is a race.
     pub fn host_reads(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
-        self.access(&self.snapshot(), addr, bytes, false)
+        self.host_accesses(addr, bytes, false)
+    }
+
+    /// The same for a write, in memory that is watched ([`Region::watch`]).
+    pub fn host_writes(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
+        self.host_accesses(addr, bytes, true)
+    }
+
+    fn host_accesses(&self, addr: u64, bytes: u64, write: bool) -> Result<(), MemoryError> {
+        if let Some(checker) = self.checker() {
+            checker.world().host_is_to_access(write);
+        }
+        self.access(&self.snapshot(), addr, bytes, write)?;
+        if let Some(checker) = self.checker() {
+            checker.world().host_has_accessed();
+        }
+        Ok(())
     }
 
     /// The instruction that has last written the byte at `addr`, and the memory that its block has
@@ -948,7 +989,8 @@ impl Region {
     }
 
     /// Ends [`Region::hide`], before the first use of the memory: host code accesses it through
-    /// [`Memory`] alone, by [`Memory::load_acquire`] and [`Memory::host_reads`] for instance.
+    /// [`Memory`] alone, by [`Memory::load_acquire`] and [`Memory::store_release`] for instance, and
+    /// behind [`Memory::host_reads`] and [`Memory::host_writes`].
     pub fn watch(&self) {
         self.with_shadow(|shadow| shadow.hidden = false);
     }

@@ -91,12 +91,12 @@ pub trait Driver: Send + Sync + Debug {
     fn alloc(&self, bytes: u64, kind: MemoryKind, label: &str) -> Result<RawMemory>;
 
     /// Names the parts of memory, for the reports of a device in check mode. This method and the
-    /// three below are no driver calls: they never wait.
+    /// five below are no driver calls: they never wait.
     fn describe(&self, _memory: &RawMemory, _sections: &[Section]) {}
 
-    /// Enables checks of host reads of this unused [`MemoryKind::MappedHost`] memory on a device in
-    /// check mode. The host must then read it only through [`Driver::host_load`] and behind
-    /// [`Driver::host_reads`].
+    /// Enables checks of this unused [`MemoryKind::MappedHost`] memory on a device in check mode. The
+    /// host must then access it only through [`Driver::host_load`] and [`Driver::host_store`], and
+    /// behind [`Driver::host_reads`] and [`Driver::host_writes`].
     fn watch_host(&self, _memory: &RawMemory) {}
 
     /// Loads the 8-byte word at `offset` of mapped host memory, with acquire. An error where a
@@ -113,6 +113,24 @@ pub trait Driver: Send + Sync + Debug {
     /// The host is about to read `bytes` bytes at `offset` of mapped host memory. An error where a
     /// device that checks finds a race.
     fn host_reads(&self, _memory: &RawMemory, _offset: u64, _bytes: u64) -> Result<()> {
+        Ok(())
+    }
+
+    /// Stores `value` in the 8-byte word at `offset` of mapped host memory, with release. An error
+    /// where a device that checks finds a race.
+    ///
+    /// # Safety
+    /// See [`Driver::host_load`].
+    unsafe fn host_store(&self, memory: &RawMemory, offset: u64, value: u64) -> Result<()> {
+        // SAFETY: the caller promises that the word is live; all other accesses of it are atomic.
+        let word = unsafe { AtomicU64::from_ptr(memory.host.add(offset as usize).cast()) };
+        word.store(value, Ordering::Release);
+        Ok(())
+    }
+
+    /// The host is about to write `bytes` bytes at `offset` of mapped host memory. An error where a
+    /// device that checks finds a race.
+    fn host_writes(&self, _memory: &RawMemory, _offset: u64, _bytes: u64) -> Result<()> {
         Ok(())
     }
 

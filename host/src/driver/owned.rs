@@ -66,11 +66,32 @@ impl Memory {
     /// releases there to the calling thread's past. An error if the word is not in this host
     /// memory.
     pub(crate) fn host_has_loaded(&self, offset: u64) -> Result<()> {
-        if self.raw.host.is_null() || !offset.is_multiple_of(8) || offset + 8 > self.requested {
-            return Err(Error::argument("offset", offset, "must be that of a word of host memory"));
-        }
+        self.check_host_word(offset)?;
         // SAFETY: just checked; the memory is this owner's.
         unsafe { self.device.driver.host_load(&self.raw, offset) }.map(drop)
+    }
+
+    /// Stores a word at `offset`, with release: a kernel that acquires it may then read what the
+    /// host has written, and write over what the host has read. An error if the word is not in this
+    /// host memory, or if a device in check mode finds a race.
+    pub(crate) fn host_store(&self, offset: u64, value: u64) -> Result<()> {
+        self.check_host_word(offset)?;
+        // SAFETY: just checked; the memory is this owner's.
+        unsafe { self.device.driver.host_store(&self.raw, offset, value) }
+    }
+
+    fn check_host_word(&self, offset: u64) -> Result<()> {
+        let is_there = offset.checked_add(8).is_some_and(|end| end <= self.requested);
+        if self.raw.host.is_null() || !offset.is_multiple_of(8) || !is_there {
+            return Err(Error::argument("offset", offset, "must be that of a word of host memory"));
+        }
+        Ok(())
+    }
+
+    /// Enables the checks of a device in check mode, before the first use of this host memory. The
+    /// host must then access it only through the methods `host_*`.
+    pub(crate) fn watch_host(&self) {
+        self.device.driver.watch_host(&self.raw);
     }
 
     /// Checks a read by the host itself of `bytes` bytes at `offset`. In check mode, an error if a
@@ -79,6 +100,13 @@ impl Memory {
         let is_there = offset.checked_add(bytes).is_some_and(|end| end <= self.requested);
         // The read itself rejects a range beyond the end.
         if is_there { self.device.driver.host_reads(&self.raw, offset, bytes) } else { Ok(()) }
+    }
+
+    /// Checks a write by the host itself of `bytes` bytes at `offset`, which must be in it. In check
+    /// mode, an error if a kernel has accessed them and has not released that to a word that a host
+    /// thread has loaded.
+    pub(crate) fn host_gives(&self, offset: u64, bytes: u64) -> Result<()> {
+        self.device.driver.host_writes(&self.raw, offset, bytes)
     }
 
     /// Allocates `bytes`, which may be 0; `label` names the memory in errors. Its contents are zero,
@@ -228,7 +256,7 @@ impl MappedMemory {
     /// [`Error::OutOfMemory`] where the device has not so much, and errors of the driver.
     pub fn alloc(device: &Device, bytes: u64, label: &str) -> Result<MappedMemory> {
         let memory = Memory::alloc(device, bytes, MemoryKind::MappedHost, label)?;
-        device.driver.watch_host(&memory.raw);
+        memory.watch_host();
         Ok(MappedMemory(memory))
     }
 

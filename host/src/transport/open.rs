@@ -90,7 +90,9 @@ pub fn wire_memory(
             Memory::alloc(device, bytes, MemoryKind::SharedHost, "wire memory").map(Arc::new)
         }
         TransportKind::Tcp => {
-            Memory::alloc(device, bytes, MemoryKind::MappedHost, "wire memory").map(Arc::new)
+            let memory = Memory::alloc(device, bytes, MemoryKind::MappedHost, "wire memory");
+            // This process alone accesses it.
+            memory.inspect(Memory::watch_host).map(Arc::new)
         }
         TransportKind::Verbs => verbs::wire_memory(options, device, bytes),
     };

@@ -249,6 +249,7 @@ impl Proxy {
     pub fn start(device: &Device, link: PeerQueue) -> Result<Proxy> {
         let PeerQueue { peer, index, queue } = link;
         let ring = Arc::new(Memory::alloc(device, QUEUE_BYTES, MemoryKind::MappedHost, "queue of puts")?);
+        ring.watch_host();
         let shared = Arc::new(ProxyState::default());
         let interrupt = queue.interrupt();
         let mut worker = Worker {
@@ -427,7 +428,7 @@ impl Worker {
             self.taken += 1;
         }
         if !batch.is_empty() {
-            self.word(offset_of!(QueueWords, taken) as u64).store(self.taken, Ordering::Release);
+            self.ring.host_store(offset_of!(QueueWords, taken) as u64, self.taken)?;
         }
         Ok(())
     }
@@ -453,7 +454,7 @@ impl Worker {
                 self.completed = completed;
                 // The record of a put is there once its completion is seen.
                 self.trace_completed();
-                self.word(offset_of!(QueueWords, completed) as u64).store(completed, Ordering::Release);
+                self.ring.host_store(offset_of!(QueueWords, completed) as u64, completed)?;
             }
         }
         // Behind the completion of puts that have left before the queue ended.

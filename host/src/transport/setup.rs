@@ -2,7 +2,6 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -124,13 +123,4 @@ impl WireHost {
     pub(super) fn at(&self, offset: u64) -> *mut u8 {
         self.base.wrapping_add(offset as usize)
     }
-}
-
-/// Stores a counter in wire memory.
-///
-/// # Safety
-/// `base` is the first byte of live memory in which `counter` lies with its 8 bytes; it is aligned.
-pub(super) unsafe fn store_counter(base: *mut u8, counter: u64, value: u64) {
-    // SAFETY: the caller promises that the word is live and aligned; all readers use atomic loads.
-    unsafe { AtomicU64::from_ptr(base.add(counter as usize).cast()) }.store(value, Ordering::Release);
 }

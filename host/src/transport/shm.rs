@@ -3,6 +3,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
@@ -10,7 +11,7 @@ use super::greeting;
 use super::links::{Links, MappedPeer, PeerQueue};
 use super::presence::{Life, Neighbours, Presence};
 use super::put::{Put, PutQueue};
-use super::setup::{LinkEnds, Setup, WireHost, Writer, store_counter};
+use super::setup::{LinkEnds, Setup, WireHost, Writer};
 use crate::driver::Memory;
 use crate::error::{Error, Result};
 
@@ -164,4 +165,13 @@ impl PutQueue for ShmQueue {
 
     // The peer reads the goodbye from this rank's `Presence`, once for all queues.
     fn close(&mut self) {}
+}
+
+/// Stores a counter in wire memory.
+///
+/// # Safety
+/// `base` is the first byte of live memory in which `counter` lies with its 8 bytes; it is aligned.
+unsafe fn store_counter(base: *mut u8, counter: u64, value: u64) {
+    // SAFETY: the caller promises that the word is live and aligned; all readers use atomic loads.
+    unsafe { AtomicU64::from_ptr(base.add(counter as usize).cast()) }.store(value, Ordering::Release);
 }

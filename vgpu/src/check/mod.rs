@@ -12,9 +12,13 @@
 //! One [`Checker`] watches the memory of all devices of a process;
 //! [`Memory::checked`](crate::Memory::checked) joins a device to it. Memory that other processes or
 //! plain host code access is hidden from it ([`Region::hide`](crate::Region::hide)). Host code that
-//! reads by [`Memory::load_acquire`](crate::Memory::load_acquire) and
-//! [`Memory::host_reads`](crate::Memory::host_reads) is watched like a kernel. In hidden memory,
-//! the check is only whether kernels released the bytes to the host.
+//! accesses memory by [`Memory::load_acquire`](crate::Memory::load_acquire),
+//! [`Memory::store_release`](crate::Memory::store_release),
+//! [`Memory::host_reads`](crate::Memory::host_reads) and
+//! [`Memory::host_writes`](crate::Memory::host_writes) is watched like a kernel. Threads of the host
+//! may pass on what they read in ways that the checker does not track, such as sockets: a write by
+//! one of them counts as ordered behind all that the others have read so. In hidden memory, the
+//! check is only whether kernels released the bytes to the host.
 //!
 //! | file | |
 //! |---|---|

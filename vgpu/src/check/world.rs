@@ -60,6 +60,8 @@ pub(crate) struct World {
     pub(crate) only_host: Option<ThreadId>,
     /// Causal past that host threads have published ([`host_meets`](super::host_meets)).
     pub(super) meeting: CausalPast,
+    /// Causal past of host threads that have accessed memory by themselves.
+    carried: CausalPast,
     pub(super) timelines: u64,
     pub(super) ticks: u32,
     pub(crate) rng: Rng,
@@ -94,6 +96,7 @@ impl World {
             hosts: HashMap::new(),
             only_host: None,
             meeting: CausalPast::default(),
+            carried: CausalPast::default(),
             timelines: 0,
             ticks: 0,
             rng: Rng::new(config.weak_memory.unwrap_or(0)),
@@ -296,6 +299,44 @@ impl World {
         if acted.is_none() {
             self.host_acquires_past(&acquired);
         }
+        Ok(())
+    }
+
+    /// Host code is about to access memory by itself. It may pass on to another thread what it
+    /// reads, through a socket for instance. So its writes come after all such accesses before
+    /// them.
+    pub(crate) fn host_is_to_access(&mut self, write: bool) {
+        if write {
+            let carried = std::mem::take(&mut self.carried);
+            self.host().past.join(&carried);
+            self.carried = carried;
+        }
+    }
+
+    /// Such an access is over.
+    pub(crate) fn host_has_accessed(&mut self) {
+        let id = self.host_id();
+        if let Some(host) = self.hosts.get(&id) {
+            self.carried.join(&host.past);
+        }
+    }
+
+    /// A release store of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`. A
+    /// kernel that acquires it comes after what the host thread knows.
+    pub(crate) fn host_releases(&mut self, number: u32, at: u64) -> Result<(), ViolationAt> {
+        self.host_touches(number, at, 8, true, How::generic(Sem::Release, Scope::Sys, 8, Update::No))?;
+        if self.shadows.get(number as usize).is_none_or(|shadow| shadow.hidden) {
+            return Ok(());
+        }
+        self.chains += 1;
+        let Host { timeline, past, .. } = self.host();
+        let (by, past) = (*timeline, past.clone());
+        let release = Release { scope: Scope::Sys, by, shared: false, chain: self.chains, past };
+        let releases = self.releases.get_or_default(number, at);
+        self.history.wrote(&mut releases.writes, (by, 0), (Sem::Release, Scope::Sys), false, (true, None));
+        let patterns = releases.patterns.get_or_insert_default();
+        patterns.before = std::mem::replace(&mut patterns.last, vec![release]);
+        patterns.ahead = None;
         Ok(())
     }
 

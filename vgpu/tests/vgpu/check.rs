@@ -271,6 +271,76 @@ fn the_host_reads_what_was_released_to_it() {
     });
 }
 
+/// Runs a kernel that waits for the host's word, reads what the host wrote in front of it, and
+/// answers; then the host writes anew.
+fn reads_from_the_host(body: &str, seed: u64, is_late: bool, polls: bool) -> Result<u64, String> {
+    let device = Device::on_host(seed, "request");
+    let (memory, buf) = (&device.memory, &device.buf);
+    buf.watch();
+    let module = parse(body);
+    let mut grid = device.start_in(&module, launch(1, 1), &device.checker().host_past());
+    grid.step(1 + seed % 8).map_err(|fault| fault.to_string())?;
+    let gives = |value: u64| {
+        memory.host_writes(buf.addr(), 8).map_err(|error| error.to_string())?;
+        // SAFETY: aligned, and mapped for as long as `buf` lives.
+        unsafe { (buf.addr() as *mut u64).write_volatile(value) };
+        Ok::<_, String>(())
+    };
+    if !is_late {
+        gives(7)?;
+    }
+    memory.store_release(buf.addr() + 8, 1).map_err(|error| error.to_string())?;
+    if is_late {
+        gives(7)?;
+    }
+    finish(&mut [&mut grid], seed).map_err(|fault| fault.to_string())?;
+    if polls {
+        assert_eq!(memory.load_acquire(buf.addr() + 16).map_err(|error| error.to_string())?, 7);
+    }
+    // Another thread writes anew. It has been told of the answer in a way that is not tracked.
+    std::thread::scope(|scope| scope.spawn(|| gives(8)).join().unwrap())?;
+    Ok(memory.load_acquire(buf.addr() + 8).unwrap())
+}
+
+#[test]
+fn a_kernel_reads_what_the_host_released_to_it() {
+    let body = "
+AGAIN:
+    ld.acquire.sys.global.u64 %rd1, [%rd40+8];
+    setp.eq.u64 %p1, %rd1, 0;
+    @%p1 bra AGAIN;
+    ld.global.u64 %rd2, [%rd40];
+    st.release.sys.global.u64 [%rd40+16], %rd2;";
+    for_each_seed(correct_seeds(), |seed| {
+        assert_eq!(reads_from_the_host(body, seed, false, true).unwrap(), 1);
+        if seed >= broken_seeds() {
+            return;
+        }
+        for (ordered, apart) in [
+            ("ld.acquire", "ld.relaxed"),
+            ("ld.acquire.sys", "ld.acquire.gpu"),
+            ("ld.acquire.sys", "ld.weak"),
+        ] {
+            let error = reads_from_the_host(&body.replace(ordered, apart), seed, false, true).unwrap_err();
+            assert!(error.contains("race"), "{error}");
+        }
+        let relaxed = reads_from_the_host(&body.replace("ld.acquire", "ld.relaxed"), seed, false, true);
+        let error = relaxed.unwrap_err();
+        assert!(error.contains("at 'request' + 0x0: a weak read is not ordered behind"), "{error}");
+        assert!(error.contains("by the host"), "{error}");
+        let relaxed = reads_from_the_host(&body.replace("st.release", "st.relaxed"), seed, false, true);
+        assert!(relaxed.unwrap_err().contains("a write by the host"));
+        // Released ahead of what it is for, and written anew without a look at the answer.
+        assert!(reads_from_the_host(body, seed, true, true).unwrap_err().contains("race"));
+        assert!(reads_from_the_host(body, seed, false, false).unwrap_err().contains("a write by the host"));
+    });
+    let device = Device::on_host(0, "request");
+    assert!(matches!(
+        device.memory.store_release(device.buf.addr() + 4, 1),
+        Err(MemoryError::Misaligned { align: 8, .. })
+    ));
+}
+
 /// Memory that host code writes as well is not checked, but memory that host code declares to read
 /// must have been released to it.
 #[test]

@@ -97,6 +97,17 @@ impl Driver for VirtualGpu {
         self.checked(self.shared.memory.host_reads(memory.ptr.0 + offset, bytes))
     }
 
+    unsafe fn host_store(&self, memory: &RawMemory, offset: u64, value: u64) -> Result<()> {
+        self.checked(self.shared.memory.store_release(memory.ptr.0 + offset, value))
+    }
+
+    fn host_writes(&self, memory: &RawMemory, offset: u64, bytes: u64) -> Result<()> {
+        if self.shared.checker.is_none() {
+            return Ok(());
+        }
+        self.checked(self.shared.memory.host_writes(memory.ptr.0 + offset, bytes))
+    }
+
     fn longest_waits(&self) -> String {
         let checker = self.shared.checker.as_ref();
         checker.map_or_else(String::new, |checker| checker.longest_waits(LONGEST_WAITS))

@@ -24,9 +24,7 @@ use crate::group::internal::{Signer, TAG};
 use crate::lock::lock;
 use crate::transport::links::Receiving;
 use crate::transport::put::Put;
-use crate::transport::setup::{
-    JOIN_TIMEOUT, LinkEnds, Setup, WireHost, caught, deadline, join_until, store_counter,
-};
+use crate::transport::setup::{JOIN_TIMEOUT, LinkEnds, Setup, WireHost, caught, deadline, join_until};
 use crate::virtual_time::spawn;
 
 /// A connection of a peer that has been let in.
@@ -291,6 +289,7 @@ impl Reader {
 
     fn store(&self, put: &Put, parts: usize) -> Result<()> {
         let progress = &self.progress;
+        self.target.memory.host_gives(put.to, put.bytes)?;
         // SAFETY: the caller has checked that all bytes are in the target, which the reader keeps.
         unsafe { self.take(self.target.at(put.to), put.bytes as usize)? };
         // Only this thread stores it.
@@ -298,8 +297,7 @@ impl Reader {
         for (connection, stored) in (1..).zip(&progress.stored[..parts]) {
             self.wait(stored, number, || format!("the part on connection {connection} of put {number}"))?;
         }
-        // SAFETY: as above.
-        unsafe { store_counter(self.target.base, put.counter, put.value) };
+        self.target.memory.host_store(put.counter, put.value)?;
         if !progress.stored.is_empty() {
             progress.publish(&progress.complete, number);
         }
@@ -310,6 +308,7 @@ impl Reader {
     fn store_part(&self, part: &Part, index: usize) -> Result<()> {
         let before = part.number.saturating_sub(1);
         self.wait(&self.progress.complete, before, || format!("put {before}, ahead of a part"))?;
+        self.target.memory.host_gives(part.to, part.bytes)?;
         // SAFETY: the caller has checked that all bytes are in the target, which the reader keeps.
         unsafe { self.take(self.target.at(part.to), part.bytes as usize)? };
         self.progress.publish(&self.progress.stored[index], part.number);
