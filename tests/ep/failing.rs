@@ -160,6 +160,15 @@ impl Driver for FailingDevice {
         self.inner.host_reads(memory, offset, bytes)
     }
 
+    unsafe fn host_store(&self, memory: &RawMemory, offset: u64, value: u64) -> Result<()> {
+        // SAFETY: as above.
+        unsafe { self.inner.host_store(memory, offset, value) }
+    }
+
+    fn host_writes(&self, memory: &RawMemory, offset: u64, bytes: u64) -> Result<()> {
+        self.inner.host_writes(memory, offset, bytes)
+    }
+
     fn staging(&self) -> &Staging {
         self.inner.staging()
     }

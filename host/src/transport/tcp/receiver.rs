@@ -289,7 +289,9 @@ impl Reader {
 
     fn store(&self, put: &Put, parts: usize) -> Result<()> {
         let progress = &self.progress;
-        self.target.memory.host_gives(put.to, put.bytes)?;
+        if put.bytes > 0 {
+            self.target.memory.host_gives(put.to, put.bytes)?;
+        }
         // SAFETY: the caller has checked that all bytes are in the target, which the reader keeps.
         unsafe { self.take(self.target.at(put.to), put.bytes as usize)? };
         // Only this thread stores it.
