@@ -814,7 +814,7 @@ impl Memory {
         };
         // Under the lock, because a kernel's load and its acquire happen under it together.
         let mut world = checker.world();
-        world.host_is_to_access(true);
+        world.host_is_to_write();
         let outcome = world.host_releases(found.shadow, addr - found.start);
         outcome.map_err(|violation| host_race(&world, self.id(), &table, found.shadow, violation, true))?;
         world.host_has_accessed();
@@ -841,13 +841,13 @@ impl Memory {
 
     /// The same for a write, in memory that is watched ([`Region::watch`]).
     pub fn host_writes(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
+        if let Some(checker) = self.checker() {
+            checker.world().host_is_to_write();
+        }
         self.host_accesses(addr, bytes, true)
     }
 
     fn host_accesses(&self, addr: u64, bytes: u64, write: bool) -> Result<(), MemoryError> {
-        if let Some(checker) = self.checker() {
-            checker.world().host_is_to_access(write);
-        }
         self.access(&self.snapshot(), addr, bytes, write)?;
         if let Some(checker) = self.checker() {
             checker.world().host_has_accessed();

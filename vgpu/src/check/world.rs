@@ -302,18 +302,16 @@ impl World {
         Ok(())
     }
 
-    /// Host code is about to access memory by itself. It may pass on to another thread what it
-    /// reads, through a socket for instance. So its writes come after all such accesses before
-    /// them.
-    pub(crate) fn host_is_to_access(&mut self, write: bool) {
-        if write {
-            let carried = std::mem::take(&mut self.carried);
-            self.host().past.join(&carried);
-            self.carried = carried;
-        }
+    /// Host code is about to write memory by itself. Another thread may have passed on what it has
+    /// read, through a socket for instance. So the write comes after all accesses by host code that
+    /// were announced before it.
+    pub(crate) fn host_is_to_write(&mut self) {
+        let carried = std::mem::take(&mut self.carried);
+        self.host().past.join(&carried);
+        self.carried = carried;
     }
 
-    /// Such an access is over.
+    /// Host code has announced an access of memory by itself.
     pub(crate) fn host_has_accessed(&mut self) {
         let id = self.host_id();
         if let Some(host) = self.hosts.get(&id) {
