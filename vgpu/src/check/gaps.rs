@@ -73,10 +73,11 @@ fn handed_on(world: &World, me: &Me<'_>, reader: &Reader) -> Option<Sight> {
     // All warps read by one instruction, of which the last read is kept.
     let is_mine =
         |read: &Sight| me.recent.iter().any(|(pc, lanes)| *pc == read.pc && lanes >> own_lane & 1 != 0);
-    let is_of_reader = |write: &Strong| write.releases && warp_of(write.by) == warp_of(reader.by);
+    let of_reader = |by| warp_of(by) == warp_of(reader.by);
     let writes = |_, place| releases_at(world, me, place).map(|found| &found.writes);
-    let mut steps = world.history.steps_to(here, here, writes).filter(|step| !step.read.sem.acquires());
-    let found = steps.find(|step| step.write.as_ref().is_some_and(is_of_reader) && is_mine(&step.read));
+    let releases = |step: &Step| step.write.is_some_and(|write| write.releases);
+    let mut steps = world.history.steps_to(here, of_reader, writes);
+    let found = steps.find(|step| !step.read.sem.acquires() && releases(step) && is_mine(&step.read));
     found.map(|step| step.read)
 }
 

@@ -413,15 +413,15 @@ impl History {
         repeated
     }
 
-    /// The reads by `block` of writes by block `of`, latest first.
+    /// The reads by `block` of writes by a thread that `is_meant` takes, latest first.
     pub(crate) fn steps_to<'a>(
         &'a self,
         block: Key,
-        of: Key,
+        is_meant: impl Fn(Key) -> bool,
         writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> impl Iterator<Item = Step> {
         let steps = self.steps(block, u64::MAX, writes);
-        steps.filter(move |step| step.write.is_some_and(|write| clock::block_of(write.by) == of))
+        steps.filter(move |step| step.write.is_some_and(|write| is_meant(write.by)))
     }
 
     /// The strong reads of shared memory by `block`, latest first.
@@ -430,18 +430,18 @@ impl History {
         sights.filter(|read| matches!(read.place, Place::Shared { .. }))
     }
 
-    /// The last reads by `block` that came before a write of the same place by grid `grid`, latest
-    /// first, and these writes.
+    /// The last reads by `block` that came before a write of the same place by a thread that
+    /// `is_meant` takes, latest first, and these writes.
     pub(crate) fn early_reads<'a>(
         &'a self,
         block: Key,
-        grid: u32,
+        is_meant: impl Fn(Key) -> bool,
         writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> impl Iterator<Item = (&'a Sight, &'a Strong)> {
         let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
         sights.filter_map(move |read| {
             let write = writes(block, read.place)?.last()?;
-            (clock::grid_of(write.by) == grid && write.at > read.at).then_some((read, write))
+            (is_meant(write.by) && write.at > read.at).then_some((read, write))
         })
     }
 

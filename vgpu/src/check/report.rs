@@ -191,6 +191,9 @@ fn missing(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
         (Some(_), Some(_)) => {
             "release and acquire of scope .sys, observed by the later one, or a wait of the host"
         }
+        (Some(_), None) => {
+            "an acquire of scope .sys of a word that the host releases behind it, the order of a stream, or a wait of the host"
+        }
         _ => "a wait of the host, or the order of a stream",
     };
     if mine.how.read_only || other.how.read_only {
@@ -402,6 +405,17 @@ fn meeting(op: &Op) -> Option<(&'static str, &'static str)> {
 /// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
+/// The device of a block's kernel.
+fn device_of(world: &World, block: Key) -> Option<u64> {
+    world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device)
+}
+
+/// The last blocks of a device's kernels, those of the latest first.
+fn blocks_of(world: &World, device: u64) -> impl Iterator<Item = Key> {
+    let own = world.history.blocks().filter(move |block| device_of(world, *block) == Some(device));
+    own.take(MOST_EARLIER)
+}
+
 /// The part of a report about an order between two accesses.
 struct Order {
     /// The observed synchronisation, with the step at which it failed.
@@ -429,8 +443,7 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         found.push(Attempt { what, of: None, verdict });
     }
     let writes = |block: Key, place: Place| match place {
-        Place::Private => None,
-        Place::Global { shadow, offset } => world.releases.get(shadow, offset).map(|r| &r.writes),
+        Place::Private | Place::Global { .. } => world.writes(place),
         // Shared memory of other clusters is out of reach.
         Place::Shared { offset } => {
             let here = world.grids.same_cluster(clock::warp_of_block(block), me.own);
@@ -441,9 +454,9 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let of = clock::place_of(theirs).map(|_| clock::block_of(theirs));
     let here = clock::block_of(me.own);
     // Reads of earlier kernels of the device count too, because a stream orders the kernels.
-    let device = |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
     let earlier = world.history.blocks_before(clock::grid_of(me.own));
-    let earlier = earlier.filter(|block| device(*block) == device(here)).take(MOST_EARLIER);
+    let is_near = |block: &Key| device_of(world, *block) == device_of(world, here);
+    let earlier = earlier.filter(is_near).take(MOST_EARLIER);
     let mut starts = std::iter::once(here).chain(earlier);
     let way = of.and_then(|of| starts.find_map(|start| world.history.way(start, of, writes)));
     let assumed = assumption(world, me, other, way.as_deref().unwrap_or_default());
@@ -463,7 +476,7 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let (steps, judged) = match (way, of) {
         (Some(way), Some(of)) if !is_proxy && !how.read_only && !other.how.read_only && needs_flag => {
             // The assumption holds for this way alone.
-            let flags = world.history.steps_to(here, of, writes);
+            let flags = world.history.steps_to(here, |by| clock::block_of(by) == of, writes);
             let flags = flags.filter(|flag| assumed.is_none() && (!other.how.late || may_order(flag)));
             gaps::closest(world, me, other, way, flags)
         }
@@ -471,6 +484,9 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     };
     let of_step = judged.as_deref().filter(|_| steps.len() == 1);
     found.extend(steps.iter().map(|step| read_attempt(grids, step, me.own, of_step)));
+    if of.is_none() {
+        found.extend(reads_of_host(world, me.own, &steps));
+    }
     // Within a block a barrier orders threads, and so does one behind the read of a flag by
     // another.
     let within = of == Some(here) && theirs != me.own;
@@ -497,6 +513,23 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         () => judged.unwrap_or_default(),
     };
     Order { attempts: found, gaps, assumed }
+}
+
+/// Reads of the host's words that a report of a race with the host lists beside those of the block.
+const MOST_OF_HOST: usize = 4;
+
+/// The last reads of the host's words by kernels of the device of `me`, each instruction once: an
+/// earlier launch may have waited for the host. `known` are listed already.
+fn reads_of_host(world: &World, me: Key, known: &[Step]) -> Vec<Attempt> {
+    let at = |step: &Step| instruction(world, step.read.by, step.read.pc);
+    let mut known: HashSet<_> = known.iter().map(at).collect();
+    let Some(facts) = world.grids.facts(me) else { return vec![] };
+    let writes = |_, place| world.writes(place);
+    let is_of_host = |by| clock::place_of(by).is_none();
+    let blocks = blocks_of(world, facts.device);
+    let steps = blocks.flat_map(|block| world.history.steps_to(block, is_of_host, writes));
+    let new = steps.filter(|step| known.insert(at(step)));
+    new.take(MOST_OF_HOST).map(|step| read_attempt(&world.grids, &step, me, None)).collect()
 }
 
 /// Reads of shared memory by the writer of a flag that a report lists.
@@ -622,8 +655,14 @@ pub(crate) fn fault(
             // Two writes to one place: one address may be wrong.
             let is_address = space == "global" && hazard == Hazard::WriteAfterWrite;
             let origin = if is_address { address_lines(world, me.own) } else { String::new() };
+            let other_by = actor_of(&other);
             let here = std::iter::once(clock::block_of(me.own));
-            let origin = early_lines(world, here, actor_of(&other)) + &origin;
+            let early = match (clock::place_of(other_by), grids.facts(me.own)) {
+                // An earlier launch may have waited for the host.
+                (None, Some(facts)) => early_lines(world, blocks_of(world, facts.device), other_by),
+                _ => early_lines(world, here, other_by),
+            };
+            let origin = early + &origin;
             FaultKind::Race(Box::new(Race {
                 space,
                 label,
@@ -830,26 +869,25 @@ fn address_lines(world: &World, by: Key) -> String {
 const MOST_EARLY: usize = 2;
 
 /// Lines about strong reads of global memory by these blocks that came before a write by the launch
-/// of another actor, and have not been repeated since: a wait may have ended too early.
+/// of another actor, or by the host where the actor is of the host, and have not been repeated
+/// since: a wait may have ended too early.
 fn early_lines(world: &World, blocks: impl Iterator<Item = Key>, other: Key) -> String {
-    if clock::place_of(other).is_none() {
-        return String::new();
-    }
-    let writes = |_, place: Place| match place {
-        Place::Global { shadow, offset } => world.releases.get(shadow, offset).map(|r| &r.writes),
-        _ => None,
-    };
-    let grid = clock::grid_of(other);
-    let reads = blocks.flat_map(|block| world.history.early_reads(block, grid, writes));
+    let launch = |actor: Key| clock::place_of(actor).map(|_| clock::grid_of(actor));
+    let is_other = |by| launch(by) == launch(other);
+    let reads =
+        blocks.flat_map(|block| world.history.early_reads(block, is_other, |_, place| world.writes(place)));
     let mut known = HashSet::new();
     let reads = reads.filter(|(read, _)| known.insert(instruction(world, read.by, read.pc)));
     let mut text = String::new();
     for (read, write) in reads.take(MOST_EARLY) {
         let Place::Global { shadow, offset } = read.place else { continue };
-        let [reader, writer] =
-            [(read.by, read.pc), (write.by, write.pc)].map(|(by, pc)| line_of(world, by, pc));
+        let reader = line_of(world, read.by, read.pc);
+        let writer = match launch(write.by) {
+            Some(_) => format!("in {}", line_of(world, write.by, write.pc)),
+            None => "by the host".into(),
+        };
         text += &format!(
-            "\n  the last read of {} in {reader}\n    came before its write in {writer}: a wait may have ended too early",
+            "\n  the last read of {} in {reader}\n    came before its write {writer}: a wait may have ended too early",
             spot(world, shadow, offset)
         );
     }
@@ -938,10 +976,7 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
             let other = party(&world.grids, manner(earlier.how, wrote), by, earlier.pc, 0);
             let seen = flags_of(world, device, clock::block_of(by));
             let seen: String = seen.iter().map(|seen| format!("\n  seen: {seen}")).collect();
-            let device_of =
-                |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
-            let own = world.history.blocks().filter(|block| device_of(*block) == Some(device));
-            let early = early_lines(world, own.take(MOST_EARLIER), by);
+            let early = early_lines(world, blocks_of(world, device), by);
             let seen = seen + &early + &reads_of_grid(world, device, by);
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \
@@ -956,16 +991,12 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
 /// published. A kernel that acquires them orders what the block did ahead of what its stream does
 /// next.
 fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
-    let device_of = |block: Key| world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device);
-    if device_of(of).is_none_or(|other| other == device) {
+    if device_of(world, of).is_none_or(|other| other == device) {
         return vec![];
     }
-    let writes = |_, place: Place| match place {
-        Place::Global { shadow, offset } => world.releases.get(shadow, offset).map(|r| &r.writes),
-        _ => None,
-    };
-    let own = world.history.blocks().filter(|block| device_of(*block) == Some(device)).take(MOST_EARLIER);
-    let way = own.filter_map(|start| world.history.way(start, of, writes)).next().unwrap_or_default();
+    let way = blocks_of(world, device)
+        .find_map(|block| world.history.way(block, of, |_, place| world.writes(place)));
+    let way = way.unwrap_or_default();
     way.iter().map(|step| read_attempt(&world.grids, step, 0, None)).collect()
 }
 

@@ -9,7 +9,8 @@ use super::checker::CheckConfig;
 use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
 use super::hash::FastMap;
-use super::history::History;
+use super::history::{History, Writes};
+use super::hooks::Place;
 use super::past::{CausalPast, PastView, Timeline};
 use super::record::{Accessor, How, Record, Update, Violation, ViolationAt};
 use super::releases::{Release, ReleaseMap};
@@ -203,6 +204,12 @@ impl World {
             past.all.raise(facts.timeline, facts.tick);
         }
         past.publish_all();
+    }
+
+    /// The strong writes of a place in global memory.
+    pub(super) fn writes(&self, place: Place) -> Option<&Writes> {
+        let Place::Global { shadow, offset } = place else { return None };
+        self.releases.get(shadow, offset).map(|releases| &releases.writes)
     }
 
     /// Name of byte `at` of shadow `number`; empty if it has none.

@@ -341,6 +341,39 @@ AGAIN:
     ));
 }
 
+#[test]
+fn a_race_with_the_host_names_the_reads_of_its_word() {
+    let wait = "
+AGAIN:
+    ld.relaxed.sys.global.u64 %rd1, [%rd40+8];
+    setp.eq.u64 %p1, %rd1, 0;
+    @%p1 bra AGAIN;";
+    let reads = "ld.global.u64 %rd2, [%rd40];";
+    for_each_seed(correct_seeds(), |seed| {
+        let error = reads_from_the_host(&format!("{wait}{reads}"), seed, false, true).unwrap_err();
+        let missing = "missing: an acquire of scope .sys of a word that the host releases behind it";
+        let seen = "of what was written by a release of scope .sys by the host";
+        assert!(error.contains(missing) && error.contains(seen), "{error}");
+        assert!(error.contains("orders nothing, unless a fence follows: the read is no acquire"), "{error}");
+
+        // An earlier launch reads the word, in time or too early.
+        let device = Device::on_host(seed, "request");
+        device.buf.watch();
+        let past = device.checker().host_past();
+        let once = parse("ld.acquire.sys.global.u64 %rd1, [%rd40+8];");
+        device.run_after(&once, &past).unwrap();
+        device.memory.host_writes(device.buf.addr(), 8).unwrap();
+        device.memory.store_release(device.buf.addr() + 8, 1).unwrap();
+        let error = device.run_after(&parse(reads), &past).unwrap_err().to_string();
+        let early = "the last read of 'request' + 0x8 in kernel 'k' at PTX line";
+        let came = "came before its write by the host: a wait may have ended too early";
+        assert!(error.contains(early) && error.contains(came) && !error.contains(seen), "{error}");
+        device.run_after(&parse(wait), &past).unwrap();
+        let error = device.run_after(&parse(reads), &past).unwrap_err().to_string();
+        assert!(error.contains(seen) && error.contains("kernel 'k', in another launch"), "{error}");
+    });
+}
+
 /// Memory that host code writes as well is not checked, but memory that host code declares to read
 /// must have been released to it.
 #[test]
