@@ -799,7 +799,7 @@ impl Memory {
         let value = word.load(Ordering::Acquire);
         let outcome = world.host_acquires(found.shadow, addr - found.start);
         outcome.map_err(|violation| host_race(&world, self.id(), &table, found.shadow, violation, false))?;
-        world.host_has_accessed();
+        world.host_has_read();
         Ok(value)
     }
 
@@ -817,7 +817,6 @@ impl Memory {
         world.host_is_to_write();
         let outcome = world.host_releases(found.shadow, addr - found.start);
         outcome.map_err(|violation| host_race(&world, self.id(), &table, found.shadow, violation, true))?;
-        world.host_has_accessed();
         word.store(value, Ordering::Release);
         Ok(())
     }
@@ -836,23 +835,21 @@ impl Memory {
     /// Checks a read of `bytes` bytes at `addr` that host code is about to make by itself: an error
     /// where it is a race.
     pub fn host_reads(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
-        self.host_accesses(addr, bytes, false)
+        self.access(&self.snapshot(), addr, bytes, false)?;
+        if let Some(checker) = self.checker() {
+            checker.world().host_has_read();
+        }
+        Ok(())
     }
 
-    /// The same for a write, in memory that is watched ([`Region::watch`]).
+    /// The same for a write, in memory that is watched ([`Region::watch`]). A word that this thread
+    /// stores next ([`Memory::store_release`]) releases it to kernels. So does a word of another
+    /// thread behind a read of the bytes that host code has announced ([`Memory::host_reads`]).
     pub fn host_writes(&self, addr: u64, bytes: u64) -> Result<(), MemoryError> {
         if let Some(checker) = self.checker() {
             checker.world().host_is_to_write();
         }
-        self.host_accesses(addr, bytes, true)
-    }
-
-    fn host_accesses(&self, addr: u64, bytes: u64, write: bool) -> Result<(), MemoryError> {
-        self.access(&self.snapshot(), addr, bytes, write)?;
-        if let Some(checker) = self.checker() {
-            checker.world().host_has_accessed();
-        }
-        Ok(())
+        self.access(&self.snapshot(), addr, bytes, true)
     }
 
     /// The instruction that has last written the byte at `addr`, and the memory that its block has

@@ -61,7 +61,7 @@ pub(crate) struct World {
     pub(crate) only_host: Option<ThreadId>,
     /// Causal past that host threads have published ([`host_meets`](super::host_meets)).
     pub(super) meeting: CausalPast,
-    /// Causal past of host threads that have accessed memory by themselves.
+    /// What host code has read by itself, with the causal past of the threads that read it.
     carried: CausalPast,
     pub(super) timelines: u64,
     pub(super) ticks: u32,
@@ -162,11 +162,17 @@ impl World {
         self.only_host.unwrap_or_else(|| std::thread::current().id())
     }
 
+    /// Does something for this thread, or for the stream that it acts for.
+    fn as_host<T>(&mut self, act: impl FnOnce(&mut Host) -> T) -> T {
+        ACTING.with_borrow_mut(|acting| match acting {
+            Some(stream) => act(stream),
+            None => act(self.host()),
+        })
+    }
+
     /// The causal past of this thread, or of the stream that it acts for.
     pub(crate) fn host_past(&mut self) -> CausalPast {
-        ACTING
-            .with_borrow(|acting| acting.as_ref().map(|host| host.past.clone()))
-            .unwrap_or_else(|| self.host().past.clone())
+        self.as_host(|host| host.past.clone())
     }
 
     pub(crate) fn host_acquires_past(&mut self, past: &CausalPast) {
@@ -302,28 +308,23 @@ impl World {
             // A narrower scope does not include the host.
             releases.last().iter().filter(|r| r.scope == Scope::Sys).for_each(|r| acquired.join(&r.past));
         }
-        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(|host| host.past.join(&acquired)));
-        if acted.is_none() {
-            self.host_acquires_past(&acquired);
-        }
+        self.as_host(|host| host.past.join(&acquired));
         Ok(())
     }
 
     /// Host code is about to write memory by itself. Another thread may have passed on what it has
-    /// read, through a socket for instance. So the write comes after all accesses by host code that
+    /// read, through a socket for instance. So the write comes after all reads by host code that
     /// were announced before it.
     pub(crate) fn host_is_to_write(&mut self) {
         let carried = std::mem::take(&mut self.carried);
-        self.host().past.join(&carried);
+        self.as_host(|host| host.past.join(&carried));
         self.carried = carried;
     }
 
-    /// Host code has announced an access of memory by itself.
-    pub(crate) fn host_has_accessed(&mut self) {
-        let id = self.host_id();
-        if let Some(host) = self.hosts.get(&id) {
-            self.carried.join(&host.past);
-        }
+    /// Host code has announced a read of memory by itself.
+    pub(crate) fn host_has_read(&mut self) {
+        let past = self.host_past();
+        self.carried.join(&past);
     }
 
     /// A release store of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`. A
@@ -334,8 +335,7 @@ impl World {
             return Ok(());
         }
         self.chains += 1;
-        let Host { timeline, past, .. } = self.host();
-        let (by, past) = (*timeline, past.clone());
+        let (by, past) = self.as_host(|host| (host.timeline, host.past.clone()));
         let release = Release { scope: Scope::Sys, by, shared: false, chain: self.chains, past };
         let releases = self.releases.get_or_default(number, at);
         self.history.wrote(&mut releases.writes, (by, 0), (Sem::Release, Scope::Sys), false, (true, None));
@@ -357,17 +357,11 @@ impl World {
             return Ok(());
         }
         let tick = self.next_tick();
-        let mut past = CausalPast::default();
-        let mut timeline = 0;
-        let mut note = |host: &mut Host| {
-            timeline = host.timeline;
-            past = host.past.clone();
+        let (timeline, past) = self.as_host(|host| {
+            let past = host.past.clone();
             host.past.raise(host.timeline, tick);
-        };
-        let acted = ACTING.with_borrow_mut(|acting| acting.as_mut().map(&mut note).is_some());
-        if !acted {
-            note(self.host());
-        }
+            (host.timeline, past)
+        });
         let record = Record::of(timeline, tick, 0, how);
         let who = Accessor { record, own: timeline, published: None, view: PastView::all(&past) };
         let World { shadows, grids, config, .. } = self;

@@ -341,6 +341,40 @@ AGAIN:
     ));
 }
 
+/// A write that was announced may not be over, so a word of another thread does not release it.
+#[test]
+fn a_word_of_the_host_releases_its_own_threads_writes() {
+    let wait = "
+AGAIN:
+    ld.acquire.sys.global.u64 %rd1, [%rd40+8];
+    setp.eq.u64 %p1, %rd1, 0;
+    @%p1 bra AGAIN;
+    ld.global.u64 %rd2, [%rd40];";
+    let of_two = |seed: u64, is_over: bool| {
+        let device = Device::on_host(seed, "request");
+        let (memory, buf) = (&device.memory, &device.buf);
+        buf.watch();
+        let past = device.checker().host_past();
+        let write = || {
+            memory.host_writes(buf.addr(), 8).unwrap();
+            if is_over {
+                memory.host_reads(buf.addr(), 8).unwrap();
+            }
+        };
+        std::thread::scope(|scope| scope.spawn(write).join().unwrap());
+        memory.store_release(buf.addr() + 8, 1).unwrap();
+        device.run_after(&parse(wait), &past).map_err(|fault| fault.to_string())
+    };
+    for_each_seed(correct_seeds(), |seed| {
+        of_two(seed, true).unwrap();
+        let error = of_two(seed, false).unwrap_err();
+        assert!(
+            error.contains("a weak read is not ordered behind") && error.contains("by the host"),
+            "{error}"
+        );
+    });
+}
+
 #[test]
 fn a_race_with_the_host_names_the_reads_of_its_word() {
     let wait = "

@@ -313,6 +313,8 @@ impl Reader {
         self.target.memory.host_gives(part.to, part.bytes)?;
         // SAFETY: the caller has checked that all bytes are in the target, which the reader keeps.
         unsafe { self.take(self.target.at(part.to), part.bytes as usize)? };
+        // The thread of the put passes the part on.
+        self.target.memory.host_takes(part.to, part.bytes)?;
         self.progress.publish(&self.progress.stored[index], part.number);
         Ok(())
     }
