@@ -192,6 +192,11 @@ impl Sights {
         (new.older, new.later) = (before, NONE);
     }
 
+    /// Whether one of them is a read of global memory.
+    fn has_global(&self) -> bool {
+        self.all.iter().any(|read| matches!(read.sight.place, Place::Global { .. }))
+    }
+
     fn latest_first(&self) -> impl Iterator<Item = &Sight> {
         let mut at = self.latest;
         std::iter::from_fn(move || {
@@ -219,11 +224,18 @@ struct Closed {
     last: u32,
 }
 
-/// A read of a thread, and the write that it observed.
+/// A read of a thread, and the write that it observed or may have been meant to observe.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     pub(crate) read: Sight,
     pub(crate) write: Option<Strong>,
+}
+
+impl Step {
+    /// Whether the write came behind the read.
+    pub(crate) fn is_early(&self) -> bool {
+        self.write.is_some_and(|write| write.at > self.read.at)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -392,16 +404,16 @@ impl History {
         })
     }
 
-    /// The blocks before the first of grid `grid` that have read anything, latest first.
+    /// The blocks before the first of grid `grid` that have read global memory, latest first.
     pub(crate) fn blocks_before(&self, grid: u32) -> impl Iterator<Item = Key> {
         let first = clock::block_of(clock::warp(grid, 0, 0));
-        self.sights.range(..first).rev().map(|(block, _)| *block)
+        self.blocks().filter(move |block| *block < first)
     }
 
-    /// All blocks whose reads are kept, those of the latest grid first.
+    /// All blocks whose reads of global memory are kept, those of the latest grid first.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = Key> {
-        let current = self.current.iter().map(|(block, _)| *block);
-        current.chain(self.sights.keys().rev().copied())
+        let blocks = self.sights.keys().rev().copied();
+        blocks.filter(|block| self.sights_of(*block).is_some_and(Sights::has_global))
     }
 
     /// Reads that have found the same more than once in a row, those of the most repeats first.
@@ -430,18 +442,18 @@ impl History {
         sights.filter(|read| matches!(read.place, Place::Shared { .. }))
     }
 
-    /// The last reads by `block` that came before a write of the same place by a thread that
-    /// `is_meant` takes, latest first, and these writes.
-    pub(crate) fn early_reads<'a>(
+    /// The last reads by `block` of places that a thread which `is_meant` takes has written last,
+    /// latest first, with that write, which may have come behind the read.
+    pub(crate) fn reads_of<'a>(
         &'a self,
         block: Key,
         is_meant: impl Fn(Key) -> bool,
         writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
-    ) -> impl Iterator<Item = (&'a Sight, &'a Strong)> {
+    ) -> impl Iterator<Item = Step> {
         let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
-        sights.filter_map(move |read| {
-            let write = writes(block, read.place)?.last()?;
-            (is_meant(write.by) && write.at > read.at).then_some((read, write))
+        sights.filter_map(move |&read| {
+            let write = *writes(block, read.place)?.last()?;
+            is_meant(write.by).then_some(Step { read, write: Some(write) })
         })
     }
 

@@ -410,10 +410,9 @@ fn device_of(world: &World, block: Key) -> Option<u64> {
     world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device)
 }
 
-/// The last blocks of a device's kernels, those of the latest first.
+/// The blocks of a device's kernels that have read global memory, those of the latest grid first.
 fn blocks_of(world: &World, device: u64) -> impl Iterator<Item = Key> {
-    let own = world.history.blocks().filter(move |block| device_of(world, *block) == Some(device));
-    own.take(MOST_EARLIER)
+    world.history.blocks().filter(move |block| device_of(world, *block) == Some(device))
 }
 
 /// The part of a report about an order between two accesses.
@@ -516,20 +515,30 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
 }
 
 /// Reads of the host's words that a report of a race with the host lists beside those of the block.
-const MOST_OF_HOST: usize = 4;
+const MOST_OF_HOST: usize = 8;
 
-/// The last reads of the host's words by kernels of the device of `me`, each instruction once: an
-/// earlier launch may have waited for the host. `known` are listed already.
+/// The last reads of the host's words by kernels of the device of `me`, each line once: an earlier
+/// launch may have waited for the host. `known` are listed already.
 fn reads_of_host(world: &World, me: Key, known: &[Step]) -> Vec<Attempt> {
-    let at = |step: &Step| instruction(world, step.read.by, step.read.pc);
+    let at = |step: &Step| {
+        let kernel = &world.grids.facts(step.read.by)?.kernel;
+        Some((Arc::as_ptr(kernel), kernel.lines(step.read.pc)[0]))
+    };
     let mut known: HashSet<_> = known.iter().map(at).collect();
     let Some(facts) = world.grids.facts(me) else { return vec![] };
-    let writes = |_, place| world.writes(place);
     let is_of_host = |by| clock::place_of(by).is_none();
     let blocks = blocks_of(world, facts.device);
-    let steps = blocks.flat_map(|block| world.history.steps_to(block, is_of_host, writes));
-    let new = steps.filter(|step| known.insert(at(step)));
-    new.take(MOST_OF_HOST).map(|step| read_attempt(&world.grids, &step, me, None)).collect()
+    let reads =
+        blocks.flat_map(|block| world.history.reads_of(block, is_of_host, |_, place| world.writes(place)));
+    let new = reads.filter(|step| known.insert(at(step))).take(MOST_OF_HOST);
+    new.map(|step| {
+        let mut read = read_attempt(&world.grids, &step, me, None);
+        if step.is_early() {
+            read.verdict += "; it came before the last write there";
+        }
+        read
+    })
+    .collect()
 }
 
 /// Reads of shared memory by the writer of a flag that a report lists.
@@ -655,14 +664,8 @@ pub(crate) fn fault(
             // Two writes to one place: one address may be wrong.
             let is_address = space == "global" && hazard == Hazard::WriteAfterWrite;
             let origin = if is_address { address_lines(world, me.own) } else { String::new() };
-            let other_by = actor_of(&other);
             let here = std::iter::once(clock::block_of(me.own));
-            let early = match (clock::place_of(other_by), grids.facts(me.own)) {
-                // An earlier launch may have waited for the host.
-                (None, Some(facts)) => early_lines(world, blocks_of(world, facts.device), other_by),
-                _ => early_lines(world, here, other_by),
-            };
-            let origin = early + &origin;
+            let origin = early_lines(world, here, actor_of(&other)) + &origin;
             FaultKind::Race(Box::new(Race {
                 space,
                 label,
@@ -869,25 +872,23 @@ fn address_lines(world: &World, by: Key) -> String {
 const MOST_EARLY: usize = 2;
 
 /// Lines about strong reads of global memory by these blocks that came before a write by the launch
-/// of another actor, or by the host where the actor is of the host, and have not been repeated
-/// since: a wait may have ended too early.
+/// of another actor, and have not been repeated since: a wait may have ended too early.
 fn early_lines(world: &World, blocks: impl Iterator<Item = Key>, other: Key) -> String {
-    let launch = |actor: Key| clock::place_of(actor).map(|_| clock::grid_of(actor));
-    let is_other = |by| launch(by) == launch(other);
+    if clock::place_of(other).is_none() {
+        return String::new();
+    }
+    let of_launch = |by| clock::grid_of(by) == clock::grid_of(other);
     let reads =
-        blocks.flat_map(|block| world.history.early_reads(block, is_other, |_, place| world.writes(place)));
+        blocks.flat_map(|block| world.history.reads_of(block, of_launch, |_, place| world.writes(place)));
     let mut known = HashSet::new();
-    let reads = reads.filter(|(read, _)| known.insert(instruction(world, read.by, read.pc)));
+    let early = |step: &Step| step.is_early() && known.insert(instruction(world, step.read.by, step.read.pc));
     let mut text = String::new();
-    for (read, write) in reads.take(MOST_EARLY) {
-        let Place::Global { shadow, offset } = read.place else { continue };
-        let reader = line_of(world, read.by, read.pc);
-        let writer = match launch(write.by) {
-            Some(_) => format!("in {}", line_of(world, write.by, write.pc)),
-            None => "by the host".into(),
-        };
+    for Step { read, write } in reads.filter(early).take(MOST_EARLY) {
+        let (Place::Global { shadow, offset }, Some(write)) = (read.place, write) else { continue };
+        let [reader, writer] =
+            [(read.by, read.pc), (write.by, write.pc)].map(|(by, pc)| line_of(world, by, pc));
         text += &format!(
-            "\n  the last read of {} in {reader}\n    came before its write {writer}: a wait may have ended too early",
+            "\n  the last read of {} in {reader}\n    came before its write in {writer}: a wait may have ended too early",
             spot(world, shadow, offset)
         );
     }
@@ -995,6 +996,7 @@ fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
         return vec![];
     }
     let way = blocks_of(world, device)
+        .take(MOST_EARLIER)
         .find_map(|block| world.history.way(block, of, |_, place| world.writes(place)));
     let way = way.unwrap_or_default();
     way.iter().map(|step| read_attempt(&world.grids, step, 0, None)).collect()
