@@ -396,6 +396,9 @@ pub enum GapKind {
     /// Nothing orders the threads of one side: the earlier access ahead of the release, or the later
     /// access behind the acquire.
     Uncovered,
+    /// No wait for the group of the earlier bulk copy stands between the copy and its thread's next
+    /// release or barrier.
+    NoWait,
     /// No fence of any proxy stands before a bulk copy.
     NoProxyFence,
     /// A fence stands there, but it orders the generic proxy alone.
@@ -417,6 +420,7 @@ impl GapKind {
             GapKind::FenceAheadOfBarrier => "fence-ahead-of-barrier",
             GapKind::AheadOfAccess => "ahead-of-access",
             GapKind::Uncovered => "uncovered",
+            GapKind::NoWait => "no-wait",
             GapKind::NoProxyFence => "no-proxy-fence",
             GapKind::OtherProxy => "other-proxy",
             GapKind::OtherSpace => "other-space",
@@ -472,6 +476,9 @@ impl Gap {
             }
             GapKind::Uncovered => {
                 format!("nothing orders the later access behind this {}: a barrier between the two threads", at.access)
+            }
+            GapKind::NoWait => {
+                format!("no wait for the copy was seen ahead of this {}: a wait_group by the copy's thread", at.access)
             }
             GapKind::NoProxyFence => "no fence.proxy.async stands before this copy".into(),
             GapKind::OtherProxy => {

@@ -152,8 +152,8 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
     {
         gaps.push(gap(Side::Writer, GapKind::NarrowFence, Some(scope), at_release()));
     }
-    // A copy is not behind its instruction: another part of the report names what is missing.
-    if first && !other.how.late && covered == Some(false) && gaps.is_empty() {
+    // A copy is not behind its instruction, but behind its thread's wait.
+    if first && covered == Some(false) && gaps.is_empty() {
         let kind = if theirs == by { GapKind::AheadOfAccess } else { GapKind::Uncovered };
         gaps.push(gap(Side::Writer, kind, None, at_release()));
     }

@@ -237,6 +237,9 @@ fn missing(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
     }
 }
 
+/// Releases of its thread behind a bulk copy that a report lists.
+const MOST_RELEASES: usize = 2;
+const RELEASE: &str = "release";
 const NO_COMMIT: &str =
     "a commit_group of its thread behind the copy, without which no wait_group waits for it";
 const NO_RELEASE: &str = "orders nothing: the write is no release, and no fence stands before it";
@@ -306,14 +309,7 @@ fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -
     let closed = closed_by.map(|pc| {
         at(format!("commit_group of group {group} of its thread"), pc, "closes the group of this copy".into())
     });
-    let next = closed_by.map(|pc| next_orders(world, thread, pc)).unwrap_or_default();
-    // Ahead of the last of them a wait would order the copy.
-    let is_enough = |wait: &Wait| {
-        let ahead = next.iter().any(|(_, pc)| wait.pc < *pc) && closed_by.is_some_and(|pc| pc < wait.pc);
-        ahead && wait.group >= group && (wait.landed || !wrote)
-    };
-    let is_waited = world.history.waits_of(thread).any(is_enough);
-    let next = next.into_iter().filter(|_| !is_waited).map(|(what, pc)| {
+    let next = unwaited(world, (thread, group), wrote).into_iter().map(|(what, pc)| {
         let verdict = "stands behind the copy in the code: no wait for the copy was seen between the two";
         at(format!("next {what} of its thread"), pc, verdict.into())
     });
@@ -329,20 +325,33 @@ fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -
     closed.into_iter().chain(waits).chain(next).collect()
 }
 
-/// The next barrier and the next release behind an instruction of an actor, in the order of the
-/// code.
-fn next_orders(world: &World, actor: Key, pc: u32) -> Vec<(&'static str, u32)> {
-    let Some(facts) = world.grids.facts(actor) else { return vec![] };
+/// The next barrier and the next releases of a thread behind the commit of a bulk group, in the
+/// order of the code. Empty where a wait for the group was seen ahead of the first of each.
+/// `wrote`: see [`waits_for`].
+fn unwaited(world: &World, (thread, group): (Key, u32), wrote: bool) -> Vec<(&'static str, u32)> {
+    let Some(commit) = world.history.closed_by(thread, group) else { return vec![] };
+    let Some(facts) = world.grids.facts(thread) else { return vec![] };
     let releases = |op: &Op| match op {
         Op::St(access) => access.sem.releases(),
         Op::Atom(atomic) => atomic.sem.releases(),
         _ => false,
     };
-    let behind = || (0..).zip(&facts.kernel.code).skip(pc as usize + 1);
-    let next_barrier = behind().find(|(_, inst)| barrier(&inst.op).is_some());
-    let next_release = behind().find(|(_, inst)| releases(&inst.op));
-    let found = [("barrier", next_barrier), ("release", next_release)];
-    found.into_iter().filter_map(|(what, at)| Some((what, at?.0))).collect()
+    let behind = || (0..).zip(&facts.kernel.code).skip(commit as usize + 1);
+    let mut known = HashSet::new();
+    let next_barrier = behind().find(|(_, inst)| barrier(&inst.op).is_some()).map(|(pc, _)| ("barrier", pc));
+    let next_releases = behind().filter(|(_, inst)| releases(&inst.op)).map(|(pc, _)| (RELEASE, pc));
+    let next_releases = next_releases.filter(|(_, pc)| known.insert(facts.kernel.lines(*pc)));
+    let next: Vec<_> = next_barrier.into_iter().chain(next_releases.take(MOST_RELEASES)).collect();
+    // Ahead of the barrier or the first release a wait would order the copy.
+    let is_ahead = |wait: &Wait| {
+        let release = next.iter().find(|(what, _)| *what == RELEASE);
+        next_barrier.iter().chain(release).any(|(_, pc)| wait.pc < *pc)
+    };
+    let is_enough = |wait: &Wait| {
+        let ahead = is_ahead(wait) && commit < wait.pc;
+        ahead && wait.group >= group && (wait.landed || !wrote)
+    };
+    if world.history.waits_of(thread).any(is_enough) { vec![] } else { next }
 }
 
 /// The same for a store whose block has ended, as lines behind a message.
@@ -505,11 +514,18 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     if let Some(gaps) = &judged {
         found.extend(around_flag(world, me, (theirs, other), gaps));
     }
+    let no_wait = copied_by.and_then(|thread| {
+        let next = unwaited(world, (thread, other.tick), other_wrote);
+        // A release, if there is one.
+        let (what, pc) = next.iter().find(|(what, _)| *what == RELEASE).or(next.first())?;
+        let at = party(grids, (*what).into(), thread, *pc, me.own);
+        Some(Gap { side: Side::Writer, kind: GapKind::NoWait, scope: "", needs: "", at })
+    });
     let scopes = gaps::of_scopes(grids, me, other, other_wrote);
     let gaps = match () {
         () if is_proxy => gaps::of_proxy(world, me, other, place),
         () if !scopes.is_empty() => scopes,
-        () => judged.unwrap_or_default(),
+        () => judged.unwrap_or_default().into_iter().chain(no_wait).collect(),
     };
     Order { attempts: found, gaps, assumed }
 }

@@ -14,7 +14,7 @@ enum Reader {
     OtherDevice,
 }
 use GapKind::{
-    AheadOfAccess, FenceAheadOfBarrier, NarrowAccess, NarrowFence, NoFence, NoProxyFence, OtherProxy,
+    AheadOfAccess, FenceAheadOfBarrier, NarrowAccess, NarrowFence, NoFence, NoProxyFence, NoWait, OtherProxy,
     OtherSpace, ProxyFenceAhead, Uncovered,
 };
 use Reader::{OtherBlock, OtherDevice};
@@ -315,7 +315,7 @@ fn a_missing_proxy_fence_names_the_fence_that_stands_in_its_place() {
 
 #[test]
 fn a_bulk_store_that_was_waited_for_has_the_gaps_of_its_flag() {
-    let body = |wait: &str| {
+    let body = |wait: &str, write: &str, read: &str| {
         format!(
             "
     mov.u32 %r1, %ctaid.x;
@@ -329,18 +329,26 @@ fn a_bulk_store_that_was_waited_for_has_the_gaps_of_its_flag() {
     cp.async.bulk.global.shared::cta.bulk_group [%rd40], [%r2], 16;
     cp.async.bulk.commit_group;
     {wait}
-    st.relaxed.gpu.global.u64 [%rd40+64], %rd1;
+    st.{write}.gpu.global.u64 [%rd40+64], %rd1;
     cp.async.bulk.wait_group 0;
     ret;
 READER:
-    ld.relaxed.gpu.global.u64 %rd1, [%rd40+64];
+    ld.{read}.gpu.global.u64 %rd1, [%rd40+64];
     setp.eq.u64 %p3, %rd1, 0;
     @%p3 bra READER;
     ld.global.u64 %rd1, [%rd40];"
         )
     };
-    for (wait, expected) in [("cp.async.bulk.wait_group 0;", &[(W, NoFence), (R, NoFence)][..]), ("", &[])] {
-        let module = Module::parse(&kernel(SHARED, &body(wait))).unwrap();
+    let wait = "cp.async.bulk.wait_group 0;";
+    let table = [
+        (wait, "relaxed", "relaxed", &[(W, NoFence), (R, NoFence)][..]),
+        ("", "relaxed", "relaxed", &[]),
+        ("", "release", "acquire", &[(W, NoWait)]),
+        ("cp.async.bulk.wait_group.read 0;", "release", "acquire", &[(W, NoWait)]),
+        (wait, "release", "relaxed", &[(R, NoFence)]),
+    ];
+    for (wait, write, read, expected) in table {
+        let module = Module::parse(&kernel(SHARED, &body(wait, write, read))).unwrap();
         for_each_seed(broken_seeds(), |seed| {
             let mut machine = Machine::with_config(1, device(seed), Some(CheckConfig::collecting()));
             let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
@@ -419,9 +427,20 @@ READER:
     });
 }
 
+/// The first lane of warp 1 writes the data by a copy and waits for it.
+const COPIED: &str = "
+    setp.ne.u32 %p6, %r40, 32;
+    mov.u64 %rd3, 7;
+    @!%p6 st.shared.u64 [%r8+128], %rd3;
+    @!%p6 st.shared.u64 [%r8+136], %rd3;
+    fence.proxy.async;
+    @!%p6 cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r8+128], 16; // data
+    @!%p6 cp.async.bulk.commit_group;
+    @!%p6 cp.async.bulk.wait_group 0;";
+
 /// Warp 1 writes the data and hands its progress to warp 0 by a word of shared memory. `store` and
 /// `load` are the accesses of that word, one of which is relaxed.
-fn handed_to_the_writer(store: &str, load: &str) -> String {
+fn handed_to_the_writer(data: &str, store: &str, load: &str) -> String {
     let writer = format!(
         "
     setp.lt.u32 %p4, %r40, 32;
@@ -430,7 +449,7 @@ fn handed_to_the_writer(store: &str, load: &str) -> String {
     @!%p2 st.shared.u32 [%r8], %r9;
     bar.sync 0;
     @%p4 bra FLAG;
-    st.global.u32 [%rd2], %r40; // data
+    {data}
     bar.warp.sync -1; // met
     setp.ne.u32 %p5, %r40, 32;
     @%p5 ret;
@@ -453,13 +472,16 @@ POLL:
 
 #[test]
 fn an_uncovered_access_names_what_its_block_has_shared_with_the_flags_writer() {
-    let relaxed_load = handed_to_the_writer("st.release.cta", "ld.relaxed.cta");
-    let relaxed_store = handed_to_the_writer("st.relaxed.cta", "ld.acquire.cta");
-    for (text, read) in [(relaxed_load, "last relaxed read"), (relaxed_store, "last acquire")] {
-        assert!(text.contains(&format!("seen: {read} of shared memory by the flag's writer")), "{text}");
-        for part in ["seen: next barrier of its thread", "seen: next strong write of shared memory"] {
-            assert!(text.contains(part), "{text}");
+    for data in ["st.global.u32 [%rd2], %r40; // data", COPIED] {
+        let relaxed_load = handed_to_the_writer(data, "st.release.cta", "ld.relaxed.cta");
+        let relaxed_store = handed_to_the_writer(data, "st.relaxed.cta", "ld.acquire.cta");
+        for (text, read) in [(relaxed_load, "last relaxed read"), (relaxed_store, "last acquire")] {
+            assert!(text.contains(&format!("seen: {read} of shared memory by the flag's writer")), "{text}");
+            for part in ["seen: next barrier of its thread", "seen: next strong write of shared memory"] {
+                assert!(text.contains(part), "{text}");
+            }
+            let lines = ["// met", "// progress", "// poll", "// data"];
+            assert!(lines.iter().all(|line| text.contains(line)), "{text}");
         }
-        assert!(["// met", "// progress", "// poll"].iter().all(|line| text.contains(line)), "{text}");
     }
 }
