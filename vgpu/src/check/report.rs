@@ -663,7 +663,9 @@ pub(crate) fn fault(
             let last = last_step(world, me, |op| barrier(op).or_else(|| mbarrier_test(op)));
             let behind = last.filter(|_| space == "shared").map(|(at, _)| Box::new(at));
             let writes = near_writes(world, place, at, me.own, |_, _| true);
-            let origin = if space == "global" { address_lines(world, me.own) } else { String::new() };
+            let is_global = space == "global";
+            let origin = || address_lines(world, me.own) + &early_lines(world, me.own, None);
+            let origin = if is_global { origin() } else { String::new() };
             let near = Box::new(Nearby { writes, origin });
             FaultKind::Unwritten { space, label, offset: at, part, bytes: 4, behind, near }
         }
@@ -680,8 +682,11 @@ pub(crate) fn fault(
             // Two writes to one place: one address may be wrong.
             let is_address = space == "global" && hazard == Hazard::WriteAfterWrite;
             let origin = if is_address { address_lines(world, me.own) } else { String::new() };
-            let here = std::iter::once(clock::block_of(me.own));
-            let origin = early_lines(world, here, actor_of(&other)) + &origin;
+            // A report lists the reads of the host's words elsewhere.
+            let is_of_kernel = clock::place_of(actor_of(&other)).is_some();
+            let early =
+                if is_of_kernel { early_lines(world, me.own, Some(actor_of(&other))) } else { String::new() };
+            let origin = early + &origin;
             FaultKind::Race(Box::new(Race {
                 space,
                 label,
@@ -884,31 +889,54 @@ fn address_lines(world: &World, by: Key) -> String {
     source_lines(world, "its block", &sources)
 }
 
-/// Reads before a write that a report of a race lists at the most.
-const MOST_EARLY: usize = 2;
+/// Reads before a write that a report lists at the most.
+const MOST_EARLY: usize = 4;
 
-/// Lines about strong reads of global memory by these blocks that came before a write by the launch
-/// of another actor, and have not been repeated since: a wait may have ended too early.
-fn early_lines(world: &World, blocks: impl Iterator<Item = Key>, other: Key) -> String {
-    if clock::place_of(other).is_none() {
-        return String::new();
+/// Lines about strong reads of global memory by kernels of a device that came before another
+/// block's write there, and have not been repeated since: a wait may have ended too early. The reads
+/// by the block `here` come first. With the actor `other` of another launch, the writes are its
+/// launch's, if there are any.
+fn early_lines_of(world: &World, device: u64, here: Option<Key>, other: Option<Key>) -> String {
+    let history = &world.history;
+    let others = blocks_of(world, device).filter(|block| Some(*block) != here);
+    let mut early = vec![];
+    for block in here.into_iter().chain(others) {
+        let of_other = |by| clock::place_of(by).is_none() || clock::block_of(by) != block;
+        early
+            .extend(history.reads_of(block, of_other, |_, place| world.writes(place)).filter(Step::is_early));
     }
-    let of_launch = |by| clock::grid_of(by) == clock::grid_of(other);
-    let reads =
-        blocks.flat_map(|block| world.history.reads_of(block, of_launch, |_, place| world.writes(place)));
+    let launch = |by: Key| clock::place_of(by).map(|_| clock::grid_of(by));
+    let other = other.and_then(launch).filter(|grid| here.is_none_or(|here| clock::grid_of(here) != *grid));
+    let of_launch = |step: &Step| step.write.is_some_and(|write| launch(write.by) == other);
+    if other.is_some() && early.iter().any(of_launch) {
+        early.retain(of_launch);
+    }
+    let line = |step: &Step| {
+        let kernel = &world.grids.facts(step.read.by)?.kernel;
+        Some((Arc::as_ptr(kernel), kernel.lines(step.read.pc)))
+    };
     let mut known = HashSet::new();
-    let early = |step: &Step| step.is_early() && known.insert(instruction(world, step.read.by, step.read.pc));
+    early.retain(|step| known.insert(line(step)));
     let mut text = String::new();
-    for Step { read, write } in reads.filter(early).take(MOST_EARLY) {
+    for Step { read, write } in early.into_iter().take(MOST_EARLY) {
         let (Place::Global { shadow, offset }, Some(write)) = (read.place, write) else { continue };
-        let [reader, writer] =
-            [(read.by, read.pc), (write.by, write.pc)].map(|(by, pc)| line_of(world, by, pc));
+        let reader = line_of(world, read.by, read.pc);
+        let writer = match launch(write.by) {
+            Some(_) => format!("in {}", line_of(world, write.by, write.pc)),
+            None => "by the host".into(),
+        };
         text += &format!(
-            "\n  the last read of {} in {reader}\n    came before its write in {writer}: a wait may have ended too early",
+            "\n  the last read of {} in {reader}\n    came before its write {writer}: a wait may have ended too early",
             spot(world, shadow, offset)
         );
     }
     text
+}
+
+/// The same lines for the device of an actor, and its block.
+fn early_lines(world: &World, by: Key, other: Option<Key>) -> String {
+    let Some(facts) = world.grids.facts(by) else { return String::new() };
+    early_lines_of(world, facts.device, Some(clock::block_of(by)), other)
 }
 
 /// The last write of a byte by a kernel, later launches' writes beside it, and the global memory
@@ -936,7 +964,8 @@ pub(crate) fn origin(world: &World, shadow: u32, offset: u64) -> Option<String> 
         }
     };
     let sources: Vec<_> = sources(world, by).into_iter().take(MOST_SOURCES).collect();
-    Some(text + &source_lines(world, "its block", &sources) + &lines_behind(world, &sources))
+    let text = text + &source_lines(world, "its block", &sources) + &lines_behind(world, &sources);
+    Some(text + &early_lines(world, by, None))
 }
 
 /// The strong reads that have found the same value most often in a row, each instruction once, with
@@ -993,7 +1022,7 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
             let other = party(&world.grids, manner(earlier.how, wrote), by, earlier.pc, 0);
             let seen = flags_of(world, device, clock::block_of(by));
             let seen: String = seen.iter().map(|seen| format!("\n  seen: {seen}")).collect();
-            let early = early_lines(world, blocks_of(world, device), by);
+            let early = early_lines_of(world, device, None, Some(by));
             let seen = seen + &early + &reads_of_grid(world, device, by);
             format!(
                 "a {what} by the host or a stream, not ordered behind a {other}\n  missing: a wait of the host, the order of a stream, \

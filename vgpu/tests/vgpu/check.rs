@@ -527,6 +527,22 @@ MORE:
     assert!(text.contains("data race") && text.contains("// data"), "{text}");
     assert!(text.contains("\n  the last read of 'buf' + 0x60 in kernel 'k' at PTX line "), "{text}");
     assert!(text.contains("came before its write in kernel 'k' at PTX line "), "{text}");
+
+    // An earlier launch has not waited.
+    let device = Device::new(0);
+    let before = device.checker().host_past();
+    device.run_after(&parse("ld.acquire.gpu.global.u32 %r2, [%rd40+96];"), &before).unwrap();
+    device.run_after(&writer, &before).unwrap();
+    let read = parse("ld.global.u64 %rd1, [%rd40+64];");
+    let race = device.run_after(&read, &before).unwrap_err().to_string();
+    let fresh = device.memory.alloc(128, "fresh").unwrap();
+    let unwritten = finish(&mut [&mut device.start_on(&read, &fresh)], 0).unwrap_err().to_string();
+    for (text, what) in [(race, "data race"), (unwritten, "unwritten")] {
+        assert!(text.contains(what), "{text}");
+        assert!(text.contains("\n  the last read of 'buf' + 0x60 in kernel 'k' at PTX line "), "{text}");
+    }
+    let origin = device.memory.origin(device.buf.addr() + 64).unwrap();
+    assert!(origin.contains("the last read of 'buf' + 0x60"), "{origin}");
 }
 
 #[test]
