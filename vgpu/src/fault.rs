@@ -6,6 +6,7 @@ use crate::check::Class;
 use crate::exec::state::RecentStep;
 use crate::ir::CLUSTER_BARRIER;
 use crate::kernel::Kernel;
+use crate::lower::slice::behind_address;
 use crate::memory_error::{MemoryError, NearRegion, Spot, place};
 use crate::names::readable_name;
 
@@ -1069,8 +1070,28 @@ pub struct Fault {
     pub at: InstructionPlace,
     /// Kind of the fault.
     pub kind: FaultKind,
+    /// Instructions that have computed the address, the nearest first, of a bad access, a read of
+    /// unwritten memory or the later of two writes that race; a line of the source occurs once.
+    pub address: Vec<InstructionPlace>,
     /// Check mode: the last steps of the warps involved.
     pub traces: Vec<Trace>,
+}
+
+/// Lines that are listed of the computation of an address.
+const MOST_OF_ADDRESS: usize = 6;
+
+/// The instructions behind the address of access `pc`, where the fault is one of the address.
+pub(crate) fn address_of(kernel: &Kernel, pc: u32, kind: &FaultKind) -> Vec<InstructionPlace> {
+    let is_of_address = match kind {
+        FaultKind::OutOfBounds { .. }
+        | FaultKind::OutOfWindow { .. }
+        | FaultKind::Misaligned { .. }
+        | FaultKind::Unwritten { .. } => true,
+        FaultKind::Race(race) => race.hazard == Hazard::WriteAfterWrite,
+        _ => false,
+    };
+    let behind = if is_of_address { behind_address(kernel, pc, MOST_OF_ADDRESS) } else { vec![] };
+    behind.into_iter().map(|pc| kernel.place_of(pc)).collect()
 }
 
 impl fmt::Display for Fault {
@@ -1088,6 +1109,10 @@ impl fmt::Display for Fault {
             write!(f, ", lane {lane}")?;
         }
         self.at.write(f, "\n  ")?;
+        if !self.address.is_empty() {
+            let lines: Vec<_> = self.address.iter().map(InstructionPlace::line).collect();
+            write!(f, "\n  its address was computed at {}", lines.join(", "))?;
+        }
         self.traces.iter().try_for_each(|trace| write!(f, "\n  {trace}"))
     }
 }

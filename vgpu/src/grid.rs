@@ -21,7 +21,7 @@ use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
     Fault, FaultKind, InstructionPlace, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep,
-    WaitingFor,
+    WaitingFor, address_of,
 };
 use crate::float_mode::IeeeMode;
 use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Special, WgmmaOp};
@@ -1117,6 +1117,7 @@ impl Grid {
         let block = self.blocks[at.block as usize].state.ctaid;
         let kernel = self.env.kernel.name.clone();
         let traces = self.traces(at, pc, &kind);
+        let address = address_of(&self.env.kernel, pc, &kind);
         Box::new(Fault {
             device: self.device,
             kernel,
@@ -1125,6 +1126,7 @@ impl Grid {
             lane,
             at: self.env.kernel.place_of(pc),
             kind,
+            address,
             traces,
         })
     }

@@ -1203,7 +1203,17 @@ impl Machine {
         let device = self.devices[at].number;
         let StuckWarp { block, warp, at: place, .. } = first.clone();
         let (kernel, kind) = (report.kernel.clone(), FaultKind::Hang(waits));
-        Some(Fault { kernel, device, block, warp, lane: None, at: place, kind, traces: vec![] })
+        Some(Fault {
+            kernel,
+            device,
+            block,
+            warp,
+            lane: None,
+            at: place,
+            kind,
+            address: vec![],
+            traces: vec![],
+        })
     }
 }
 

@@ -19,6 +19,7 @@ use crate::exec::cluster::offset_of;
 use crate::exec::state::RecentStep;
 use crate::fault::{
     Attempt, Fault, FaultKind, Gap, GapKind, Hazard, Launch, Nearby, Party, Race, Side, Trace, TraceStep,
+    address_of,
 };
 use crate::ir::{MbarOp, Op, Scope, Sem, Space, WarpOp};
 use crate::kernel::Kernel;
@@ -637,9 +638,11 @@ pub(crate) fn collected(
 ) -> Fault {
     let Party { kernel, device, block, warp, lane, at, .. } = party(grids, String::new(), own, pc, own);
     let warp = warp.unwrap_or_default();
-    let steps = grids.facts(own).map(|facts| TraceStep::list(&facts.kernel, recent)).unwrap_or_default();
+    let kernel_of = grids.facts(own).map(|facts| &facts.kernel);
+    let address = kernel_of.map(|kernel| address_of(kernel, pc, &kind)).unwrap_or_default();
+    let steps = kernel_of.map(|kernel| TraceStep::list(kernel, recent)).unwrap_or_default();
     let traces = if steps.is_empty() { vec![] } else { vec![Trace { block, warp, steps }] };
-    Fault { kernel, device, block, warp, lane, at, kind, traces }
+    Fault { kernel, device, block, warp, lane, at, kind, address, traces }
 }
 
 /// The fault for a violation at a place that `label` names.

@@ -405,6 +405,7 @@ mod tests {
             lane: None,
             at: at(here.1),
             kind: FaultKind::Race(Box::new(race)),
+            address: vec![],
             traces: vec![],
         })
     }

@@ -1,10 +1,10 @@
 //! The registers of a lowered kernel that are alive in front of an instruction: compiled code need
 //! not store others.
 
-use super::allocate::{Liveness, flow_of, registers};
+use super::allocate::Liveness;
 use super::dataflow::{Set, Touch};
-use crate::exec::lanes::Role;
-use crate::ir::{File, GUARD_NOT, NO_GUARD, Operands};
+use super::slice::Touched;
+use crate::ir::File;
 use crate::kernel::Kernel;
 use crate::ptx::Flow;
 
@@ -21,37 +21,7 @@ pub(crate) struct Live {
 
 impl Live {
     pub(crate) fn new(kernel: &Kernel) -> Self {
-        let [n32, n64, np] = kernel.slots.map(|n| n as usize);
-        let (base, total) = ([0, n32, n32 + n64], n32 + n64 + np);
-        let id = |file: File, slot: u32| base[file as usize] + slot as usize;
-        let mut operands = Operands {
-            products: kernel.operands.products.clone(),
-            warp_products: kernel.operands.warp_products.clone(),
-            tensor_copies: kernel.operands.tensor_copies.clone(),
-            multicasts: kernel.operands.multicasts.clone(),
-            remote_stores: kernel.operands.remote_stores.clone(),
-            reductions: kernel.operands.reductions.clone(),
-            multimems: kernel.operands.multimems.clone(),
-        };
-        let touches: Vec<Vec<Touch>> = kernel
-            .code
-            .iter()
-            .zip(&kernel.sigs)
-            .map(|(inst, sig)| {
-                let guarded = inst.guard != NO_GUARD;
-                let mut list = vec![];
-                if guarded {
-                    let register = id(File::Pred, inst.guard & !GUARD_NOT);
-                    list.push(Touch { register, kills: false, defines: false });
-                }
-                registers(&mut inst.op.clone(), sig, &mut operands, &mut |file, role, slot| {
-                    let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
-                    list.push(Touch { register: id(file, *slot), kills, defines });
-                });
-                list
-            })
-            .collect();
-        let flow = flow_of(&kernel.code, &kernel.tables);
+        let Touched { flow, touches, base, total } = Touched::new(kernel);
         let liveness = Liveness::new(&flow, &touches, total);
         let mut block_of = vec![0; kernel.code.len()];
         for (b, block) in flow.blocks.iter().enumerate() {

@@ -22,6 +22,7 @@ mod matrix;
 mod mem;
 mod multimem;
 mod products;
+pub(crate) mod slice;
 mod state;
 mod sync;
 mod tensor;

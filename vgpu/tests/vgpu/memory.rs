@@ -6,6 +6,7 @@ use epoxide_vgpu::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use crate::cases::SHARED;
 use crate::common::*;
 
 #[test]
@@ -743,4 +744,64 @@ fn a_warp_accesses_what_its_lanes_access_one_by_one() {
         }
         assert_eq!(got[2048..2560], got[2560..3072], "st.{sem}{stored}, lanes {mask:#x}\n{body}");
     });
+}
+
+/// The PTX lines that a fault names for its address, the nearest first.
+fn lines_of_address(body: &str) -> Vec<String> {
+    let fault = fault_of(SHARED, body, 64);
+    let text = fault.to_string();
+    let numbers: Vec<_> = fault.address.iter().map(|at| format!("PTX line {}", at.ptx_line)).collect();
+    let said = format!("\n  its address was computed at {}", numbers.join(", "));
+    assert_eq!(text.contains(&said), !numbers.is_empty(), "{text}");
+    fault.address.iter().map(|at| at.ptx_text.trim().to_owned()).collect()
+}
+
+#[test]
+fn faults_name_the_instructions_behind_their_addresses() {
+    // Through a load, and through both sides of a branch; values and conditions are left out.
+    let body = "
+    ld.global.u64 %rd1, [%rd40+8];
+    add.s64 %rd2, %rd1, 3;
+    setp.ne.u32 %p1, %r40, 0;
+    mov.u64 %rd3, 16;
+    @%p1 bra OTHER;
+    mov.u64 %rd3, 8;
+OTHER:
+    add.s64 %rd4, %rd2, %rd3;
+    mul.lo.u64 %rd9, %rd1, 7;
+    st.global.u64 [%rd4], %rd9;";
+    let expected = [
+        "add.s64 %rd4, %rd2, %rd3;",
+        "add.s64 %rd2, %rd1, 3;",
+        "mov.u64 %rd3, 8;",
+        "mov.u64 %rd3, 16;",
+        "ld.global.u64 %rd1, [%rd40+8];",
+    ];
+    let lines = lines_of_address(body);
+    assert_eq!(lines[0], expected[0], "{lines:?}");
+    let sorted = |lines: &[String]| -> Vec<String> {
+        let mut lines = lines.to_vec();
+        lines.sort_unstable();
+        lines
+    };
+    let expected = expected.map(str::to_owned);
+    assert_eq!(sorted(&lines[..5]), sorted(&expected), "{lines:?}");
+
+    // A value that goes around a loop, and one under a guard.
+    let body = "
+    mov.u64 %rd1, 0;
+    mov.u32 %r1, 0;
+AGAIN:
+    add.s64 %rd1, %rd1, 1;
+    add.u32 %r1, %r1, 1;
+    setp.lt.u32 %p1, %r1, 3;
+    @%p1 bra AGAIN;
+    @!%p1 add.s64 %rd1, %rd1, 2;
+    ld.global.u64 %rd2, [%rd1];";
+    let expected = ["@!%p1 add.s64 %rd1, %rd1, 2;", "add.s64 %rd1, %rd1, 1;", "mov.u64 %rd1, 0;"];
+    assert_eq!(lines_of_address(body), expected);
+    // An address of shared memory, and no address.
+    let body = "mov.u32 %r1, DATA;\nadd.u32 %r2, %r1, 100000;\nld.shared.u32 %r3, [%r2];";
+    assert_eq!(lines_of_address(body)[0], "add.u32 %r2, %r1, 100000;");
+    assert_eq!(lines_of_address("trap;"), <[String; 0]>::default());
 }

@@ -1,0 +1,113 @@
+//! The instructions of a lowered kernel that a register's contents come from.
+
+use std::collections::{HashSet, VecDeque};
+
+use super::allocate::{flow_of, registers};
+use super::dataflow::Touch;
+use crate::exec::lanes::Role;
+use crate::ir::{Addr, File, GUARD_NOT, NO_GUARD, Op, Operands};
+use crate::kernel::Kernel;
+use crate::ptx::Flow;
+
+/// The slots that each instruction of a kernel uses and defines, as numbers: 32-bit ones first, then
+/// 64-bit ones, then predicates.
+pub(super) struct Touched {
+    pub(super) flow: Flow,
+    pub(super) touches: Vec<Vec<Touch>>,
+    /// Number of the first slot of each file.
+    pub(super) base: [usize; 3],
+    pub(super) total: usize,
+}
+
+impl Touched {
+    pub(super) fn new(kernel: &Kernel) -> Self {
+        let [n32, n64, np] = kernel.slots.map(|n| n as usize);
+        let (base, total) = ([0, n32, n32 + n64], n32 + n64 + np);
+        let id = |file: File, slot: u32| base[file as usize] + slot as usize;
+        let mut operands = Operands {
+            products: kernel.operands.products.clone(),
+            warp_products: kernel.operands.warp_products.clone(),
+            tensor_copies: kernel.operands.tensor_copies.clone(),
+            multicasts: kernel.operands.multicasts.clone(),
+            remote_stores: kernel.operands.remote_stores.clone(),
+            reductions: kernel.operands.reductions.clone(),
+            multimems: kernel.operands.multimems.clone(),
+        };
+        let touches: Vec<Vec<Touch>> = kernel
+            .code
+            .iter()
+            .zip(&kernel.sigs)
+            .map(|(inst, sig)| {
+                let guarded = inst.guard != NO_GUARD;
+                let mut list = vec![];
+                if guarded {
+                    let register = id(File::Pred, inst.guard & !GUARD_NOT);
+                    list.push(Touch { register, kills: false, defines: false });
+                }
+                registers(&mut inst.op.clone(), sig, &mut operands, &mut |file, role, slot| {
+                    let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
+                    list.push(Touch { register: id(file, *slot), kills, defines });
+                });
+                list
+            })
+            .collect();
+        Touched { flow: flow_of(&kernel.code, &kernel.tables), touches, base, total }
+    }
+}
+
+/// Instructions that have computed the address of access `pc`, the nearest first, up to `most` lines
+/// of the source. An access that has several addresses, such as a copy, has those of all of them.
+/// Predicates are left out: they decide whether an access happens, and not where.
+pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> {
+    let Touched { flow, touches, base, .. } = Touched::new(kernel);
+    let at = pc as usize;
+    let Some(block) = flow.blocks.iter().position(|block| block.contains(&at)) else { return vec![] };
+    let mut before = vec![vec![]; flow.blocks.len()];
+    for (from, to) in flow.successors.iter().enumerate() {
+        to.iter().for_each(|&to| before[to].push(from));
+    }
+    let uses = |at: usize| {
+        let uses =
+            touches[at].iter().filter(|touch| !touch.defines && touch.register < base[File::Pred as usize]);
+        uses.map(|touch| touch.register)
+    };
+    let of_address = |address: Addr| {
+        let file = if address.wide { File::R64 } else { File::R32 };
+        vec![base[file as usize] + address.slot as usize]
+    };
+    let addresses = match &kernel.code[at].op {
+        Op::Ld(access) | Op::St(access) => of_address(access.addr),
+        Op::Atom(atomic) => of_address(atomic.addr),
+        _ => uses(at).collect(),
+    };
+    // Registers, each with the part of a basic block in front of which it is needed.
+    let mut needed: VecDeque<_> = addresses.into_iter().map(|register| (register, block, at)).collect();
+    let (mut instructions, mut ends) = (HashSet::new(), HashSet::new());
+    let (mut lines, mut found) = (HashSet::from([kernel.lines(pc)[0]]), vec![]);
+    while let Some((register, block, end)) = needed.pop_front() {
+        let range = flow.blocks[block].start..end;
+        let defined =
+            |at: &usize| touches[*at].iter().find(|touch| touch.defines && touch.register == register);
+        let mut is_replaced = false;
+        for (at, touch) in range.rev().filter_map(|at| Some((at, defined(&at)?))) {
+            if instructions.insert(at) {
+                if lines.insert(kernel.lines(at as u32)[0]) {
+                    found.push(at as u32);
+                }
+                if found.len() == most {
+                    return found;
+                }
+                needed.extend(uses(at).map(|register| (register, block, at)));
+            }
+            is_replaced |= touch.kills;
+            if is_replaced {
+                break;
+            }
+        }
+        if !is_replaced {
+            let ahead = before[block].iter().filter(|ahead| ends.insert((register, **ahead)));
+            needed.extend(ahead.map(|&ahead| (register, ahead, flow.blocks[ahead].end)));
+        }
+    }
+    found
+}
