@@ -159,7 +159,7 @@ impl Checker {
     /// Runs `f`, whose accesses count as work of the stream `timeline` after `past`. Then adds the
     /// work to `past`.
     pub fn act<T>(&self, timeline: Timeline, past: &mut Past, f: impl FnOnce() -> T) -> T {
-        let acting = Host { timeline: timeline.0, past: std::mem::take(&mut past.0), loaded: None };
+        let acting = Host { timeline: timeline.0, past: std::mem::take(&mut past.0), loaded: vec![] };
         let before = ACTING.replace(Some(acting));
         let result = f();
         if let Some(host) = ACTING.replace(before) {

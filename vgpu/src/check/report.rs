@@ -339,9 +339,11 @@ fn unwaited(world: &World, (thread, group): (Key, u32), wrote: bool) -> Vec<(&'s
     };
     let behind = || (0..).zip(&facts.kernel.code).skip(commit as usize + 1);
     let mut known = HashSet::new();
+    // The same line of a function that is called twice counts twice.
+    let mut is_new = |pc: u32| known.insert((facts.kernel.lines(pc), facts.kernel.place_of(pc).callers));
     let next_barrier = behind().find(|(_, inst)| barrier(&inst.op).is_some()).map(|(pc, _)| ("barrier", pc));
     let next_releases = behind().filter(|(_, inst)| releases(&inst.op)).map(|(pc, _)| (RELEASE, pc));
-    let next_releases = next_releases.filter(|(_, pc)| known.insert(facts.kernel.lines(*pc)));
+    let next_releases = next_releases.filter(|(_, pc)| is_new(*pc));
     let next: Vec<_> = next_barrier.into_iter().chain(next_releases.take(MOST_RELEASES)).collect();
     // Ahead of the barrier or the first release a wait would order the copy.
     let is_ahead = |wait: &Wait| {
@@ -1063,22 +1065,38 @@ fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
     source_lines(world, "its device", &reads.take(MOST_OF_ADDRESS).collect::<Vec<_>>())
 }
 
-/// The word that the host has loaded last, if its last write releases nothing to the host, or if
-/// the host has read it and it does not release the access `earlier` of the same block.
+/// A word that the host has loaded and that may have been meant to release the access `earlier` to
+/// it: one of the block of that access, or the last word of all if its write releases nothing to
+/// the host.
 fn host_attempt(world: &World, earlier: &Record) -> Option<String> {
-    let (shadow, at, read) = world.hosts.get(&world.host_id())?.loaded?;
-    let write = world.releases.get(shadow, at)?.writes.last()?;
     let by = actor_of(earlier);
-    let is_judged = read == Some(write.at) && !earlier.how.late;
-    let verdict = match () {
-        () if !write.releases => NO_RELEASE,
-        () if write.scope != Scope::Sys => NO_REACH,
-        () if !is_judged || clock::block_of(write.by) != clock::block_of(by) => return None,
-        // Behind a fence the write releases what came before the fence.
-        () if write.by == by && !write.sem.releases() => return None,
-        () if write.by == by => "releases what its thread did before it: the access came later",
-        () => "releases what its thread did before it: a barrier between the two threads is missing",
+    let judged = |(age, (shadow, at, read)): (usize, &(u32, u64, Option<u64>))| {
+        let write = world.releases.get(*shadow, *at)?.writes.last()?;
+        let is_of_block = clock::block_of(write.by) == clock::block_of(by);
+        let is_judged = *read == Some(write.at) && !earlier.how.late && is_of_block;
+        let mut gap = String::new();
+        let verdict = match () {
+            () if age > 0 && !is_of_block => return None,
+            () if !write.releases => NO_RELEASE,
+            () if write.scope != Scope::Sys => NO_REACH,
+            () if !is_judged => return None,
+            // Behind a fence the write releases what came before the fence.
+            () if write.by == by && !write.sem.releases() => return None,
+            () if write.by == by => "releases what its thread did before it: the access came later",
+            () => {
+                let at = party(&world.grids, RELEASE.into(), write.by, write.pc, 0);
+                let missing = Gap { side: Side::Writer, kind: GapKind::Uncovered, scope: "", needs: "", at };
+                gap = format!("\n  gap: {missing}");
+                "releases what its thread did before it: a barrier between the two threads is missing"
+            }
+        };
+        let of = writer(&world.grids, write, 0);
+        let word = if age == 0 {
+            "the word that the host has loaded last"
+        } else {
+            "a word that the host has loaded"
+        };
+        Some(format!("{gap}\n  seen: {word} was written by a {of}\n   {verdict}"))
     };
-    let of = writer(&world.grids, write, 0);
-    Some(format!("\n  seen: the word that the host has loaded last was written by a {of}\n   {verdict}"))
+    world.hosts.get(&world.host_id())?.loaded.iter().enumerate().find_map(judged)
 }

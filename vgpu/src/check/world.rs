@@ -21,14 +21,17 @@ use crate::explore::Path;
 use crate::ir::{Scope, Sem};
 use crate::seeds::Rng;
 
+/// Words that are kept of those that a host thread has loaded.
+const MOST_LOADED: usize = 8;
+
 /// A host thread, or the work of a stream while a thread carries it out.
 #[derive(Debug, Default)]
 pub(super) struct Host {
     pub(super) timeline: Key,
     pub(super) past: CausalPast,
-    /// The word of mapped memory that it has loaded last: shadow, offset, and the number of the
-    /// kernel's write that it has read.
-    pub(super) loaded: Option<(u32, u64, Option<u64>)>,
+    /// The words of mapped memory that it has loaded last, the latest first: shadow, offset, and the
+    /// number of the kernel's write that it has read.
+    pub(super) loaded: Vec<(u32, u64, Option<u64>)>,
 }
 
 /// State of a checker.
@@ -299,7 +302,10 @@ impl World {
     pub(crate) fn host_acquires(&mut self, number: u32, at: u64) -> Result<(), ViolationAt> {
         self.host_touches(number, at, 8, false, How::generic(Sem::Acquire, Scope::Sys, 8, Update::No))?;
         let write = self.releases.get(number, at).and_then(|found| Some(found.writes.last()?.at));
-        self.host().loaded = Some((number, at, write));
+        let loaded = &mut self.host().loaded;
+        loaded.retain(|word| (word.0, word.1) != (number, at));
+        loaded.truncate(MOST_LOADED - 1);
+        loaded.insert(0, (number, at, write));
         let mut acquired = CausalPast::default();
         if self.shadows.get(number as usize).is_some_and(|shadow| shadow.hidden) {
             acquired.join(&self.outside);

@@ -460,6 +460,19 @@ fn a_missing_barrier_ahead_of_a_release_to_the_host_is_named() {
         let error = threads_answer_the_host(64, &without, seed, true, 1000).unwrap_err();
         let seen = "seen: the word that the host has loaded last was written by a release of scope .sys";
         assert!(error.contains(seen) && error.contains("a barrier between the two threads"), "{error}");
+        let gap = "\n  gap: nothing orders the earlier access ahead of this release: a barrier";
+        assert!(error.contains(gap), "{error}");
+        // The host has loaded another word since.
+        let device = Device::on_host(seed, "answers");
+        device.buf.watch();
+        let mut grid = device.start_in(&parse(&without), launch(1, 64), &device.checker().host_past());
+        finish(&mut [&mut grid], seed).unwrap();
+        for word in [8, 24] {
+            device.memory.load_acquire(device.buf.addr() + word).unwrap();
+        }
+        let error = device.memory.host_reads(device.buf.addr(), 16).unwrap_err().to_string();
+        let seen = "seen: a word that the host has loaded was written by a release of scope .sys";
+        assert!(error.contains(seen) && error.contains(gap), "{error}");
     });
 }
 
