@@ -238,10 +238,18 @@ impl InstructionPlace {
             .map_or_else(|| format!("PTX line {}", self.ptx_line), |(file, line)| format!("{file}:{line}"))
     }
 
+    /// Writes the line of the source or, without line information, that of the PTX.
+    fn write_line(&self, f: &mut fmt::Formatter<'_>, indent: &str) -> fmt::Result {
+        match &self.source {
+            Some(_) => write!(f, "{indent}{self}"),
+            None => write!(f, "{indent}PTX line {}: {}", self.ptx_line, self.ptx_text),
+        }
+    }
+
     /// Writes the lines of the source and of the PTX, each behind `indent`.
     fn write(&self, f: &mut fmt::Formatter<'_>, indent: &str) -> fmt::Result {
         if self.source.is_some() {
-            write!(f, "{indent}{self}")?;
+            self.write_line(f, indent)?;
         }
         write!(f, "{indent}PTX line {}: {}", self.ptx_line, self.ptx_text)
     }
@@ -1078,7 +1086,7 @@ pub struct Fault {
 }
 
 /// Lines that are listed of the computation of an address.
-const MOST_OF_ADDRESS: usize = 6;
+const MOST_OF_ADDRESS: usize = 8;
 
 /// The instructions behind the address of access `pc`, where the fault is one of the address.
 pub(crate) fn address_of(kernel: &Kernel, pc: u32, kind: &FaultKind) -> Vec<InstructionPlace> {
@@ -1110,8 +1118,8 @@ impl fmt::Display for Fault {
         }
         self.at.write(f, "\n  ")?;
         if !self.address.is_empty() {
-            let lines: Vec<_> = self.address.iter().map(InstructionPlace::line).collect();
-            write!(f, "\n  its address was computed at {}", lines.join(", "))?;
+            write!(f, "\n  its address was computed")?;
+            self.address.iter().try_for_each(|at| at.write_line(f, "\n    "))?;
         }
         self.traces.iter().try_for_each(|trace| write!(f, "\n  {trace}"))
     }

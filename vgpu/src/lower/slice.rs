@@ -56,8 +56,8 @@ impl Touched {
 }
 
 /// Instructions that have computed the address of access `pc`, the nearest first, up to `most` lines
-/// of the source. An access that has several addresses, such as a copy, has those of all of them.
-/// Predicates are left out: they decide whether an access happens, and not where.
+/// of the source. Those of a copy are its addresses in global memory, if it has any. Predicates are
+/// left out: they decide whether an access happens, and not where.
 pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> {
     let Touched { flow, touches, base, .. } = Touched::new(kernel);
     let at = pc as usize;
@@ -78,7 +78,12 @@ pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> 
     let addresses = match &kernel.code[at].op {
         Op::Ld(access) | Op::St(access) => of_address(access.addr),
         Op::Atom(atomic) => of_address(atomic.addr),
-        _ => uses(at).collect(),
+        // Of a copy the address in global memory: that in shared memory has 32 bits.
+        _ => {
+            let (wide, narrow) =
+                uses(at).partition::<Vec<_>, _>(|register| *register >= base[File::R64 as usize]);
+            if wide.is_empty() { narrow } else { wide }
+        }
     };
     // Registers, each with the part of a basic block in front of which it is needed.
     let mut needed: VecDeque<_> = addresses.into_iter().map(|register| (register, block, at)).collect();

@@ -1,7 +1,8 @@
 //! Loads, stores, atomics, address spaces, and the faults they raise.
 
 use epoxide_vgpu::{
-    CheckConfig, DeviceConfig, FaultKind, Grid, GridConfig, MachineError, Memory, Module, Progress,
+    CheckConfig, DeviceConfig, FaultKind, Grid, GridConfig, InstructionPlace, MachineError, Memory, Module,
+    Progress,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -750,9 +751,10 @@ fn a_warp_accesses_what_its_lanes_access_one_by_one() {
 fn lines_of_address(body: &str) -> Vec<String> {
     let fault = fault_of(SHARED, body, 64);
     let text = fault.to_string();
-    let numbers: Vec<_> = fault.address.iter().map(|at| format!("PTX line {}", at.ptx_line)).collect();
-    let said = format!("\n  its address was computed at {}", numbers.join(", "));
-    assert_eq!(text.contains(&said), !numbers.is_empty(), "{text}");
+    let line = |at: &InstructionPlace| format!("\n    PTX line {}: {}", at.ptx_line, at.ptx_text);
+    let lines: String = fault.address.iter().map(line).collect();
+    let said = format!("\n  its address was computed{lines}");
+    assert_eq!(text.contains(&said), !lines.is_empty(), "{text}");
     fault.address.iter().map(|at| at.ptx_text.trim().to_owned()).collect()
 }
 
