@@ -129,7 +129,9 @@ pub trait Driver: Send + Sync + Debug {
     }
 
     /// The host is about to write `bytes` bytes at `offset` of mapped host memory. An error where a
-    /// device that checks finds a race.
+    /// device that checks finds a race. A word that this thread stores next
+    /// ([`Driver::host_store`]) releases them to kernels. So does a word of another thread behind
+    /// [`Driver::host_reads`] of the bytes.
     fn host_writes(&self, _memory: &RawMemory, _offset: u64, _bytes: u64) -> Result<()> {
         Ok(())
     }

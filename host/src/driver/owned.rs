@@ -104,7 +104,8 @@ impl Memory {
 
     /// Checks a write by the host itself of `bytes` bytes at `offset`, which must be in it. In check
     /// mode, an error if a kernel has accessed them and has not released that to a word that a host
-    /// thread has loaded.
+    /// thread has loaded. Words that this thread stores next release them to kernels, and words of
+    /// other threads behind [`Memory::host_takes`] of them.
     pub(crate) fn host_gives(&self, offset: u64, bytes: u64) -> Result<()> {
         self.device.driver.host_writes(&self.raw, offset, bytes)
     }

@@ -12,7 +12,7 @@ use super::hooks::Place;
 use super::past::CausalPast;
 use super::record::Record;
 use super::releases::{OWN, Release, Releases};
-use super::report::{Me, actor_of, party, scope_name};
+use super::report::{Me, actor_of, party, scope_name, thread_of};
 use super::world::World;
 use crate::fault::{Gap, GapKind, Party, Side};
 use crate::ir::{Fence, Op, Scope};
@@ -154,7 +154,8 @@ fn of_flag(world: &World, me: &Me<'_>, other: &Record, step: &Step, first: bool,
     }
     // A copy is not behind its instruction, but behind its thread's wait.
     if first && covered == Some(false) && gaps.is_empty() {
-        let kind = if theirs == by { GapKind::AheadOfAccess } else { GapKind::Uncovered };
+        let thread = if other.how.late { thread_of(theirs) } else { Some(theirs) };
+        let kind = if thread == Some(by) { GapKind::AheadOfAccess } else { GapKind::Uncovered };
         gaps.push(gap(Side::Writer, kind, None, at_release()));
     }
 

@@ -104,7 +104,8 @@ pub(crate) struct Sight {
     pub(crate) tick: u32,
     /// How many reads in a row have changed nothing, up to this one.
     pub(crate) repeats: u32,
-    at: u64,
+    /// The number of the last write of all of the history.
+    pub(crate) at: u64,
 }
 
 /// The last strong reads of a block, each instruction and place once.
@@ -231,6 +232,13 @@ pub(crate) struct Step {
     pub(crate) write: Option<Strong>,
 }
 
+impl Wait {
+    /// Whether it is for a copy of this group or number. `wrote`: for its arrival, too.
+    pub(crate) fn is_for(&self, group: u32, wrote: bool) -> bool {
+        self.group >= group && (self.landed || !wrote)
+    }
+}
+
 impl Step {
     /// Whether the write came behind the read.
     pub(crate) fn is_early(&self) -> bool {
@@ -268,6 +276,12 @@ impl History {
         self.now += 1;
         let new = Strong { by, pc, sem, scope, rmw, releases, fence, at: self.now };
         writes.add(new);
+    }
+
+    /// A time that is later than all reads and writes so far.
+    pub(crate) fn mark(&mut self) -> u64 {
+        self.now += 1;
+        self.now
     }
 
     /// Lanes of a warp have fenced.
@@ -385,8 +399,7 @@ impl History {
         before: u64,
         writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
     ) -> impl Iterator<Item = Step> {
-        let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
-        sights.filter(move |read| read.at <= before).flat_map(move |&read| {
+        self.reads_by(block).filter(move |read| read.at <= before).flat_map(move |&read| {
             let mut seen = vec![];
             for &write in writes(block, read.place).into_iter().flat_map(Writes::latest_first) {
                 if write.at <= read.at {
@@ -402,12 +415,6 @@ impl History {
             }
             seen
         })
-    }
-
-    /// The blocks before the first of grid `grid` that have read global memory, latest first.
-    pub(crate) fn blocks_before(&self, grid: u32) -> impl Iterator<Item = Key> {
-        let first = clock::block_of(clock::warp(grid, 0, 0));
-        self.blocks().filter(move |block| *block < first)
     }
 
     /// All blocks whose reads of global memory are kept, those of the latest grid first.
@@ -438,23 +445,12 @@ impl History {
 
     /// The strong reads of shared memory by `block`, latest first.
     pub(crate) fn shared_reads(&self, block: Key) -> impl Iterator<Item = &Sight> {
-        let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
-        sights.filter(|read| matches!(read.place, Place::Shared { .. }))
+        self.reads_by(block).filter(|read| matches!(read.place, Place::Shared { .. }))
     }
 
-    /// The last reads by `block` of places that a thread which `is_meant` takes has written last,
-    /// latest first, with that write, which may have come behind the read.
-    pub(crate) fn reads_of<'a>(
-        &'a self,
-        block: Key,
-        is_meant: impl Fn(Key) -> bool,
-        writes: impl Fn(Key, Place) -> Option<&'a Writes> + Copy,
-    ) -> impl Iterator<Item = Step> {
-        let sights = self.sights_of(block).into_iter().flat_map(Sights::latest_first);
-        sights.filter_map(move |&read| {
-            let write = *writes(block, read.place)?.last()?;
-            is_meant(write.by).then_some(Step { read, write: Some(write) })
-        })
+    /// The last reads by `block`, latest first.
+    pub(crate) fn reads_by(&self, block: Key) -> impl Iterator<Item = &Sight> {
+        self.sights_of(block).into_iter().flat_map(Sights::latest_first)
     }
 
     /// The chain of reads that may have ordered block `block` after block `of`, first to last.
@@ -548,8 +544,7 @@ mod tests {
         assert_eq!(listed(Some(block(7))), listed(None));
         assert!(history.way(block(0), block(7), writes).is_none());
         assert_eq!(pcs(history.way(block(0), block(5), writes).unwrap()), [(5, true)]);
-        assert_eq!(history.blocks_before(2).collect::<Vec<_>>(), [block(0)]);
-        assert_eq!(history.blocks_before(1).count(), 0);
+        assert_eq!(history.blocks().collect::<Vec<_>>(), [block(0)]);
     }
 
     #[test]
@@ -610,7 +605,7 @@ mod tests {
             way.iter().map(|step| step.read.pc).collect()
         };
         assert_eq!([pcs(0), pcs(1), pcs(2)], [vec![1, 3, 5], vec![2], vec![4]]);
-        assert_eq!(history.blocks_before(2).count(), 3);
+        assert_eq!(history.blocks().count(), 3);
     }
 
     #[test]

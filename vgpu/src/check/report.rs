@@ -8,7 +8,7 @@ use super::clock::{self, Key};
 use super::cluster::Peers;
 use super::gaps;
 use super::grids::Grids;
-use super::history::{Sight, Step, Strong, Wait};
+use super::history::{Sight, Step, Strong, Wait, Writes};
 use super::hooks::Place;
 use super::past::CausalPast;
 use super::record::{How, Record, Violation};
@@ -25,6 +25,7 @@ use crate::ir::{MbarOp, Op, Scope, Sem, Space, WarpOp};
 use crate::kernel::Kernel;
 use crate::memory_error::Spot;
 use crate::names::readable_name;
+use crate::ptx::SourceLine;
 
 /// The access that was stopped, and the causal past of its lane.
 pub(crate) struct Me<'a> {
@@ -293,14 +294,21 @@ fn read_attempt(grids: &Grids, step: &Step, me: Key, gaps: Option<&[Gap]>) -> At
 }
 
 /// The thread of a bulk copy in a group, or of another actor that is a lane's.
-fn thread_of(actor: Key) -> Option<Key> {
+pub(super) fn thread_of(actor: Key) -> Option<Key> {
     let (_, within) = clock::place_of(actor)?;
     Some(clock::lane(actor & !clock::WITHIN_WARP, within?.1? as usize))
 }
 
 /// The instruction that has closed the bulk group of a thread's store, and the last waits of the
 /// thread. `wrote`: whether the store has to arrive, and not only to be read.
-fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -> Vec<Attempt> {
+/// `next`: see [`unwaited`].
+fn waits_for(
+    world: &World,
+    (thread, group): (Key, u32),
+    wrote: bool,
+    next: &[(&str, u32)],
+    me: Key,
+) -> Vec<Attempt> {
     let at = |access, pc, verdict| Attempt {
         what: party(&world.grids, access, thread, pc, me),
         of: None,
@@ -310,9 +318,9 @@ fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -
     let closed = closed_by.map(|pc| {
         at(format!("commit_group of group {group} of its thread"), pc, "closes the group of this copy".into())
     });
-    let next = unwaited(world, (thread, group), wrote).into_iter().map(|(what, pc)| {
+    let next = next.iter().map(|(what, pc)| {
         let verdict = "stands behind the copy in the code: no wait for the copy was seen between the two";
-        at(format!("next {what} of its thread"), pc, verdict.into())
+        at(format!("next {what} of its thread"), *pc, verdict.into())
     });
     let waits = world.history.waits_of(thread).map(|wait| {
         let read = if wait.landed { "" } else { ".read" };
@@ -327,8 +335,8 @@ fn waits_for(world: &World, (thread, group): (Key, u32), wrote: bool, me: Key) -
 }
 
 /// The next barrier and the next releases of a thread behind the commit of a bulk group, in the
-/// order of the code. Empty where a wait for the group was seen ahead of the first of each.
-/// `wrote`: see [`waits_for`].
+/// order of the code. Empty where a wait for the group was seen ahead of the barrier or of the first
+/// release. `wrote`: see [`waits_for`].
 fn unwaited(world: &World, (thread, group): (Key, u32), wrote: bool) -> Vec<(&'static str, u32)> {
     let Some(commit) = world.history.closed_by(thread, group) else { return vec![] };
     let Some(facts) = world.grids.facts(thread) else { return vec![] };
@@ -350,10 +358,7 @@ fn unwaited(world: &World, (thread, group): (Key, u32), wrote: bool) -> Vec<(&'s
         let release = next.iter().find(|(what, _)| *what == RELEASE);
         next_barrier.iter().chain(release).any(|(_, pc)| wait.pc < *pc)
     };
-    let is_enough = |wait: &Wait| {
-        let ahead = is_ahead(wait) && commit < wait.pc;
-        ahead && wait.group >= group && (wait.landed || !wrote)
-    };
+    let is_enough = |wait: &Wait| is_ahead(wait) && commit < wait.pc && wait.is_for(group, wrote);
     if world.history.waits_of(thread).any(is_enough) { vec![] } else { next }
 }
 
@@ -364,7 +369,8 @@ pub(crate) fn waits_for_store(world: &World, thread: Key, group: u32) -> String 
     } else {
         String::new()
     };
-    let seen = waits_for(world, (thread, group), false, thread);
+    let next = unwaited(world, (thread, group), false);
+    let seen = waits_for(world, (thread, group), false, &next, thread);
     seen.iter().fold(open, |text, seen| format!("{text}\n  seen: {seen}"))
 }
 
@@ -417,14 +423,15 @@ fn meeting(op: &Op) -> Option<(&'static str, &'static str)> {
 /// Most blocks of earlier kernels whose reads are searched.
 const MOST_EARLIER: usize = 64;
 
-/// The device of a block's kernel.
-fn device_of(world: &World, block: Key) -> Option<u64> {
-    world.grids.facts(clock::warp_of_block(block)).map(|facts| facts.device)
+/// The device of an actor's kernel.
+fn device_of(world: &World, actor: Key) -> Option<u64> {
+    world.grids.facts(actor).map(|facts| facts.device)
 }
 
 /// The blocks of a device's kernels that have read global memory, those of the latest grid first.
 fn blocks_of(world: &World, device: u64) -> impl Iterator<Item = Key> {
-    world.history.blocks().filter(move |block| device_of(world, *block) == Some(device))
+    let device_of = |block: &Key| device_of(world, clock::warp_of_block(*block));
+    world.history.blocks().filter(move |block| device_of(block) == Some(device))
 }
 
 /// The part of a report about an order between two accesses.
@@ -440,8 +447,10 @@ struct Order {
 fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: Place) -> Order {
     let theirs = actor_of(other);
     let mut found = vec![];
-    if let (true, Some(thread)) = (other.how.bulk && !other.how.product, thread_of(theirs)) {
-        found.extend(waits_for(world, (thread, other.tick), other_wrote, me.own));
+    let copied_by = thread_of(theirs).filter(|_| other.how.bulk && !other.how.product);
+    let next = copied_by.map(|thread| unwaited(world, (thread, other.tick), other_wrote)).unwrap_or_default();
+    if let Some(thread) = copied_by {
+        found.extend(waits_for(world, (thread, other.tick), other_wrote, &next, me.own));
     }
     let latest = world.history.waits_of(theirs).next();
     if let Some(wait) = latest.filter(|_| other.how.late && !other.how.bulk) {
@@ -465,9 +474,9 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let of = clock::place_of(theirs).map(|_| clock::block_of(theirs));
     let here = clock::block_of(me.own);
     // Reads of earlier kernels of the device count too, because a stream orders the kernels.
-    let earlier = world.history.blocks_before(clock::grid_of(me.own));
-    let is_near = |block: &Key| device_of(world, *block) == device_of(world, here);
-    let earlier = earlier.filter(is_near).take(MOST_EARLIER);
+    let first = clock::block_of(clock::warp(clock::grid_of(me.own), 0, 0));
+    let blocks = world.grids.facts(me.own).map(|facts| blocks_of(world, facts.device));
+    let earlier = blocks.into_iter().flatten().filter(|block| *block < first).take(MOST_EARLIER);
     let mut starts = std::iter::once(here).chain(earlier);
     let way = of.and_then(|of| starts.find_map(|start| world.history.way(start, of, writes)));
     let assumed = assumption(world, me, other, way.as_deref().unwrap_or_default());
@@ -475,10 +484,9 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     let is_proxy = lacks_proxy_fence(grids, how, me.own, me.past, other);
     // A flag orders a copy only behind its thread's wait; ahead of the flag in the code, if the
     // thread sets it itself.
-    let copied_by = thread_of(theirs).filter(|_| other.how.bulk && !other.how.product);
     let may_order = |step: &Step| {
         let ahead = |wait: &Wait| step.write.is_none_or(|w| Some(w.by) != copied_by || wait.pc < w.pc);
-        let is_enough = |wait: &Wait| wait.group >= other.tick && (wait.landed || !other_wrote);
+        let is_enough = |wait: &Wait| wait.is_for(other.tick, other_wrote);
         let mut waits = copied_by.into_iter().flat_map(|thread| world.history.waits_of(thread));
         waits.any(|wait| is_enough(wait) && ahead(wait))
     };
@@ -518,9 +526,14 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         found.extend(around_flag(world, me, (theirs, other), gaps));
     }
     let no_wait = copied_by.and_then(|thread| {
-        let next = unwaited(world, (thread, other.tick), other_wrote);
-        // A release, if there is one.
-        let (what, pc) = next.iter().find(|(what, _)| *what == RELEASE).or(next.first())?;
+        // A flag of the copy's thread that its wait comes before falls short elsewhere.
+        let is_flag = |step: &Step| step.write.is_some_and(|write| write.by == thread) && may_order(step);
+        if judged.is_some() && steps.first().is_some_and(is_flag) {
+            return None;
+        }
+        // Other blocks rely on a release, if there is one.
+        let release = next.iter().find(|(what, _)| *what == RELEASE && of != Some(here));
+        let (what, pc) = release.or(next.first())?;
         let at = party(grids, (*what).into(), thread, *pc, me.own);
         Some(Gap { side: Side::Writer, kind: GapKind::NoWait, scope: "", needs: "", at })
     });
@@ -533,23 +546,24 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     Order { attempts: found, gaps, assumed }
 }
 
+/// Identifies the line of a read.
+fn reader_line(world: &World, step: &Step) -> Option<(*const Kernel, [SourceLine; 2])> {
+    let kernel = &world.grids.facts(step.read.by)?.kernel;
+    Some((Arc::as_ptr(kernel), kernel.lines(step.read.pc)))
+}
+
 /// Reads of the host's words that a report of a race with the host lists beside those of the block.
 const MOST_OF_HOST: usize = 8;
 
 /// The last reads of the host's words by kernels of the device of `me`, each line once: an earlier
 /// launch may have waited for the host. `known` are listed already.
 fn reads_of_host(world: &World, me: Key, known: &[Step]) -> Vec<Attempt> {
-    let at = |step: &Step| {
-        let kernel = &world.grids.facts(step.read.by)?.kernel;
-        Some((Arc::as_ptr(kernel), kernel.lines(step.read.pc)[0]))
-    };
-    let mut known: HashSet<_> = known.iter().map(at).collect();
-    let Some(facts) = world.grids.facts(me) else { return vec![] };
     let is_of_host = |by| clock::place_of(by).is_none();
-    let blocks = blocks_of(world, facts.device);
-    let reads =
-        blocks.flat_map(|block| world.history.reads_of(block, is_of_host, |_, place| world.writes(place)));
-    let new = reads.filter(|step| known.insert(at(step))).take(MOST_OF_HOST);
+    let known = known.iter().filter(|step| step.write.is_some_and(|write| is_of_host(write.by)));
+    let mut known: HashSet<_> = known.map(|step| reader_line(world, step)).collect();
+    let Some(facts) = world.grids.facts(me) else { return vec![] };
+    let reads = blocks_of(world, facts.device).flat_map(|block| world.reads_of(block, is_of_host));
+    let new = reads.filter(|step| known.insert(reader_line(world, step))).take(MOST_OF_HOST);
     new.map(|step| {
         let mut read = read_attempt(&world.grids, &step, me, None);
         if step.is_early() {
@@ -688,7 +702,7 @@ pub(crate) fn fault(
             let is_address = space == "global" && hazard == Hazard::WriteAfterWrite;
             let origin = if is_address { address_lines(world, me.own) } else { String::new() };
             // A report lists the reads of the host's words elsewhere.
-            let is_of_kernel = clock::place_of(actor_of(&other)).is_some();
+            let is_of_kernel = clock::place_of(actor_of(&other)).is_some() && space == "global";
             let early =
                 if is_of_kernel { early_lines(world, me.own, Some(actor_of(&other))) } else { String::new() };
             let origin = early + &origin;
@@ -741,11 +755,10 @@ fn later_writes(world: &World, shadow: u32, offset: u64, write: &Record) -> Vec<
     };
     let Some(own) = array(offset) else { return vec![] };
     let by = actor_of(write);
-    let device = |by: Key| world.grids.facts(by).map(|facts| facts.device);
     let is_later = |at, other: &Record| {
         let other = actor_of(other);
         clock::grid_of(other) > clock::grid_of(by)
-            && device(other) == device(by)
+            && device_of(world, other) == device_of(world, by)
             && array(at).as_ref() == Some(&own)
     };
     near_writes(world, Place::Global { shadow, offset }, offset, by, is_later)
@@ -898,30 +911,25 @@ fn address_lines(world: &World, by: Key) -> String {
 const MOST_EARLY: usize = 4;
 
 /// Lines about strong reads of global memory by kernels of a device that came before another
-/// block's write there, and have not been repeated since: a wait may have ended too early. The reads
-/// by the block `here` come first. With the actor `other` of another launch, the writes are its
+/// block's write there, and have not been repeated since: a wait may have ended too early. Reads by
+/// the block of `me` come first. With the actor `other` of another launch, the writes are its
 /// launch's, if there are any.
-fn early_lines_of(world: &World, device: u64, here: Option<Key>, other: Option<Key>) -> String {
-    let history = &world.history;
+fn early_lines_of(world: &World, device: u64, me: Option<Key>, other: Option<Key>) -> String {
+    let here = me.map(clock::block_of);
     let others = blocks_of(world, device).filter(|block| Some(*block) != here);
-    let mut early = vec![];
-    for block in here.into_iter().chain(others) {
-        let of_other = |by| clock::place_of(by).is_none() || clock::block_of(by) != block;
-        early
-            .extend(history.reads_of(block, of_other, |_, place| world.writes(place)).filter(Step::is_early));
-    }
+    let early_by = |block| {
+        let of_other = move |by| clock::place_of(by).is_none() || clock::block_of(by) != block;
+        world.reads_of(block, of_other).filter(Step::is_early)
+    };
+    let mut early: Vec<_> = here.into_iter().chain(others).flat_map(early_by).collect();
     let launch = |by: Key| clock::place_of(by).map(|_| clock::grid_of(by));
-    let other = other.and_then(launch).filter(|grid| here.is_none_or(|here| clock::grid_of(here) != *grid));
+    let other = other.and_then(launch).filter(|grid| me.and_then(launch) != Some(*grid));
     let of_launch = |step: &Step| step.write.is_some_and(|write| launch(write.by) == other);
     if other.is_some() && early.iter().any(of_launch) {
         early.retain(of_launch);
     }
-    let line = |step: &Step| {
-        let kernel = &world.grids.facts(step.read.by)?.kernel;
-        Some((Arc::as_ptr(kernel), kernel.lines(step.read.pc)))
-    };
     let mut known = HashSet::new();
-    early.retain(|step| known.insert(line(step)));
+    early.retain(|step| known.insert(reader_line(world, step)));
     let mut text = String::new();
     for Step { read, write } in early.into_iter().take(MOST_EARLY) {
         let (Place::Global { shadow, offset }, Some(write)) = (read.place, write) else { continue };
@@ -941,7 +949,7 @@ fn early_lines_of(world: &World, device: u64, here: Option<Key>, other: Option<K
 /// The same lines for the device of an actor, and its block.
 fn early_lines(world: &World, by: Key, other: Option<Key>) -> String {
     let Some(facts) = world.grids.facts(by) else { return String::new() };
-    early_lines_of(world, facts.device, Some(clock::block_of(by)), other)
+    early_lines_of(world, facts.device, Some(by), other)
 }
 
 /// The last write of a byte by a kernel, later launches' writes beside it, and the global memory
@@ -992,7 +1000,7 @@ pub(crate) fn longest_waits(world: &World, most: usize) -> String {
         let access = format!("{} times the same value: a read", sight.repeats);
         let read = party(&world.grids, access, sight.by, sight.pc, sight.by);
         text += &format!("\n  {read}\n   of {}", spot(world, shadow, offset));
-        let write = world.releases.get(shadow, offset).and_then(|releases| releases.writes.last());
+        let write = world.writes(sight.place).and_then(Writes::last);
         text += &match write {
             Some(write) => format!("\n   last written by a {}", writer(&world.grids, write, sight.by)),
             None => "\n   which no kernel has written by a strong write".into(),
@@ -1042,7 +1050,7 @@ pub(crate) fn host_race(world: &World, device: u64, violation: Violation, write:
 /// published. A kernel that acquires them orders what the block did ahead of what its stream does
 /// next.
 fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
-    if device_of(world, of).is_none_or(|other| other == device) {
+    if device_of(world, clock::warp_of_block(of)).is_none_or(|other| other == device) {
         return vec![];
     }
     let way = blocks_of(world, device)
@@ -1055,12 +1063,11 @@ fn flags_of(world: &World, device: u64, of: Key) -> Vec<Attempt> {
 /// Lines about what kernels of a device have read of the grid of an actor of another device: any of
 /// its blocks may publish what the actor wrote.
 fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
-    let device_of = |actor: Key| world.grids.facts(actor).map(|facts| facts.device);
-    if device_of(of).is_none_or(|other| other == device) {
+    if device_of(world, of).is_none_or(|other| other == device) {
         return String::new();
     }
     let is_of_grid = |write: &Record| clock::grid_of(actor_of(write)) == clock::grid_of(of);
-    let reads = sources_of(world, |actor| device_of(actor) == Some(device), |_| true);
+    let reads = sources_of(world, |actor| device_of(world, actor) == Some(device), |_| true);
     let reads = reads.into_iter().filter(|source| source.write.as_ref().is_some_and(is_of_grid));
     source_lines(world, "its device", &reads.take(MOST_OF_ADDRESS).collect::<Vec<_>>())
 }
@@ -1070,8 +1077,9 @@ fn reads_of_grid(world: &World, device: u64, of: Key) -> String {
 /// the host.
 fn host_attempt(world: &World, earlier: &Record) -> Option<String> {
     let by = actor_of(earlier);
+    clock::place_of(by)?;
     let judged = |(age, (shadow, at, read)): (usize, &(u32, u64, Option<u64>))| {
-        let write = world.releases.get(*shadow, *at)?.writes.last()?;
+        let write = world.writes(Place::Global { shadow: *shadow, offset: *at })?.last()?;
         let is_of_block = clock::block_of(write.by) == clock::block_of(by);
         let is_judged = *read == Some(write.at) && !earlier.how.late && is_of_block;
         let mut gap = String::new();

@@ -308,6 +308,8 @@ pub(crate) struct Shadow {
     parts: Vec<Part>,
     /// Identity of the device that it belongs to, and its label there.
     pub(crate) origin: Option<(u64, Arc<str>)>,
+    /// The time in the history at which it was mapped.
+    pub(crate) since: u64,
 }
 
 impl Default for Shadow {
@@ -321,7 +323,7 @@ impl Shadow {
     /// it, where bytes without a recorded write count as written.
     pub(crate) fn new(hidden: bool, filled: bool) -> Self {
         let (histories, later) = (Histories::new(filled), Later::default());
-        Self { pages: vec![], histories, later, hidden, names: None, parts: vec![], origin: None }
+        Self { pages: vec![], histories, later, hidden, names: None, parts: vec![], origin: None, since: 0 }
     }
 
     /// Names the elements of `bytes` bytes in a range of offsets.

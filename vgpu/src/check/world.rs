@@ -9,7 +9,7 @@ use super::checker::CheckConfig;
 use super::clock::{self, Key};
 use super::grids::{GridFacts, Grids};
 use super::hash::FastMap;
-use super::history::{History, Writes};
+use super::history::{History, Step, Writes};
 use super::hooks::Place;
 use super::past::{CausalPast, PastView, Timeline};
 use super::record::{Accessor, How, Record, Update, Violation, ViolationAt};
@@ -29,7 +29,7 @@ const MOST_LOADED: usize = 8;
 pub(super) struct Host {
     pub(super) timeline: Key,
     pub(super) past: CausalPast,
-    /// The words of mapped memory that it has loaded last, the latest first: shadow, offset, and the
+    /// Words of mapped memory that it has loaded last, the latest first: shadow, offset, and the
     /// number of the kernel's write that it has read.
     pub(super) loaded: Vec<(u32, u64, Option<u64>)>,
 }
@@ -64,8 +64,8 @@ pub(crate) struct World {
     pub(crate) only_host: Option<ThreadId>,
     /// Causal past that host threads have published ([`host_meets`](super::host_meets)).
     pub(super) meeting: CausalPast,
-    /// What host code has read by itself, with the causal past of the threads that read it.
-    carried: CausalPast,
+    /// Reads by host code itself, with the causal past of the threads that made them.
+    read_by_host: CausalPast,
     pub(super) timelines: u64,
     pub(super) ticks: u32,
     pub(crate) rng: Rng,
@@ -100,7 +100,7 @@ impl World {
             hosts: HashMap::new(),
             only_host: None,
             meeting: CausalPast::default(),
-            carried: CausalPast::default(),
+            read_by_host: CausalPast::default(),
             timelines: 0,
             ticks: 0,
             rng: Rng::new(config.weak_memory.unwrap_or(0)),
@@ -117,7 +117,7 @@ impl World {
         }
         // The device that maps it first is its origin.
         let mut shadow = Shadow::new(false, filled);
-        shadow.origin = Some(by);
+        (shadow.origin, shadow.since) = (Some(by), self.history.mark());
         let number = match self.free_shadows.pop() {
             Some(number) => {
                 self.shadows[number as usize] = shadow;
@@ -142,6 +142,7 @@ impl World {
             self.releases.forget(number);
             self.stores.forget(number);
             self.loads.forget(number);
+            self.hosts.values_mut().for_each(|host| host.loaded.retain(|word| word.0 != number));
             self.free_shadows.push(number);
         }
     }
@@ -219,6 +220,18 @@ impl World {
     pub(super) fn writes(&self, place: Place) -> Option<&Writes> {
         let Place::Global { shadow, offset } = place else { return None };
         self.releases.get(shadow, offset).map(|releases| &releases.writes)
+    }
+
+    /// The last strong reads by a block of places in global memory that a thread which `is_meant`
+    /// takes has written last, latest first, with that write, which may have come behind the read.
+    pub(super) fn reads_of(&self, block: Key, is_meant: impl Fn(Key) -> bool) -> impl Iterator<Item = Step> {
+        self.history.reads_by(block).filter_map(move |&read| {
+            let Place::Global { shadow, .. } = read.place else { return None };
+            let write = *self.writes(read.place)?.last()?;
+            // Earlier reads are of memory that is freed.
+            let is_there = self.shadows.get(shadow as usize)?.since <= read.at;
+            (is_there && is_meant(write.by)).then_some(Step { read, write: Some(write) })
+        })
     }
 
     /// Name of byte `at` of shadow `number`; empty if it has none.
@@ -322,15 +335,15 @@ impl World {
     /// read, through a socket for instance. So the write comes after all reads by host code that
     /// were announced before it.
     pub(crate) fn host_is_to_write(&mut self) {
-        let carried = std::mem::take(&mut self.carried);
-        self.as_host(|host| host.past.join(&carried));
-        self.carried = carried;
+        let read = std::mem::take(&mut self.read_by_host);
+        self.as_host(|host| host.past.join(&read));
+        self.read_by_host = read;
     }
 
     /// Host code has announced a read of memory by itself.
     pub(crate) fn host_has_read(&mut self) {
         let past = self.host_past();
-        self.carried.join(&past);
+        self.read_by_host.join(&past);
     }
 
     /// A release store of scope `.sys` by the host of the 8-byte word at `at` in shadow `number`. A

@@ -227,6 +227,26 @@ pub(super) fn registers(
     }
 }
 
+/// The registers that an instruction under a guard uses and defines, by their numbers.
+pub(super) fn touches_of(
+    (op, guard): (&mut Op, u32),
+    sig: &[Sig],
+    operands: &mut Operands,
+    id: impl Fn(File, u32) -> usize,
+) -> Vec<Touch> {
+    let guarded = guard != NO_GUARD;
+    let mut list = vec![];
+    if guarded {
+        let register = id(File::Pred, guard & !GUARD_NOT);
+        list.push(Touch { register, kills: false, defines: false });
+    }
+    registers(op, sig, operands, &mut |file, role, slot| {
+        let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
+        list.push(Touch { register: id(file, *slot), kills, defines });
+    });
+    list
+}
+
 /// The control flow of lowered code.
 pub(super) fn flow_of(code: &[Inst], tables: &[Vec<u32>]) -> Flow {
     Flow::new(code.len(), |i| {
@@ -276,19 +296,7 @@ pub(super) fn allocate(
         .iter_mut()
         .zip(sigs)
         .map(|(inst, sig)| {
-            let guarded = inst.guard != NO_GUARD;
-            let mut list = vec![];
-            if guarded {
-                list.push(Touch {
-                    register: id(File::Pred, inst.guard & !GUARD_NOT),
-                    kills: false,
-                    defines: false,
-                });
-            }
-            registers(&mut inst.op, sig, operands, &mut |file, role, slot| {
-                let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
-                list.push(Touch { register: id(file, *slot), kills, defines });
-            });
+            let list = touches_of((&mut inst.op, inst.guard), sig, operands, id);
             list.iter().for_each(|t| referenced[t.register] = true);
             list
         })

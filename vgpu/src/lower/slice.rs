@@ -2,14 +2,13 @@
 
 use std::collections::{HashSet, VecDeque};
 
-use super::allocate::{flow_of, registers};
+use super::allocate::{flow_of, touches_of};
 use super::dataflow::Touch;
-use crate::exec::lanes::Role;
-use crate::ir::{Addr, File, GUARD_NOT, NO_GUARD, Op, Operands};
+use crate::ir::{Addr, BulkOp, File, Op, Operands};
 use crate::kernel::Kernel;
 use crate::ptx::Flow;
 
-/// The slots that each instruction of a kernel uses and defines, as numbers: 32-bit ones first, then
+/// Slots that each instruction of a kernel uses and defines, as numbers: 32-bit ones first, then
 /// 64-bit ones, then predicates.
 pub(super) struct Touched {
     pub(super) flow: Flow,
@@ -33,31 +32,20 @@ impl Touched {
             reductions: kernel.operands.reductions.clone(),
             multimems: kernel.operands.multimems.clone(),
         };
-        let touches: Vec<Vec<Touch>> = kernel
-            .code
-            .iter()
-            .zip(&kernel.sigs)
-            .map(|(inst, sig)| {
-                let guarded = inst.guard != NO_GUARD;
-                let mut list = vec![];
-                if guarded {
-                    let register = id(File::Pred, inst.guard & !GUARD_NOT);
-                    list.push(Touch { register, kills: false, defines: false });
-                }
-                registers(&mut inst.op.clone(), sig, &mut operands, &mut |file, role, slot| {
-                    let (defines, kills) = (role != Role::Use, role == Role::Def && !guarded);
-                    list.push(Touch { register: id(file, *slot), kills, defines });
-                });
-                list
-            })
+        let instructions = kernel.code.iter().zip(&kernel.sigs);
+        let touches = instructions
+            .map(|(inst, sig)| touches_of((&mut inst.op.clone(), inst.guard), sig, &mut operands, id))
             .collect();
         Touched { flow: flow_of(&kernel.code, &kernel.tables), touches, base, total }
     }
 }
 
+/// Parts of basic blocks that are searched at the most.
+const MOST_SEARCHED: usize = 10_000;
+
 /// Instructions that have computed the address of access `pc`, the nearest first, up to `most` lines
 /// of the source. Those of a copy are its addresses in global memory, if it has any. Predicates are
-/// left out: they decide whether an access happens, and not where.
+/// left out, that of `selp` included: most decide whether an access happens, and not where.
 pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> {
     let Touched { flow, touches, base, .. } = Touched::new(kernel);
     let at = pc as usize;
@@ -78,10 +66,15 @@ pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> 
     let addresses = match &kernel.code[at].op {
         Op::Ld(access) | Op::St(access) => of_address(access.addr),
         Op::Atom(atomic) => of_address(atomic.addr),
-        // Of a copy the address in global memory: that in shared memory has 32 bits.
+        Op::Mbar { addr, .. } | Op::Line { addr, .. } | Op::CheckRows { addr, .. } => of_address(*addr),
+        Op::Multimem { access, .. } => of_address(kernel.operands.multimems[*access as usize].addr),
+        Op::Bulk(BulkOp::RemoteStore { store }) => {
+            of_address(kernel.operands.remote_stores[*store as usize].dst)
+        }
+        // The other operands have 32 bits.
         _ => {
-            let (wide, narrow) =
-                uses(at).partition::<Vec<_>, _>(|register| *register >= base[File::R64 as usize]);
+            let is_wide = |register: &usize| *register >= base[File::R64 as usize];
+            let (wide, narrow) = uses(at).partition::<Vec<_>, _>(is_wide);
             if wide.is_empty() { narrow } else { wide }
         }
     };
@@ -89,7 +82,8 @@ pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> 
     let mut needed: VecDeque<_> = addresses.into_iter().map(|register| (register, block, at)).collect();
     let (mut instructions, mut ends) = (HashSet::new(), HashSet::new());
     let (mut lines, mut found) = (HashSet::from([kernel.lines(pc)[0]]), vec![]);
-    while let Some((register, block, end)) = needed.pop_front() {
+    for _ in 0..MOST_SEARCHED {
+        let Some((register, block, end)) = needed.pop_front() else { break };
         let range = flow.blocks[block].start..end;
         let defined =
             |at: &usize| touches[*at].iter().find(|touch| touch.defines && touch.register == register);

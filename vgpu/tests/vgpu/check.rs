@@ -559,6 +559,52 @@ MORE:
 }
 
 #[test]
+fn an_early_read_of_an_earlier_launch_is_named_beside_one_of_the_same_launch() {
+    let device = Device::new(0);
+    let before = device.checker().host_past();
+    device.run_after(&parse("ld.acquire.gpu.global.u32 %r2, [%rd40+104];"), &before).unwrap();
+    device.run_after(&parse("st.release.gpu.global.u32 [%rd40+104], %r40;"), &before).unwrap();
+    let blocks = parse(
+        "mov.u32 %r1, %ctaid.x;
+         setp.eq.u32 %p1, %r1, 0;
+         @%p1 ld.acquire.gpu.global.u32 %r2, [%rd40+96];
+         @!%p1 st.release.gpu.global.u32 [%rd40+96], %r1;
+         st.global.u32 [%rd40+64], %r1;",
+    );
+    let mut grid = device.start_in(&blocks, launch(2, 1), &before);
+    let text = finish(&mut [&mut grid], 0).unwrap_err().to_string();
+    for word in ["0x60", "0x68"] {
+        assert!(text.contains(&format!("the last read of 'buf' + {word} in kernel 'k'")), "{text}");
+    }
+}
+
+#[test]
+fn reads_of_freed_memory_are_not_taken_for_early_ones() {
+    let device = Device::new(0);
+    let run = |body: &str, buf: &Region| {
+        finish(&mut [&mut device.start_on(&parse(body), buf)], 0).map_err(|fault| fault.to_string())
+    };
+    let reads = |label: &str| {
+        let buf = device.memory.alloc_zeroed(128, label).unwrap();
+        run("ld.acquire.gpu.global.u32 %r2, [%rd40+96];", &buf).unwrap();
+        buf
+    };
+    let writes_and_faults = |buf: &Region| {
+        run("st.release.gpu.global.u32 [%rd40+96], %r40;", buf).unwrap();
+        let fresh = device.memory.alloc(64, "fresh").unwrap();
+        run("ld.global.u64 %rd1, [%rd40];", &fresh).unwrap_err()
+    };
+    let kept = reads("kept");
+    let text = writes_and_faults(&kept);
+    assert!(text.contains("the last read of 'kept' + 0x60"), "{text}");
+    drop(kept);
+    drop(reads("old"));
+    let new = device.memory.alloc_zeroed(128, "new").unwrap();
+    let text = writes_and_faults(&new);
+    assert!(!text.contains("the last read of"), "{text}");
+}
+
+#[test]
 fn a_race_of_blocks_without_a_flag_names_the_last_barrier() {
     let module = parse("bar.sync 0; // meets\nmov.u32 %r9, %ctaid.x;\nst.global.u32 [%rd40+32], %r9;");
     let device = Device::new(0);

@@ -294,6 +294,10 @@ impl Reader {
         }
         // SAFETY: the caller has checked that all bytes are in the target, which the reader keeps.
         unsafe { self.take(self.target.at(put.to), put.bytes as usize)? };
+        if !progress.stored.is_empty() {
+            // Parts of later puts may be stored over it, by other threads.
+            self.target.memory.host_takes(put.to, put.bytes)?;
+        }
         // Only this thread stores it.
         let number = progress.complete.load(Ordering::Relaxed) + 1;
         for (connection, stored) in (1..).zip(&progress.stored[..parts]) {
