@@ -335,8 +335,8 @@ fn waits_for(
 }
 
 /// The next barrier and the next releases of a thread behind the commit of a bulk group, in the
-/// order of the code. Empty where a wait for the group was seen ahead of the barrier or of the first
-/// release. `wrote`: see [`waits_for`].
+/// order of the code. Empty where a wait for the group was seen ahead of the barrier or of the
+/// first release. `wrote`: see [`waits_for`].
 fn unwaited(world: &World, (thread, group): (Key, u32), wrote: bool) -> Vec<(&'static str, u32)> {
     let Some(commit) = world.history.closed_by(thread, group) else { return vec![] };
     let Some(facts) = world.grids.facts(thread) else { return vec![] };

@@ -43,8 +43,8 @@ impl Touched {
 /// Parts of basic blocks that are searched at the most.
 const MOST_SEARCHED: usize = 10_000;
 
-/// Instructions that have computed the address of access `pc`, the nearest first, up to `most` lines
-/// of the source. Those of a copy are its addresses in global memory, if it has any. Predicates are
+/// Instructions that have computed the address of access `pc`, the nearest first, up to `most`
+/// lines of the source. Those of a copy are its addresses in global memory, if it has any. Predicates are
 /// left out, that of `selp` included: most decide whether an access happens, and not where.
 pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> {
     let Touched { flow, touches, base, .. } = Touched::new(kernel);
