@@ -913,7 +913,8 @@ const MOST_EARLY: usize = 4;
 /// Lines about strong reads of global memory by kernels of a device that came before another
 /// block's write there, and have not been repeated since: a wait may have ended too early. Reads by
 /// the block of `me` come first. With the actor `other` of another launch, the writes are its
-/// launch's, if there are any.
+/// launch's. Without any of these, the reads are those of the launch of `me`: later operations
+/// write anew what earlier launches have read.
 fn early_lines_of(world: &World, device: u64, me: Option<Key>, other: Option<Key>) -> String {
     let here = me.map(clock::block_of);
     let others = blocks_of(world, device).filter(|block| Some(*block) != here);
@@ -924,9 +925,12 @@ fn early_lines_of(world: &World, device: u64, me: Option<Key>, other: Option<Key
     let mut early: Vec<_> = here.into_iter().chain(others).flat_map(early_by).collect();
     let launch = |by: Key| clock::place_of(by).map(|_| clock::grid_of(by));
     let other = other.and_then(launch).filter(|grid| me.and_then(launch) != Some(*grid));
-    let of_launch = |step: &Step| step.write.is_some_and(|write| launch(write.by) == other);
-    if other.is_some() && early.iter().any(of_launch) {
-        early.retain(of_launch);
+    let of_other = |step: &Step| other.is_some() && step.write.map(|write| launch(write.by)) == Some(other);
+    let of_mine = |step: &Step| me.is_some_and(|me| launch(me) == launch(step.read.by));
+    if early.iter().any(of_other) {
+        early.retain(of_other);
+    } else {
+        early.retain(of_mine);
     }
     let mut known = HashSet::new();
     early.retain(|step| known.insert(reader_line(world, step)));

@@ -546,32 +546,64 @@ MORE:
     let before = device.checker().host_past();
     device.run_after(&parse("ld.acquire.gpu.global.u32 %r2, [%rd40+96];"), &before).unwrap();
     device.run_after(&writer, &before).unwrap();
-    let read = parse("ld.global.u64 %rd1, [%rd40+64];");
-    let race = device.run_after(&read, &before).unwrap_err().to_string();
-    let fresh = device.memory.alloc(128, "fresh").unwrap();
-    let unwritten = finish(&mut [&mut device.start_on(&read, &fresh)], 0).unwrap_err().to_string();
-    for (text, what) in [(race, "data race"), (unwritten, "unwritten")] {
-        assert!(text.contains(what), "{text}");
-        assert!(text.contains("\n  the last read of 'buf' + 0x60 in kernel 'k' at PTX line "), "{text}");
+    let race = device.run_after(&parse("ld.global.u64 %rd1, [%rd40+64];"), &before).unwrap_err().to_string();
+    assert!(race.contains("data race"), "{race}");
+    assert!(race.contains("\n  the last read of 'buf' + 0x60 in kernel 'k' at PTX line "), "{race}");
+}
+
+/// Behind a read of unwritten memory and a wrong value, reads of the same launch are named. Those of
+/// earlier launches are not: later operations write anew what they have read.
+#[test]
+fn faults_without_an_order_name_the_early_reads_of_their_launch() {
+    for is_same in [true, false] {
+        let device = Device::new(0);
+        let fresh = device.memory.alloc(256, "fresh").unwrap();
+        let start = |body: &str| device.start_on(&parse(body), &fresh);
+        let (early, late) = ("ld.acquire.gpu.global.u32 %r2, [%rd40+96];", "st.global.u32 [%rd40], %r40;");
+        let spin = "
+            mov.u32 %r1, 0;
+MORE:
+            add.u32 %r1, %r1, 1;
+            setp.lt.u32 %p1, %r1, 1000;
+            @%p1 bra MORE;";
+        let write = "st.release.gpu.global.u32 [%rd40+96], %r40;";
+        finish(&mut [&mut start(write)], 0).unwrap();
+        if !is_same {
+            finish(&mut [&mut start(early)], 0).unwrap();
+        }
+        let own = if is_same { early } else { "" };
+        let mut grid = start(&format!("{own}{spin}{late}ld.global.u64 %rd1, [%rd40+128];"));
+        grid.step(40).unwrap();
+        finish(&mut [&mut start(write)], 0).unwrap();
+        let text = finish(&mut [&mut grid], 0).unwrap_err().to_string();
+        let line = "the last read of 'fresh' + 0x60 in kernel 'k'";
+        assert!(text.contains("unwritten") && text.contains(line) == is_same, "{text}");
+        let origin = device.memory.origin(fresh.addr()).unwrap();
+        assert_eq!(origin.contains(line), is_same, "{origin}");
     }
-    let origin = device.memory.origin(device.buf.addr() + 64).unwrap();
-    assert!(origin.contains("the last read of 'buf' + 0x60"), "{origin}");
 }
 
 #[test]
-fn an_early_read_of_an_earlier_launch_is_named_beside_one_of_the_same_launch() {
+fn a_race_within_a_launch_names_early_reads_of_its_own_blocks() {
     let device = Device::new(0);
     let before = device.checker().host_past();
-    device.run_after(&parse("ld.acquire.gpu.global.u32 %r2, [%rd40+104];"), &before).unwrap();
-    device.run_after(&parse("st.release.gpu.global.u32 [%rd40+104], %r40;"), &before).unwrap();
     let blocks = parse(
         "mov.u32 %r1, %ctaid.x;
          setp.eq.u32 %p1, %r1, 0;
+         @%p1 ld.acquire.gpu.global.u32 %r2, [%rd40+104];
          @%p1 ld.acquire.gpu.global.u32 %r2, [%rd40+96];
+         mov.u32 %r3, 0;
+MORE:
+         add.u32 %r3, %r3, 1;
+         setp.lt.u32 %p2, %r3, 1000;
+         @%p2 bra MORE;
          @!%p1 st.release.gpu.global.u32 [%rd40+96], %r1;
          st.global.u32 [%rd40+64], %r1;",
     );
     let mut grid = device.start_in(&blocks, launch(2, 1), &before);
+    grid.step(60).unwrap();
+    // A peer, or an earlier launch that a wait was for.
+    device.run_after(&parse("st.release.gpu.global.u32 [%rd40+104], %r40;"), &before).unwrap();
     let text = finish(&mut [&mut grid], 0).unwrap_err().to_string();
     for word in ["0x60", "0x68"] {
         assert!(text.contains(&format!("the last read of 'buf' + {word} in kernel 'k'")), "{text}");
@@ -580,28 +612,21 @@ fn an_early_read_of_an_earlier_launch_is_named_beside_one_of_the_same_launch() {
 
 #[test]
 fn reads_of_freed_memory_are_not_taken_for_early_ones() {
-    let device = Device::new(0);
-    let run = |body: &str, buf: &Region| {
-        finish(&mut [&mut device.start_on(&parse(body), buf)], 0).map_err(|fault| fault.to_string())
-    };
-    let reads = |label: &str| {
-        let buf = device.memory.alloc_zeroed(128, label).unwrap();
-        run("ld.acquire.gpu.global.u32 %r2, [%rd40+96];", &buf).unwrap();
-        buf
-    };
-    let writes_and_faults = |buf: &Region| {
-        run("st.release.gpu.global.u32 [%rd40+96], %r40;", buf).unwrap();
-        let fresh = device.memory.alloc(64, "fresh").unwrap();
-        run("ld.global.u64 %rd1, [%rd40];", &fresh).unwrap_err()
-    };
-    let kept = reads("kept");
-    let text = writes_and_faults(&kept);
-    assert!(text.contains("the last read of 'kept' + 0x60"), "{text}");
-    drop(kept);
-    drop(reads("old"));
-    let new = device.memory.alloc_zeroed(128, "new").unwrap();
-    let text = writes_and_faults(&new);
-    assert!(!text.contains("the last read of"), "{text}");
+    for is_freed in [false, true] {
+        let mut device = Device::new(0);
+        let before = device.checker().host_past();
+        device.run_after(&parse("ld.acquire.gpu.global.u32 %r2, [%rd40+96];"), &before).unwrap();
+        if is_freed {
+            device.buf = device.memory.alloc_zeroed(8, "small").unwrap();
+            // In the place of the buffer that is freed now.
+            device.buf = device.memory.alloc_zeroed(WORDS as u64 * 8, "new").unwrap();
+        }
+        let writer = "st.global.u64 [%rd40], %rd40;\nst.release.gpu.global.u32 [%rd40+96], %r40;";
+        device.run_after(&parse(writer), &before).unwrap();
+        let reader = parse("ld.global.u64 %rd1, [%rd40];");
+        let text = device.run_after(&reader, &before).unwrap_err().to_string();
+        assert!(text.contains("data race") && text.contains("the last read of") != is_freed, "{text}");
+    }
 }
 
 #[test]
