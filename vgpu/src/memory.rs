@@ -853,9 +853,9 @@ impl Memory {
     }
 
     /// The instruction that has last written the byte at `addr`, and the memory that its block has
-    /// read, with the last writes there: lines for the report of a wrong value. If no kernel has
-    /// written the byte last, returns the writes of the nearest words. `None` without a checker, or
-    /// without any such write.
+    /// read, with the last writes there, and reads of its launch that came before a write: lines for
+    /// the report of a wrong value. If no kernel has written the byte last, returns the writes of the
+    /// nearest words. `None` without a checker, or without any such write.
     #[must_use]
     pub fn origin(&self, addr: u64) -> Option<String> {
         let found = self.snapshot().find(addr, 1)?;

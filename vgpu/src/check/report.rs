@@ -490,7 +490,8 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
         let mut waits = copied_by.into_iter().flat_map(|thread| world.history.waits_of(thread));
         waits.any(|wait| is_enough(wait) && ahead(wait))
     };
-    let is_apart = way.is_none() && of.is_some() && of != Some(here);
+    let has_no_way = way.is_none();
+    let is_apart = has_no_way && of.is_some() && of != Some(here);
     let needs_flag = !other.how.late || way.as_ref().and_then(|way| way.first()).is_some_and(may_order);
     let (steps, judged) = match (way, of) {
         (Some(way), Some(of)) if !is_proxy && !how.read_only && !other.how.read_only && needs_flag => {
@@ -503,8 +504,9 @@ fn order(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool, place: P
     };
     let of_step = judged.as_deref().filter(|_| steps.len() == 1);
     found.extend(steps.iter().map(|step| read_attempt(grids, step, me.own, of_step)));
-    if of.is_none() {
-        found.extend(reads_of_host(world, me.own, &steps));
+    let peer = device_of(world, theirs);
+    if has_no_way && peer != device_of(world, me.own) {
+        found.extend(reads_of_peer(world, me.own, peer, &steps));
     }
     // Within a block a barrier orders threads, and so does one behind the read of a flag by
     // another.
@@ -552,18 +554,20 @@ fn reader_line(world: &World, step: &Step) -> Option<(*const Kernel, [SourceLine
     Some((Arc::as_ptr(kernel), kernel.lines(step.read.pc)))
 }
 
-/// Reads of the host's words that a report of a race with the host lists beside those of the block.
-const MOST_OF_HOST: usize = 8;
+/// Reads of words of the host, or of another device, that the report of a race with one of its
+/// accesses lists beside those of the block.
+const MOST_OF_PEER: usize = 8;
 
-/// The last reads of the host's words by kernels of the device of `me`, each line once: an earlier
-/// launch may have waited for the host. `known` are listed already.
-fn reads_of_host(world: &World, me: Key, known: &[Step]) -> Vec<Attempt> {
-    let is_of_host = |by| clock::place_of(by).is_none();
-    let known = known.iter().filter(|step| step.write.is_some_and(|write| is_of_host(write.by)));
+/// The last reads by kernels of the device of `me` of words that the device `peer`, or the host, has
+/// written last, each line once: an earlier launch may have waited for it. `known` are listed
+/// already.
+fn reads_of_peer(world: &World, me: Key, peer: Option<u64>, known: &[Step]) -> Vec<Attempt> {
+    let is_of_peer = |by| device_of(world, by) == peer;
+    let known = known.iter().filter(|step| step.write.is_some_and(|write| is_of_peer(write.by)));
     let mut known: HashSet<_> = known.map(|step| reader_line(world, step)).collect();
     let Some(facts) = world.grids.facts(me) else { return vec![] };
-    let reads = blocks_of(world, facts.device).flat_map(|block| world.reads_of(block, is_of_host));
-    let new = reads.filter(|step| known.insert(reader_line(world, step))).take(MOST_OF_HOST);
+    let reads = blocks_of(world, facts.device).flat_map(|block| world.reads_of(block, is_of_peer));
+    let new = reads.filter(|step| known.insert(reader_line(world, step))).take(MOST_OF_PEER);
     new.map(|step| {
         let mut read = read_attempt(&world.grids, &step, me, None);
         if step.is_early() {
@@ -919,18 +923,19 @@ fn early_lines_of(world: &World, device: u64, me: Option<Key>, other: Option<Key
     let here = me.map(clock::block_of);
     let others = blocks_of(world, device).filter(|block| Some(*block) != here);
     let early_by = |block| {
-        let of_other = move |by| clock::place_of(by).is_none() || clock::block_of(by) != block;
-        world.reads_of(block, of_other).filter(Step::is_early)
+        let is_other = move |by| clock::place_of(by).is_none() || clock::block_of(by) != block;
+        world.reads_of(block, is_other).filter(Step::is_early)
     };
     let mut early: Vec<_> = here.into_iter().chain(others).flat_map(early_by).collect();
     let launch = |by: Key| clock::place_of(by).map(|_| clock::grid_of(by));
-    let other = other.and_then(launch).filter(|grid| me.and_then(launch) != Some(*grid));
-    let of_other = |step: &Step| other.is_some() && step.write.map(|write| launch(write.by)) == Some(other);
-    let of_mine = |step: &Step| me.is_some_and(|me| launch(me) == launch(step.read.by));
-    if early.iter().any(of_other) {
-        early.retain(of_other);
+    let mine = me.and_then(launch);
+    let other = other.and_then(launch).filter(|grid| mine != Some(*grid));
+    let is_for_other =
+        |step: &Step| other.is_some() && step.write.and_then(|write| launch(write.by)) == other;
+    if early.iter().any(is_for_other) {
+        early.retain(is_for_other);
     } else {
-        early.retain(of_mine);
+        early.retain(|step| launch(step.read.by) == mine);
     }
     let mut known = HashSet::new();
     early.retain(|step| known.insert(reader_line(world, step)));

@@ -514,6 +514,24 @@ fn a_race_of_the_host_with_a_peer_names_what_its_device_has_read_of_the_peer() {
     assert!(error.contains(of_flag) && error.contains("\n    last written by kernel 'k' at PTX"), "{error}");
 }
 
+#[test]
+fn a_race_with_another_device_names_the_reads_of_its_words() {
+    let first = Device::new(0);
+    let memory = Memory::checked(1, first.checker.clone());
+    let near = memory.import(first.buf.export().unwrap(), first.buf.bytes(), "buf of rank 0").unwrap();
+    let second = Device { checker: first.checker.clone(), memory, buf: near, seed: 1 };
+    let before = first.checker().host_past();
+    first.run_after(&parse("st.release.sys.global.u32 [%rd40+64], %r40;"), &before).unwrap();
+    second
+        .run_after(&parse("ld.acquire.sys.global.u32 %r1, [%rd40+64]; // an earlier wait"), &before)
+        .unwrap();
+    // Another launch of the peer, which the wait was not for.
+    first.run_after(&parse("st.global.u64 [%rd40+24], %rd40;"), &before).unwrap();
+    let text = second.run_after(&parse("ld.global.u64 %rd1, [%rd40+24];"), &before).unwrap_err().to_string();
+    assert!(text.contains("seen: acquire of scope .sys in kernel 'k', in another launch"), "{text}");
+    assert!(text.contains("// an earlier wait"), "{text}");
+}
+
 /// The reader looks at the flag once, before the writer sets it, and goes on.
 #[test]
 fn a_race_behind_a_wait_that_ended_too_early_names_the_read() {
