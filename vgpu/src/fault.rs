@@ -1086,10 +1086,16 @@ pub struct Fault {
 }
 
 /// Lines that are listed of the computation of an address.
-const MOST_OF_ADDRESS: usize = 8;
+const MOST_OF_ADDRESS: usize = 16;
 
 /// The instructions behind the address of access `pc`, where the fault is one of the address.
-pub(crate) fn address_of(kernel: &Kernel, pc: u32, kind: &FaultKind) -> Vec<InstructionPlace> {
+/// `writers`: see [`behind_address`].
+pub(crate) fn address_of(
+    kernel: &Kernel,
+    pc: u32,
+    kind: &FaultKind,
+    writers: &dyn Fn(u32) -> Vec<u32>,
+) -> Vec<InstructionPlace> {
     let is_of_address = match kind {
         FaultKind::OutOfBounds { .. }
         | FaultKind::OutOfWindow { .. }
@@ -1098,7 +1104,7 @@ pub(crate) fn address_of(kernel: &Kernel, pc: u32, kind: &FaultKind) -> Vec<Inst
         FaultKind::Race(race) => race.hazard == Hazard::WriteAfterWrite,
         _ => false,
     };
-    let behind = if is_of_address { behind_address(kernel, pc, MOST_OF_ADDRESS) } else { vec![] };
+    let behind = if is_of_address { behind_address(kernel, pc, writers, MOST_OF_ADDRESS) } else { vec![] };
     behind.into_iter().map(|pc| kernel.place_of(pc)).collect()
 }
 

@@ -1117,7 +1117,13 @@ impl Grid {
         let block = self.blocks[at.block as usize].state.ctaid;
         let kernel = self.env.kernel.name.clone();
         let traces = self.traces(at, pc, &kind);
-        let address = address_of(&self.env.kernel, pc, &kind);
+        let check = self.blocks[at.block as usize].check.as_ref();
+        let writers = |pc| {
+            let own =
+                check.zip(lane).map(|(check, lane)| (check, clock::lane(check.key(at.warp), lane as usize)));
+            own.map(|(check, own)| check.shared_writers(own, pc)).unwrap_or_default()
+        };
+        let address = address_of(&self.env.kernel, pc, &kind, &writers);
         Box::new(Fault {
             device: self.device,
             kernel,

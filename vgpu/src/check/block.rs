@@ -7,6 +7,7 @@ use super::hash::FastMap;
 use super::history::FenceSite;
 use super::hooks::Place;
 use super::past::{Acquired, CausalPast, GLOBAL, PastView, SHARED};
+use super::record::Record;
 use super::releases::{Fenced, Release, ReleaseMap};
 use super::shadow::Shadow;
 use crate::exec::bulk_queue::Landed;
@@ -467,6 +468,19 @@ impl BlockCheck {
             visits: FastMap::default(),
             has_fences,
         }
+    }
+
+    /// The instructions that have last written the words of shared memory which a lane has read by
+    /// instruction `pc`, those of the latest read first.
+    pub(crate) fn shared_writers(&self, lane: Key, pc: u32) -> Vec<u32> {
+        let within = clock::place_of(lane).and_then(|(_, within)| within?.1).unwrap_or(0);
+        let is_own = |read: &Record| match read.lanes {
+            0 => read.actor == lane,
+            lanes => read.actor == lane & !clock::WITHIN_WARP && lanes >> within & 1 != 0,
+        };
+        let mut reads = self.shared.last_reads(|read| read.pc == pc && is_own(read));
+        reads.sort_by_key(|(_, read, _)| std::cmp::Reverse(read.tick));
+        reads.into_iter().filter_map(|(_, _, write)| Some(write?.pc)).collect()
     }
 
     pub(crate) fn key(&self, warp: u32) -> Key {

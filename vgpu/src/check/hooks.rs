@@ -349,7 +349,7 @@ impl CheckHooks<'_> {
         if self.world.reports.is_full() {
             return Some(kind);
         }
-        let fault = report::collected(&self.world.grids, kind, own, pc, recent);
+        let fault = report::collected(&self.world.grids, kind, (own, pc), Some(self.block), recent);
         self.world.reports.add(pair, fault);
         None
     }

@@ -648,18 +648,19 @@ fn meetings_around(world: &World, actor: Key, pc: u32) -> Vec<(&'static str, u32
     found.into_iter().filter_map(|(what, at)| Some((what, at?))).collect()
 }
 
-/// A fault that is collected, so that no grid has added its place.
+/// A fault that is collected, so that no grid has added its place. `check`: the block's state.
 pub(crate) fn collected(
     grids: &Grids,
     kind: FaultKind,
-    own: Key,
-    pc: u32,
+    (own, pc): (Key, u32),
+    check: Option<&BlockCheck>,
     recent: impl Iterator<Item = RecentStep>,
 ) -> Fault {
     let Party { kernel, device, block, warp, lane, at, .. } = party(grids, String::new(), own, pc, own);
     let warp = warp.unwrap_or_default();
     let kernel_of = grids.facts(own).map(|facts| &facts.kernel);
-    let address = kernel_of.map(|kernel| address_of(kernel, pc, &kind)).unwrap_or_default();
+    let writers = |pc| check.map(|check| check.shared_writers(own, pc)).unwrap_or_default();
+    let address = kernel_of.map(|kernel| address_of(kernel, pc, &kind, &writers)).unwrap_or_default();
     let steps = kernel_of.map(|kernel| TraceStep::list(kernel, recent)).unwrap_or_default();
     let traces = if steps.is_empty() { vec![] } else { vec![Trace { block, warp, steps }] };
     Fault { kernel, device, block, warp, lane, at, kind, address, traces }
@@ -818,7 +819,7 @@ fn sources_of(
 ) -> Vec<Source> {
     let mut all = vec![];
     for (shadow, memory) in (0..).zip(&world.shadows) {
-        let found = memory.last_reads(&is_meant);
+        let found = memory.last_reads(|read| is_meant(read.actor));
         all.extend(found.into_iter().map(|(at, read, write)| Source { shadow, at, read, write }));
     }
     all.sort_by_key(|source| (!is_first(&source.read), std::cmp::Reverse(source.read.tick)));

@@ -744,11 +744,16 @@ impl Shadow {
         [before, distances().map(|distance| word + distance).find_map(find)]
     }
 
-    /// The last reads of each word by actors that `is_meant` takes, one for each history: the word,
+    /// The last reads of each word, of those that `is_meant` takes, one for each history: the word,
     /// the read, and the last write by a kernel.
-    pub(super) fn last_reads(&self, is_meant: impl Fn(Key) -> bool) -> Vec<(u64, Record, Option<Record>)> {
+    pub(super) fn last_reads(
+        &self,
+        is_meant: impl Fn(&Record) -> bool,
+    ) -> Vec<(u64, Record, Option<Record>)> {
         let mut last = UNTOUCHED;
-        let mut all = vec![];
+        // Histories lack the reads that are deferred.
+        let deferred = self.later.reads.iter().filter(|read| is_meant(&read.record));
+        let mut all: Vec<_> = deferred.map(|read| (read.at, read.record, self.last_write(read.at))).collect();
         for (number, page) in (0..).zip(&self.pages) {
             let words = page.iter().flat_map(|page| page.words.iter());
             for (word, id) in (0..).zip(words) {
@@ -757,7 +762,7 @@ impl Shadow {
                 }
                 last = *id;
                 let at = number * PAGE + 4 * word;
-                let read = self.histories.get(*id).reads().find(|read| is_meant(read.actor));
+                let read = self.histories.get(*id).reads().find(|read| is_meant(read));
                 all.extend(read.map(|read| (at, read.at(at, Kind::Read), self.last_write(at))));
             }
         }

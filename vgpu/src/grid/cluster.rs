@@ -258,7 +258,8 @@ impl Grid {
         }
         let Some((visitor, pc, what)) = block.unordered_visitor(&world.grids) else { return Ok(()) };
         let kind = FaultKind::EndedBlock { block: ctaid, message: what };
-        let fault = crate::check::report::collected(&world.grids, kind, visitor, pc, std::iter::empty());
+        let fault =
+            crate::check::report::collected(&world.grids, kind, (visitor, pc), None, std::iter::empty());
         world.reports.note(Box::new(fault))
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{HashSet, VecDeque};
 
 use super::allocate::{flow_of, touches_of};
 use super::dataflow::Touch;
-use crate::ir::{Addr, BulkOp, File, Op, Operands};
+use crate::ir::{Addr, BulkOp, File, Op, Operands, Space};
 use crate::kernel::Kernel;
 use crate::ptx::Flow;
 
@@ -44,12 +44,20 @@ impl Touched {
 const MOST_SEARCHED: usize = 10_000;
 
 /// Instructions that have computed the address of access `pc`, the nearest first, up to `most`
-/// lines of the source. Those of a copy are its addresses in global memory, if it has any. Predicates are
-/// left out, that of `selp` included: most decide whether an access happens, and not where.
-pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> {
+/// lines of the source. Those of a copy are its addresses in global memory, if it has any.
+/// Predicates are left out, that of `selp` included: most decide whether an access happens, and not
+/// where. `writers`: the instructions that have last written the shared memory which a load there
+/// has read.
+pub(crate) fn behind_address(
+    kernel: &Kernel,
+    pc: u32,
+    writers: &dyn Fn(u32) -> Vec<u32>,
+    most: usize,
+) -> Vec<u32> {
     let Touched { flow, touches, base, .. } = Touched::new(kernel);
     let at = pc as usize;
-    let Some(block) = flow.blocks.iter().position(|block| block.contains(&at)) else { return vec![] };
+    let block_of = |at: usize| flow.blocks.iter().position(|block| block.contains(&at));
+    let Some(block) = block_of(at) else { return vec![] };
     let mut before = vec![vec![]; flow.blocks.len()];
     for (from, to) in flow.successors.iter().enumerate() {
         to.iter().for_each(|&to| before[to].push(from));
@@ -89,14 +97,21 @@ pub(crate) fn behind_address(kernel: &Kernel, pc: u32, most: usize) -> Vec<u32> 
             |at: &usize| touches[*at].iter().find(|touch| touch.defines && touch.register == register);
         let mut is_replaced = false;
         for (at, touch) in range.rev().filter_map(|at| Some((at, defined(&at)?))) {
-            if instructions.insert(at) {
+            // A load goes on with the last writes of what it has read.
+            let mut new = vec![at];
+            if matches!(&kernel.code[at].op, Op::Ld(access) if access.space == Space::Shared) {
+                new.extend(writers(at as u32).into_iter().map(|at| at as usize));
+            }
+            for at in new.into_iter().filter(|at| instructions.insert(*at)) {
                 if lines.insert(kernel.lines(at as u32)[0]) {
                     found.push(at as u32);
                 }
                 if found.len() == most {
                     return found;
                 }
-                needed.extend(uses(at).map(|register| (register, block, at)));
+                if let Some(block) = block_of(at) {
+                    needed.extend(uses(at).map(|register| (register, block, at)));
+                }
             }
             is_replaced |= touch.kills;
             if is_replaced {

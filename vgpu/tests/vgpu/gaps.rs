@@ -485,3 +485,33 @@ fn an_uncovered_access_names_what_its_block_has_shared_with_the_flags_writer() {
         }
     }
 }
+
+/// One thread writes an index to shared memory, and another one uses it for an address.
+#[test]
+fn the_lines_behind_an_address_go_on_through_shared_memory() {
+    let body = "
+    mov.u32 %r8, DATA;
+    setp.ne.u32 %p2, %r40, 0;
+    @%p2 bra USE;
+    mul.lo.u32 %r1, %r40, 7;
+    add.u32 %r2, %r1, 1000000; // index
+    st.shared.u32 [%r8+64], %r2; // stored
+    st.shared.u32 [%r8+68], %r1; // other
+USE:
+    bar.sync 0;
+    ld.shared.u32 %r3, [%r8+64];
+    mul.wide.u32 %rd1, %r3, 4;
+    add.s64 %rd2, %rd40, %rd1;
+    ld.global.u32 %r4, [%rd2];";
+    let module = Module::parse(&kernel(SHARED, body)).unwrap();
+    for check in [Some(CheckConfig::default()), None] {
+        let mut machine = Machine::with_config(1, device(0), check);
+        let buf = machine.upload(0, "buf", &[0u64; 64]).unwrap();
+        machine.launch_with(0, &module, "k", launch(1, 64), &[&buf]).unwrap();
+        let Err(MachineError::Fault(fault)) = machine.run() else { panic!("no fault") };
+        let text = fault.to_string();
+        let has = |line: &str| fault.address.iter().any(|at| at.ptx_text.contains(line));
+        assert!(has("add.s64 %rd2") && has("ld.shared.u32 %r3") && !has("// other"), "{text}");
+        assert_eq!((has("// stored"), has("// index")), (check.is_some(), check.is_some()), "{text}");
+    }
+}
