@@ -99,7 +99,8 @@ pub(crate) fn behind_address(
         for (at, touch) in range.rev().filter_map(|at| Some((at, defined(&at)?))) {
             // A load goes on with the last writes of what it has read.
             let mut new = vec![at];
-            if matches!(&kernel.code[at].op, Op::Ld(access) if access.space == Space::Shared) {
+            let is_shared = matches!(&kernel.code[at].op, Op::Ld(access) if access.space == Space::Shared);
+            if is_shared && !instructions.contains(&at) {
                 new.extend(writers(at as u32).into_iter().map(|at| at as usize));
             }
             for at in new.into_iter().filter(|at| instructions.insert(*at)) {

@@ -271,6 +271,16 @@ fn the_host_reads_what_was_released_to_it() {
     });
 }
 
+/// Waits for the host's word.
+const HOST_WAIT: &str = "
+AGAIN:
+    ld.acquire.sys.global.u64 %rd1, [%rd40+8];
+    setp.eq.u64 %p1, %rd1, 0;
+    @%p1 bra AGAIN;";
+/// Reads what the word is for.
+const HOST_READ: &str = "
+    ld.global.u64 %rd2, [%rd40];";
+
 /// Runs a kernel that waits for the host's word, reads what the host wrote in front of it, and
 /// answers; then the host writes anew.
 fn reads_from_the_host(body: &str, seed: u64, is_late: bool, polls: bool) -> Result<u64, String> {
@@ -304,13 +314,7 @@ fn reads_from_the_host(body: &str, seed: u64, is_late: bool, polls: bool) -> Res
 
 #[test]
 fn a_kernel_reads_what_the_host_released_to_it() {
-    let body = "
-AGAIN:
-    ld.acquire.sys.global.u64 %rd1, [%rd40+8];
-    setp.eq.u64 %p1, %rd1, 0;
-    @%p1 bra AGAIN;
-    ld.global.u64 %rd2, [%rd40];
-    st.release.sys.global.u64 [%rd40+16], %rd2;";
+    let body = &format!("{HOST_WAIT}{HOST_READ}\n    st.release.sys.global.u64 [%rd40+16], %rd2;");
     for_each_seed(correct_seeds(), |seed| {
         assert_eq!(reads_from_the_host(body, seed, false, true).unwrap(), 1);
         if seed >= broken_seeds() {
@@ -344,12 +348,7 @@ AGAIN:
 /// A write that was announced may not be over, so a word of another thread does not release it.
 #[test]
 fn a_word_of_the_host_releases_its_own_threads_writes() {
-    let wait = "
-AGAIN:
-    ld.acquire.sys.global.u64 %rd1, [%rd40+8];
-    setp.eq.u64 %p1, %rd1, 0;
-    @%p1 bra AGAIN;
-    ld.global.u64 %rd2, [%rd40];";
+    let reader = parse(&format!("{HOST_WAIT}{HOST_READ}"));
     let of_two = |seed: u64, is_over: bool| {
         let device = Device::on_host(seed, "request");
         let (memory, buf) = (&device.memory, &device.buf);
@@ -363,7 +362,7 @@ AGAIN:
         };
         std::thread::scope(|scope| scope.spawn(write).join().unwrap());
         memory.store_release(buf.addr() + 8, 1).unwrap();
-        device.run_after(&parse(wait), &past).map_err(|fault| fault.to_string())
+        device.run_after(&reader, &past).map_err(|fault| fault.to_string())
     };
     for_each_seed(correct_seeds(), |seed| {
         of_two(seed, true).unwrap();
@@ -377,14 +376,9 @@ AGAIN:
 
 #[test]
 fn a_race_with_the_host_names_the_reads_of_its_word() {
-    let wait = "
-AGAIN:
-    ld.relaxed.sys.global.u64 %rd1, [%rd40+8];
-    setp.eq.u64 %p1, %rd1, 0;
-    @%p1 bra AGAIN;";
-    let reads = "ld.global.u64 %rd2, [%rd40];";
+    let wait = &HOST_WAIT.replace("ld.acquire", "ld.relaxed");
     for_each_seed(correct_seeds(), |seed| {
-        let error = reads_from_the_host(&format!("{wait}{reads}"), seed, false, true).unwrap_err();
+        let error = reads_from_the_host(&format!("{wait}{HOST_READ}"), seed, false, true).unwrap_err();
         let missing = "missing: an acquire of scope .sys of a word that the host releases behind it";
         let seen = "of what was written by a release of scope .sys by the host";
         assert!(error.contains(missing) && error.contains(seen), "{error}");
@@ -398,11 +392,11 @@ AGAIN:
         device.run_after(&once, &past).unwrap();
         device.memory.host_writes(device.buf.addr(), 8).unwrap();
         device.memory.store_release(device.buf.addr() + 8, 1).unwrap();
-        let error = device.run_after(&parse(reads), &past).unwrap_err().to_string();
+        let error = device.run_after(&parse(HOST_READ), &past).unwrap_err().to_string();
         let early = "; it came before the last write there";
         assert!(error.contains(seen) && error.contains(early), "{error}");
         device.run_after(&parse(wait), &past).unwrap();
-        let error = device.run_after(&parse(reads), &past).unwrap_err().to_string();
+        let error = device.run_after(&parse(HOST_READ), &past).unwrap_err().to_string();
         assert!(error.contains("relaxed read of scope .sys in kernel 'k', in another launch"), "{error}");
     });
 }
