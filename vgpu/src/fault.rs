@@ -184,14 +184,6 @@ pub enum LaunchError {
         /// Requested blocks.
         blocks: u64,
     },
-    /// Check mode: the kernel reads a register that nothing has written.
-    #[error("kernel '{}' reads {read}", readable_name(kernel))]
-    UnwrittenRegister {
-        /// Kernel name.
-        kernel: String,
-        /// The first such read.
-        read: Box<UnwrittenRegister>,
-    },
     /// Memory of the launch itself, such as that of module variables, could not be allocated.
     #[error("memory of the launch: {0}")]
     Memory(#[from] MemoryError),
@@ -281,13 +273,6 @@ pub struct UnwrittenRegister {
     pub register: String,
     /// The instruction.
     pub at: InstructionPlace,
-}
-
-impl fmt::Display for UnwrittenRegister {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "register '{}', which nothing has written on any path to there", self.register)?;
-        self.at.write(f, "\n  ")
-    }
 }
 
 /// One side of a race.
@@ -797,6 +782,11 @@ pub enum FaultKind {
         /// In global memory: writes around it, and where the address may come from.
         near: Box<Nearby>,
     },
+    /// Check mode: a read of registers that nothing can have written.
+    UnwrittenRegister {
+        /// Names in the PTX.
+        registers: Vec<String>,
+    },
     /// No warp of the block can ever go on.
     Deadlock(StuckReport),
     /// The grid ran too many instructions, and memory may have changed, but no block began or ended
@@ -843,6 +833,7 @@ impl FaultKind {
             FaultKind::Race(race) if race.class == Class::Proxy => "missing-proxy-fence",
             FaultKind::Race(_) => "race",
             FaultKind::Unwritten { .. } => "unwritten-read",
+            FaultKind::UnwrittenRegister { .. } => "unwritten-register",
             FaultKind::Deadlock(_) => "deadlock",
             FaultKind::Livelock { .. } => "livelock",
             FaultKind::Hang(_) => "hang",
@@ -856,6 +847,7 @@ impl FaultKind {
         match self {
             FaultKind::OutOfBounds { nearest: Some(near), .. } if near.freed => Class::Lifetime,
             FaultKind::Unwritten { .. }
+            | FaultKind::UnwrittenRegister { .. }
             | FaultKind::CopyOutlivesBlock { .. }
             | FaultKind::EndedBlock { .. } => Class::Lifetime,
             FaultKind::NarrowArrival => Class::Model,
@@ -956,6 +948,12 @@ impl fmt::Display for FaultKind {
                 near.writes.iter().try_for_each(|write| write!(f, "\n  near: {write}"))?;
                 write!(f, "{}", near.origin)
             }
+            FaultKind::UnwrittenRegister { registers } => write!(
+                f,
+                "read of register{} '{}', which nothing has written on any path to here",
+                if registers.len() == 1 { "" } else { "s" },
+                registers.join("', '")
+            ),
             FaultKind::Deadlock(report) => write!(f, "deadlock\n{report}"),
             FaultKind::Livelock { instructions, report } => write!(
                 f,

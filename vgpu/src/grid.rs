@@ -1335,14 +1335,10 @@ fn check_launch(
 
 /// Whether a launch can run in check mode.
 fn allows_checks(kernel: &Kernel, cfg: &GridConfig) -> Result<(), LaunchError> {
-    let name = || kernel.name.clone();
     let blocks = cfg.grid.iter().map(|&d| u64::from(d)).product();
-    if blocks > MAX_BLOCKS {
-        return Err(LaunchError::TooLargeToCheck { kernel: name(), blocks });
-    }
-    match kernel.unwritten_registers().into_iter().next() {
-        Some(read) => Err(LaunchError::UnwrittenRegister { kernel: name(), read: Box::new(read) }),
-        None => Ok(()),
+    match blocks > MAX_BLOCKS {
+        true => Err(LaunchError::TooLargeToCheck { kernel: kernel.name.clone(), blocks }),
+        false => Ok(()),
     }
 }
 

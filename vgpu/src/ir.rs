@@ -825,6 +825,11 @@ pub(crate) enum Op {
     ///
     /// [`Kernel::register_checks`]: crate::kernel::Kernel::register_checks
     CheckRegisters(u32),
+    /// The next instruction reads registers that nothing can have written: the number in
+    /// [`Kernel::unwritten`].
+    ///
+    /// [`Kernel::unwritten`]: crate::kernel::Kernel::unwritten
+    UnwrittenRegisters(u32),
     /// `vprintf`: addresses of the format and of the arguments, and its result.
     Print {
         format: u32,

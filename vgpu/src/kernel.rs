@@ -71,8 +71,8 @@ pub struct Kernel {
     pub(crate) inits: Vec<(File, u32, Init)>,
     /// Slots that may be read before they are written. [`Kernel::inits`] initialises some of them.
     pub(crate) alive_at_start: Vec<(File, u32)>,
-    /// Instructions that read a register, by name, which nothing can have written.
-    pub(crate) unwritten: Vec<(u32, String)>,
+    /// Reads of registers that nothing can have written.
+    pub(crate) unwritten: Vec<UnwrittenRead>,
     /// Bytes of local memory per lane.
     pub(crate) local_bytes: u32,
     /// It reads the address of the workspace of a cooperative grid. Its unaligned block barriers are
@@ -85,6 +85,15 @@ pub struct Kernel {
     pub(crate) text: Arc<str>,
     /// Executed instructions, once coverage is on.
     pub(crate) executed: OnceLock<Box<[AtomicBool]>>,
+}
+
+/// Registers that an instruction reads and that nothing can have written.
+#[derive(Debug)]
+pub(crate) struct UnwrittenRead {
+    /// [`Op::UnwrittenRegisters`] in front of the instruction.
+    pub(crate) pc: u32,
+    /// Names in the PTX.
+    pub(crate) registers: Vec<String>,
 }
 
 /// A shared variable of a kernel.
@@ -236,16 +245,20 @@ impl Kernel {
         self.slots
     }
 
-    /// Reads of registers that no definition reaches, on any path. In check mode such a kernel is
-    /// not launched. A register that some paths write is not listed: compilers leave out writes of
-    /// values that do not matter.
+    /// Reads of registers that no definition reaches, on any path. Check mode reports them where a
+    /// lane executes them ([`FaultKind::UnwrittenRegister`]). A register that some paths write is not
+    /// listed: compilers leave out writes of values that do not matter.
+    ///
+    /// [`FaultKind::UnwrittenRegister`]: crate::FaultKind::UnwrittenRegister
     #[must_use]
     pub fn unwritten_registers(&self) -> Vec<UnwrittenRegister> {
-        let describe = |(pc, register): &(u32, String)| UnwrittenRegister {
-            register: register.clone(),
-            at: self.place_of(*pc),
+        let registers = |UnwrittenRead { pc, registers }: &UnwrittenRead| -> Vec<_> {
+            let at = self.place_of(*pc);
+            let register =
+                |register: &String| UnwrittenRegister { register: register.clone(), at: at.clone() };
+            registers.iter().map(register).collect()
         };
-        self.unwritten.iter().map(describe).collect()
+        self.unwritten.iter().flat_map(registers).collect()
     }
 
     /// Where each instruction comes from.

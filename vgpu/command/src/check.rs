@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use epoxide_vgpu::{Class, InstructionPlace, Module, Refusal, ptx};
+use epoxide_vgpu::{Class, InstructionPlace, Kernel, Module, Refusal, ptx};
 use serde_json::{Map, json};
 
 use crate::names::readable;
@@ -29,19 +29,35 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let mut files = vec![];
     for path in &args.files {
         let text = read(path)?;
-        let refusals = Module::refusals(&text);
+        let (module, refusals) = match Module::parse_supported(&text) {
+            Ok((module, refusals)) => (Some(module), refusals),
+            Err(error) => (None, vec![Refusal { kernel: String::new(), error }]),
+        };
         let kernels = ptx::parse(&text).map_or(0, |file| file.entries.len());
         let mut refused: Vec<&str> = refusals.iter().map(|refusal| refusal.kernel.as_str()).collect();
         refused.sort_unstable();
         refused.dedup();
         // An error outside of all kernels keeps all of them from running.
         let runs = if refused.contains(&"") { 0 } else { kernels - refused.len() };
+        let loaded = module.iter().flat_map(Module::kernels);
+        document.notes.extend(loaded.filter_map(|kernel| unwritten_registers(kernel)));
         document.notes.push(format!("{}: {runs} of {kernels} kernels run", path.display()));
         files.push(json!({ "file": path.display().to_string(), "kernels": kernels, "run": runs }));
         document.findings.extend(refusals.iter().map(|refusal| finding(path, &text, refusal)));
     }
     document.more.insert("files".into(), json!(files));
     document.print(args.format)
+}
+
+/// A note on the registers that a kernel reads and that nothing can have written.
+fn unwritten_registers(kernel: &Kernel) -> Option<String> {
+    let reads = kernel.unwritten_registers();
+    let list: Vec<String> =
+        reads.iter().map(|read| format!("'{}' on PTX line {}", read.register, read.at.ptx_line)).collect();
+    let (name, list) = (readable(kernel.name()), list.join(", "));
+    (!reads.is_empty()).then(|| {
+        format!("{name}: nothing writes {list}; with --check, a lane that reads such a register is a report")
+    })
 }
 
 /// The finding of a rejection in a file with this text.

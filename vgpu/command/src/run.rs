@@ -7,14 +7,14 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 use epoxide_vgpu::{
-    AcceptList, Array, Assumptions, Cause, CheckConfig, Class, Cluster, ClusterSizes, Coverage, DeviceConfig,
-    Explore, GridConfig, LaunchError, Machine, MachineError, Module, Path, Refusal, Report, ReportPlace,
+    AcceptList, Array, Assumptions, Cause, CheckConfig, Cluster, ClusterSizes, Coverage, DeviceConfig,
+    Explore, GridConfig, Machine, MachineError, Module, Path, Refusal, Report,
 };
 use serde_json::{Map, Value, json};
 
 use crate::argument::{Argument, Buffer};
 use crate::names;
-use crate::output::{Document, Finding, Format, MOST_SEEDS, Place, Verdict, read};
+use crate::output::{Document, Finding, Format, MOST_SEEDS, Verdict, read};
 
 /// Shown below the flags.
 pub const HELP: &str = "Arguments of the kernel, one --arg each, in order:
@@ -148,11 +148,8 @@ impl epoxide_vgpu::Argument for Packed {
 }
 
 /// The outcome of a run.
-#[derive(Default)]
 struct Outcome {
     reports: Vec<Report>,
-    /// A launch that check mode rejects, and the line that it names.
-    other: Option<(Finding, ReportPlace)>,
     /// The requested buffers.
     outputs: Vec<Output>,
 }
@@ -292,7 +289,7 @@ impl Args {
             machine.launch_with(device, module, kernel, shape, &arguments)?;
         }
         let ended = machine.run();
-        let mut outcome = Outcome { reports: machine.reports(), ..Outcome::default() };
+        let mut outcome = Outcome { reports: machine.reports(), outputs: vec![] };
         match ended {
             Ok(()) => {
                 for (number, _) in &self.outputs {
@@ -302,31 +299,9 @@ impl Args {
             }
             // The fault or the hang is among the reports.
             Err(MachineError::Fault(_) | MachineError::Stuck(_)) => {}
-            Err(MachineError::Launch(LaunchError::UnwrittenRegister { read, .. })) => {
-                let text = read.to_string();
-                let place = ReportPlace { kernel: kernel.to_owned(), at: read.at };
-                outcome.other =
-                    Some((self.other("unwritten-register", Class::Lifetime, &text, &place), place));
-            }
             Err(error) => return Err(error.into()),
         }
         Ok(outcome)
-    }
-
-    fn other(&self, kind: &str, class: Class, text: &str, place: &ReportPlace) -> Finding {
-        Finding {
-            kind: kind.into(),
-            class,
-            hazard: None,
-            text: format!("  {text}"),
-            places: vec![Place::of(&self.file, place.clone())],
-            occurrences: 1,
-            seeds: vec![],
-            accepted: None,
-            ended_run: true,
-            gaps: vec![],
-            cause: None,
-        }
     }
 }
 
@@ -344,7 +319,7 @@ struct Runs {
 impl Runs {
     /// Adds a run by its seed or number.
     fn add(&mut self, args: &Args, number: u64, outcome: Outcome) {
-        self.collected.add(number, &outcome);
+        self.collected.add(number, &outcome.reports);
         if outcome.outputs.len() != args.outputs.len() {
             return;
         }
@@ -364,32 +339,21 @@ impl Runs {
 struct Collected {
     reports: Vec<Report>,
     seeds: Vec<Vec<u64>>,
-    others: Vec<(Finding, ReportPlace)>,
 }
 
 impl Collected {
     /// The numbers of an exploration's runs are no seeds.
     fn forget_seeds(&mut self) {
         self.seeds.iter_mut().for_each(Vec::clear);
-        self.others.iter_mut().for_each(|(other, _)| other.seeds.clear());
     }
 
-    fn add(&mut self, seed: u64, Outcome { reports, other, .. }: &Outcome) {
+    fn add(&mut self, seed: u64, reports: &[Report]) {
         for report in reports {
             let known = self.reports.iter().position(|known| known.is_alike(report));
             let at = known.unwrap_or(self.reports.len());
             Report::merge(&mut self.reports, vec![report.clone()]);
             self.seeds.resize(self.reports.len(), vec![]);
             note(&mut self.seeds[at], seed);
-        }
-        if let Some((other, place)) = other {
-            match self.others.iter_mut().find(|(known, _)| known.kind == other.kind) {
-                Some((known, _)) => {
-                    known.occurrences += 1;
-                    note(&mut known.seeds, seed);
-                }
-                None => self.others.push((Finding { seeds: vec![seed], ..other.clone() }, place.clone())),
-            }
         }
     }
 }
@@ -470,10 +434,6 @@ pub fn run(args: &Args) -> Result<Verdict> {
         document.findings.push(Finding { seeds: seeds.clone(), accepted, ..finding });
     }
     let causes = causes(&open_reports, &mut document);
-    for (finding, place) in collected.others {
-        let accepted = accepts.accepts_at(&finding.kind, &[place], &names::readable);
-        document.findings.push(Finding { accepted, ..finding });
-    }
     document.findings.sort_by_key(|finding| finding.class);
     let outputs = write_outputs(args, &last, &mut document)?;
     if let Some((one, other)) = differs {

@@ -353,7 +353,7 @@ pub(crate) fn launch_code(error: &LaunchError) -> CUresult {
         LaunchError::Memory(error) => memory_code(error.clone()),
         LaunchError::Cluster { .. } => INVALID_CLUSTER_SIZE,
         LaunchError::TooManyThreads { max, .. } if *max < 1024 => LAUNCH_OUT_OF_RESOURCES,
-        LaunchError::UnwrittenRegister { .. } | LaunchError::TooLargeToCheck { .. } => LAUNCH_FAILED,
+        LaunchError::TooLargeToCheck { .. } => LAUNCH_FAILED,
         _ => INVALID_VALUE,
     }
 }

@@ -53,8 +53,6 @@ fn bad(what: impl Into<String>) -> Failure {
 
 fn failed(error: MachineError) -> Failure {
     let result = match error {
-        // The launch finds it, but the fault is the kernel's.
-        MachineError::Launch(LaunchError::UnwrittenRegister { .. }) => FAULT,
         MachineError::Launch(_) | MachineError::Memory(_) => BAD_LAUNCH,
         _ => FAULT,
     };

@@ -253,24 +253,14 @@ pub(crate) trait Hooks {
     fn is_unseen(&self, _offset: u64) -> bool {
         false
     }
-    /// A lane uses an mbarrier in a way that the manual leaves undefined. The fault, if the run
-    /// must end.
-    fn misused_mbarrier(
-        &mut self,
-        _lane: usize,
-        _pc: u32,
-        kind: FaultKind,
-        _recent: impl Iterator<Item = RecentStep>,
-    ) -> Option<FaultKind> {
-        Some(kind)
-    }
     fn arrive_mbarrier(&mut self, _lane: usize, _pc: u32, _offset: u64, _: Order) {}
-    /// A lane has arrived at the mbarrier of another block with a scope that leaves that block out.
-    /// The fault, if the run must end.
-    fn narrow_arrival(
+    /// A lane executes an instruction with an effect that the manual leaves undefined. The fault, if
+    /// the run must end.
+    fn undefined(
         &mut self,
         _lane: usize,
         _pc: u32,
+        _: FaultKind,
         _recent: impl Iterator<Item = RecentStep>,
     ) -> Option<FaultKind> {
         None
@@ -907,13 +897,22 @@ impl Hooks for CheckHooks<'_> {
         self.peers.at(self.block, offset).is_unseen(offset_of(offset))
     }
 
-    fn misused_mbarrier(
+    fn undefined(
         &mut self,
         lane: usize,
         pc: u32,
         kind: FaultKind,
         recent: impl Iterator<Item = RecentStep>,
     ) -> Option<FaultKind> {
+        let config = &self.world.config;
+        let is_reported = match kind {
+            FaultKind::NarrowArrival => config.races && !config.assume.cluster_arrivals,
+            FaultKind::UnwrittenRegister { .. } => config.races,
+            _ => true,
+        };
+        if !is_reported {
+            return None;
+        }
         let own = self.own(lane);
         let pair = (kind.name(), [self.line(own, pc); 2], None);
         if self.world.reports.count_again(&pair) {
@@ -926,23 +925,6 @@ impl Hooks for CheckHooks<'_> {
         let reach = if self.peers.is_remote(offset) { Scope::Cluster } else { Scope::Cta };
         let past = self.block.arrival(self.warp, lane, order, reach);
         self.peers.of(self.block, offset).arrive_mbarrier(&past, pc, offset_of(offset));
-    }
-
-    fn narrow_arrival(
-        &mut self,
-        lane: usize,
-        pc: u32,
-        recent: impl Iterator<Item = RecentStep>,
-    ) -> Option<FaultKind> {
-        if self.world.config.assume.cluster_arrivals || !self.world.config.races {
-            return None;
-        }
-        let (own, kind) = (self.own(lane), FaultKind::NarrowArrival);
-        let pair = (kind.name(), [self.line(own, pc); 2], None);
-        if self.world.reports.count_again(&pair) {
-            return None;
-        }
-        self.collect(pair, kind, (own, pc), recent)
     }
 
     fn complete_mbarrier(&mut self, offset: u64) {

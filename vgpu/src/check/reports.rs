@@ -20,8 +20,8 @@ pub enum Class {
     /// The accesses are ordered, but one of them is a bulk copy, and there is no
     /// `fence.proxy.async` between the ordering and the copy.
     Proxy,
-    /// Memory is used before its first write, after it was freed or its block has ended, or by a copy
-    /// that outlives its block.
+    /// Memory or a register is used before its first write, or memory after it was freed, after its
+    /// block has ended, or by a copy that outlives its block.
     Lifetime,
     /// An address outside of its memory, misaligned, or of the wrong kind for its instruction.
     Bounds,
@@ -71,7 +71,8 @@ impl Class {
                 "Two accesses are ordered, but no fence.proxy.async stands between the order and a bulk copy."
             }
             Class::Lifetime => {
-                "Memory is used before its first write, after its end, or by a copy that outlives its block."
+                "Memory or a register is used before its first write, or memory after its end, or by a copy that outlives its \
+                 block."
             }
             Class::Bounds => {
                 "An address is outside of its memory, misaligned, or of the wrong kind for its instruction."
@@ -353,19 +354,9 @@ impl AcceptList {
     /// The reason for which a report is accepted, if it is. `name_of` gives the readable name of a
     /// kernel. All entries that fit count as used.
     pub fn accepts(&mut self, report: &Report, name_of: &dyn Fn(&str) -> String) -> Option<String> {
-        self.accepts_at(report.kind(), &report.places(), name_of)
-    }
-
-    /// The same for a report of a kind at these places, such as that of a launch which check mode
-    /// rejects.
-    pub fn accepts_at(
-        &mut self,
-        kind: &str,
-        places: &[ReportPlace],
-        name_of: &dyn Fn(&str) -> String,
-    ) -> Option<String> {
+        let (kind, places) = (report.kind(), report.places());
         let mut reason = None;
-        for entry in self.0.iter_mut().filter(|entry| entry.fits(kind, places, name_of)) {
+        for entry in self.0.iter_mut().filter(|entry| entry.fits(kind, &places, name_of)) {
             entry.used = true;
             reason.get_or_insert_with(|| entry.reason.clone());
         }

@@ -1162,6 +1162,21 @@ impl<W: Hooks> Exec<'_, W> {
         self.watch.report(&blamed, recent).map_or(Ok(()), |kind| stop(kind, Some(lane)))
     }
 
+    /// The next instruction reads registers that nothing can have written.
+    #[cold]
+    pub(super) fn unwritten_registers(&mut self, read: u32, m: u32) -> Run<()> {
+        let Some(lane) = lanes(m).next().filter(|_| W::ON) else { return Ok(()) };
+        let registers = self.kernel.unwritten[read as usize].registers.clone();
+        self.undefined(FaultKind::UnwrittenRegister { registers }, lane)
+    }
+
+    /// A lane executes an instruction with an effect that the manual leaves undefined.
+    #[cold]
+    pub(super) fn undefined(&mut self, kind: FaultKind, lane: usize) -> Run<()> {
+        let recent = self.warp.trace.before(self.pc);
+        self.watch.undefined(lane, self.pc, kind, recent).map_or(Ok(()), |kind| stop(kind, Some(lane)))
+    }
+
     /// Offset in the shared window of an address that an instruction takes in `space` (shared or
     /// generic).
     pub(super) fn shared_offset(space: Space, addr: u64) -> Result<u64, FaultKind> {

@@ -359,6 +359,7 @@ impl<'a, W: Hooks> Exec<'a, W> {
             Op::Line { addr, discards } => self.line(addr, *discards, m)?,
             Op::CheckRows { addr, rows } => self.check_rows(addr, *rows, m)?,
             Op::CheckRegisters(check) => self.check_registers(*check, m)?,
+            Op::UnwrittenRegisters(read) => self.unwritten_registers(*read, m)?,
             Op::Print { format, arguments, d } => self.print(*format, *arguments, *d, m)?,
             Op::Sleep => {
                 self.pc += 1;

@@ -575,10 +575,7 @@ impl<W: Hooks> Exec<'_, W> {
             _ => None,
         };
         if let Some(message) = misuse {
-            let kind = FaultKind::Mbarrier { offset, message: message.into() };
-            let recent = self.warp.trace.before(self.pc);
-            let kind = self.watch.misused_mbarrier(lane, self.pc, kind, recent);
-            kind.map_or(Ok(()), |kind| stop(kind, Some(lane)))?;
+            self.undefined(FaultKind::Mbarrier { offset, message: message.into() }, lane)?;
         }
         match op {
             MbarOp::Init { .. } => self.watch.init_mbarrier(self.pc, offset),
@@ -586,9 +583,7 @@ impl<W: Hooks> Exec<'_, W> {
             MbarOp::Arrive { order, .. } => {
                 self.watch.arrive_mbarrier(lane, self.pc, offset, *order);
                 if order.scope == Scope::Cta && !order.relaxed && self.block.is_remote(offset) {
-                    let recent = self.warp.trace.before(self.pc);
-                    let narrow = self.watch.narrow_arrival(lane, self.pc, recent);
-                    narrow.map_or(Ok(()), |kind| stop(kind, Some(lane)))?;
+                    self.undefined(FaultKind::NarrowArrival, lane)?;
                 }
             }
             _ => {}

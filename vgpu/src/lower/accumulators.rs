@@ -70,7 +70,7 @@ pub(super) fn guard(l: &mut Lower) {
     let all: Vec<Accesses> = (0..l.code.len()).map(|at| accesses(l, at)).collect();
     let states = states(l, &all);
     let mut tracked = BTreeSet::new();
-    let mut checks: Vec<Option<RegisterCheck>> = vec![None; l.code.len()];
+    let mut checks = vec![];
     for (at, state) in states.into_iter().enumerate() {
         let Some(state) = state else { continue };
         let register = |l: &Lower, number: u32| Register {
@@ -100,12 +100,13 @@ pub(super) fn guard(l: &mut Lower) {
             .map(|(from, to)| (register(l, from), to.iter().map(|&to| register(l, to)).collect::<Vec<_>>()));
         let both = moves.iter().flat_map(|(from, to)| to.iter().chain([from]));
         tracked.extend(reads.iter().chain(&writes).chain(both).map(|register| register.number));
-        checks[at] = Some(RegisterCheck { reads, writes, moves });
+        checks.push((at, Inst { op: Op::CheckRegisters(l.register_checks.len() as u32), ..l.code[at] }));
+        l.register_checks.push(RegisterCheck { reads, writes, moves });
     }
     for product in &mut l.operands.products {
         product.tracked = registers_of(product).filter(|(number, _)| tracked.contains(number)).collect();
     }
-    insert(l, checks);
+    l.insert(checks);
 }
 
 /// The register that a plain move moves from, and those that it moves to.
@@ -203,32 +204,4 @@ fn step(l: &Lower, all: &[Accesses], constant: &Set, at: usize, state: &mut Stat
             }
         }
     }
-}
-
-/// Puts the checks into the code, each in front of its instruction.
-fn insert(l: &mut Lower, checks: Vec<Option<RegisterCheck>>) {
-    // The place of each instruction, or of the check in front of it.
-    let mut place = Vec::with_capacity(checks.len() + 1);
-    let mut next = 0;
-    for check in &checks {
-        place.push(next);
-        next += 1 + u32::from(check.is_some());
-    }
-    let old = (std::mem::take(&mut l.code), std::mem::take(&mut l.sigs), std::mem::take(&mut l.origins));
-    for (((inst, sig), origin), check) in old.0.into_iter().zip(old.1).zip(old.2).zip(checks) {
-        if let Some(check) = check {
-            l.code.push(Inst { op: Op::CheckRegisters(l.register_checks.len() as u32), ..inst });
-            l.sigs.push(vec![]);
-            l.origins.push(origin);
-            l.register_checks.push(check);
-        }
-        let op = match inst.op {
-            Op::Bra { target } => Op::Bra { target: place[target as usize] },
-            other => other,
-        };
-        l.code.push(Inst { op, ..inst });
-        l.sigs.push(sig);
-        l.origins.push(origin);
-    }
-    l.tables.iter_mut().flatten().for_each(|target| *target = place[*target as usize]);
 }

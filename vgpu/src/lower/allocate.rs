@@ -216,8 +216,12 @@ pub(super) fn registers(
             }
             d.iter_mut().for_each(|s| f(R32, Update, s));
         }
-        Op::Wgmma(_) | Op::CheckRegisters(_) | Op::ClusterArrive { .. } | Op::ClusterWait { .. } => {}
         Op::Bra { .. }
+        | Op::Wgmma(_)
+        | Op::CheckRegisters(_)
+        | Op::UnwrittenRegisters(_)
+        | Op::ClusterArrive { .. }
+        | Op::ClusterWait { .. }
         | Op::Fence(_)
         | Op::Sleep
         | Op::Exit
@@ -264,11 +268,22 @@ pub(super) fn flow_of(code: &[Inst], tables: &[Vec<u32>]) -> Flow {
 
 /// Results of [`allocate`].
 pub(super) struct Allocated {
-    /// Reads of registers that nothing can have written: instruction, file, and the slot before.
-    pub(super) unwritten: Vec<(u32, File, u32)>,
+    /// Reads of registers that nothing can have written, in the order of the code.
+    pub(super) unwritten: Vec<Unwritten>,
     /// Slots that are alive at the first instruction. The initial contents of the others are never
     /// read.
     pub(super) alive: Vec<(File, u32)>,
+}
+
+/// A read of a register that nothing can have written.
+pub(super) struct Unwritten {
+    /// Number of the instruction.
+    pub(super) at: usize,
+    pub(super) file: File,
+    /// The slot before [`allocate`].
+    pub(super) slot: u32,
+    /// The register is the instruction's guard, which is read in any case.
+    pub(super) guards: bool,
 }
 
 /// Gives registers that are never alive together the same slot.
@@ -305,7 +320,18 @@ pub(super) fn allocate(
     let flow = flow_of(code, tables);
     let mut written = Set::new(total);
     (0..total).filter(|&r| pinned[r]).for_each(|r| written.insert(r));
-    let unwritten = unwritten(&flow, &touches, &written);
+    let file_and_slot = |r: usize| {
+        let file = [File::Pred, File::R64, File::R32].into_iter().find(|&f| base[f as usize] <= r);
+        let file = file.unwrap_or(File::R32);
+        (file, (r - base[file as usize]) as u32)
+    };
+    let describe = |(at, r): (u32, usize)| {
+        let (at, (file, slot)) = (at as usize, file_and_slot(r));
+        let guard = code[at].guard;
+        let guards = guard != NO_GUARD && r == id(File::Pred, guard & !GUARD_NOT);
+        Unwritten { at, file, slot, guards }
+    };
+    let unwritten = unwritten(&flow, &touches, &written).into_iter().map(describe).collect();
 
     let live = Liveness::new(&flow, &touches, total);
     let mut out = Set::new(total);
@@ -367,17 +393,11 @@ pub(super) fn allocate(
     inits.retain(|&(file, slot, _)| referenced[id(file, slot)]);
     inits.iter_mut().for_each(|(file, slot, _)| *slot = slot_of[id(*file, *slot)]);
 
-    let file_and_slot = |r: usize| {
-        let file = [File::Pred, File::R64, File::R32].into_iter().find(|&f| base[f as usize] <= r);
-        let file = file.unwrap_or(File::R32);
-        (file, (r - base[file as usize]) as u32)
-    };
-    let describe = |(pc, r): (u32, usize)| (pc, file_and_slot(r).0, file_and_slot(r).1);
     let mut alive = vec![];
     if let Some(first) = live.into.first() {
         first.for_each(|r| alive.push((file_and_slot(r).0, slot_of[r])));
     }
-    Allocated { unwritten: unwritten.into_iter().map(describe).collect(), alive }
+    Allocated { unwritten, alive }
 }
 
 /// Slots that are alive at the start of each basic block.

@@ -9,6 +9,7 @@ use crate::compiled::native::{Binary, Float, Logic, Native, Shift, Unary, Width}
 use crate::exec::lanes::{Spec, op_carry, op_pred, op_setp, op1, op2, op3, op4, rare1, rare2, rare3};
 use crate::float::{self, Directed, Half, Round, SCALE, canonical, flush, saturate};
 use crate::ir::{CARRY, File, Init, SINK};
+use crate::ptx::{Operand, Span};
 
 /// Evaluates an expression with a type alias bound to the Rust type of a PTX type; `None` for other
 /// types.
@@ -200,7 +201,8 @@ pub(super) fn decode(m: &mut Mods) -> Result<Emit, String> {
         }
         "and" | "or" | "xor" | "not" | "cnot" => logic(m)?,
         "shl" | "shr" | "shf" => shift(m)?,
-        "bfe" | "bfi" | "brev" | "clz" | "popc" | "bfind" | "prmt" | "bmsk" => bit_fields(m)?,
+        "bfe" | "bfi" | "brev" | "clz" | "popc" | "bfind" | "bmsk" => bit_fields(m)?,
+        "prmt" => return permutation(m),
         "dp4a" => dp4a(m)?,
         "dp2a" | "szext" | "fns" => integer::seldom(m)?,
         "selp" => {
@@ -664,21 +666,40 @@ fn find(a: u64, width: u32, signed: bool) -> u32 {
     if a == 0 { u32::MAX } else { 63 - a.leading_zeros() }
 }
 
-fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
-    if m.base == "prmt" {
-        let mode = m.one_of(&[("f4e", 0), ("b4e", 1), ("rc8", 2), ("ecl", 3), ("ecr", 4), ("rc16", 5)]);
-        let b32 = m.has("b32");
-        return Ok(match mode {
-            _ if !b32 => None,
-            None => Some(op3(|a: u32, b: u32, c: u32| permute(a, b, |i| c >> (4 * i)))),
-            Some(0) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| ((c & 3) + i) & 7))),
-            Some(1) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 3).wrapping_sub(i) & 7))),
-            Some(2) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |_| c & 3))),
-            Some(3) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.max(c & 3)))),
-            Some(4) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.min(c & 3)))),
-            Some(_) => Some(rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 1) * 2 + (i & 1)))),
-        });
+fn permutation(m: &mut Mods) -> Result<Emit, String> {
+    let mode = m.one_of(&[("f4e", 0), ("b4e", 1), ("rc8", 2), ("ecl", 3), ("ecr", 4), ("rc16", 5)]);
+    if !m.has("b32") {
+        return m.unsupported();
     }
+    let Some(mode) = mode else {
+        let spec = op3(|a: u32, b: u32, c: u32| permute(a, b, |i| c >> (4 * i)));
+        return Ok(Box::new(move |l, ops| l.alu(&spec, &taken(ops), &[])));
+    };
+    Ok(simple(match mode {
+        0 => rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| ((c & 3) + i) & 7)),
+        1 => rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 3).wrapping_sub(i) & 7)),
+        2 => rare3(|a: u32, b: u32, c: u32| permute(a, b, |_| c & 3)),
+        3 => rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.max(c & 3))),
+        4 => rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| i.min(c & 3))),
+        _ => rare3(|a: u32, b: u32, c: u32| permute(a, b, |i| (c & 1) * 2 + (i & 1))),
+    }))
+}
+
+/// The operands of `prmt`, with 0 in place of a source from which a constant selector takes no
+/// byte: nothing reads it.
+fn taken(ops: &[(Operand, Span)]) -> Vec<(Operand, Span)> {
+    let mut ops = ops.to_vec();
+    if let [_, sources @ .., (Operand::Int(selector), _)] = &mut ops[..] {
+        for (half, source) in (0..2).zip(sources) {
+            if !(0..4).any(|byte| *selector >> (4 * byte + 2) & 1 == half) {
+                source.0 = Operand::Int(0);
+            }
+        }
+    }
+    ops
+}
+
+fn bit_fields(m: &mut Mods) -> Result<Option<Spec>, String> {
     if m.base == "bmsk" {
         let clamp = m.one_of(&[("clamp", true), ("wrap", false)]);
         let b32 = m.has("b32");

@@ -35,11 +35,12 @@ use std::sync::{Arc, OnceLock};
 
 use crate::fault::PtxError;
 use crate::float_mode::IeeeMode;
-use crate::ir::{File, GUARD_NOT, Init, NO_GUARD, Op, Origin, Special, count_straight_runs};
-use crate::kernel::{Globals, Kernel, ParamInfo};
+use crate::ir::{File, GUARD_NOT, Init, Inst, NO_GUARD, Op, Origin, Special, count_straight_runs};
+use crate::kernel::{Globals, Kernel, ParamInfo, UnwrittenRead};
 use crate::module::Refusal;
 use crate::ptx::lexer::error_at;
 use crate::ptx::{self, Span, Stmt, VarSpace};
+use allocate::Unwritten;
 use state::{Binding, Lower, Lowered, MAX_LOCAL_BYTES, Patch, Scope};
 
 /// The kernels of a file, and its `.global` and `.const` variables, if it has any.
@@ -169,13 +170,11 @@ fn load(
         accumulators::guard(&mut l);
         let Lower { code, sigs, tables, operands, slots, inits, .. } = &mut l;
         let allocated = allocate::allocate(code, sigs, tables, operands, slots, inits);
+        let unwritten = l.report_unwritten(allocated.unwritten);
         count_straight_runs(&mut l.code);
-        // A register without a name is the lowering's own, copied from registers that were read.
         let reads_workspace = l.inits.iter().any(|(_, _, init)| {
             matches!(init, Init::Special(Special::WorkspaceLow | Special::WorkspaceHigh))
         });
-        let named = |(pc, file, slot)| Some((pc, l.name_of(file, slot)?));
-        let unwritten = allocated.unwritten.into_iter().filter_map(named).collect();
         kernels.push(Kernel {
             name: e.name.clone(),
             params,
@@ -218,6 +217,32 @@ impl Lower<'_> {
         self.push(Op::Exit);
         let closed = self.close_scope();
         self.unless_noted(closed)
+    }
+
+    /// Puts a report in front of each read of registers that nothing can have written. Returns the
+    /// reads, by the number of the report.
+    fn report_unwritten(&mut self, reads: Vec<Unwritten>) -> Vec<UnwrittenRead> {
+        let mut found: Vec<(Unwritten, Vec<String>)> = vec![];
+        for read in reads {
+            // A register without a name is the lowering's own, copied from registers that were read.
+            let Some(name) = self.name_of(read.file, read.slot) else { continue };
+            match found.last_mut() {
+                Some((last, names)) if (last.at, last.guards) == (read.at, read.guards) => names.push(name),
+                _ => found.push((read, vec![name])),
+            }
+        }
+        let report = |(number, (read, _)): (u32, &(Unwritten, _))| {
+            let inst = self.code[read.at];
+            let guard = if read.guards { NO_GUARD } else { inst.guard };
+            (read.at, Inst { op: Op::UnwrittenRegisters(number), guard, ..inst })
+        };
+        self.insert((0..).zip(&found).map(report).collect());
+        // Each report moves its instruction by one.
+        let moved = |(number, (read, registers)): (u32, (Unwritten, _))| UnwrittenRead {
+            pc: read.at as u32 + number,
+            registers,
+        };
+        (0..).zip(found).map(moved).collect()
     }
 
     fn statements(&mut self, body: &[Stmt]) -> Lowered<()> {

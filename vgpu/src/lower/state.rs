@@ -572,6 +572,35 @@ impl<'a> Lower<'a> {
         Ok(())
     }
 
+    /// Puts each of these instructions in front of the one with its number, and behind others given
+    /// earlier. The numbers rise. Jumps to that instruction go to the first new one.
+    pub(super) fn insert(&mut self, new: Vec<(usize, Inst)>) {
+        if new.is_empty() {
+            return;
+        }
+        let old = std::mem::take(&mut self.code).into_iter();
+        let old = old.zip(std::mem::take(&mut self.sigs)).zip(std::mem::take(&mut self.origins));
+        let mut new = new.into_iter().peekable();
+        let mut places = vec![];
+        for (at, ((inst, sig), origin)) in old.enumerate() {
+            places.push(self.code.len() as u32);
+            while let Some((_, inst)) = new.next_if(|(number, _)| *number == at) {
+                self.code.push(inst);
+                self.sigs.push(vec![]);
+                self.origins.push(origin);
+            }
+            self.code.push(inst);
+            self.sigs.push(sig);
+            self.origins.push(origin);
+        }
+        for inst in &mut self.code {
+            if let Op::Bra { target } = &mut inst.op {
+                *target = places[*target as usize];
+            }
+        }
+        self.tables.iter_mut().flatten().for_each(|target| *target = places[*target as usize]);
+    }
+
     pub(super) fn operand(&mut self, op: &(Operand, Span), sig: &Sig) -> Lowered<u32> {
         match sig.role {
             Role::Def | Role::Update => self.dest(op, sig.file, sig.bits),

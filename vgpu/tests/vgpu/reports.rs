@@ -72,6 +72,74 @@ fn a_report_beyond_the_limit_ends_the_run() {
 }
 
 #[test]
+fn a_read_of_a_register_that_nothing_writes_is_a_report_where_a_lane_executes_it() {
+    // Registers, the lane to blame, occurrences.
+    type Report<'a> = (&'a [&'a str], u32, u64);
+    let table = ".branchtargets OUT, READ;";
+    for (body, expected) in [
+        ("add.u32 %r1, %r2, %r3;", Some((&["%r2", "%r3"][..], 0, 1))),
+        // A guard keeps all lanes out, or all but one.
+        ("setp.ge.u32 %p1, %r40, 32;\n@%p1 add.u32 %r1, %r2, 1;", None),
+        ("setp.eq.u32 %p1, %r40, 7;\n@%p1 add.u32 %r1, %r2, 1;", Some((&["%r2"], 7, 1))),
+        // Every lane reads the guard.
+        ("@%p2 add.u32 %r1, %r40, 1;", Some((&["%p2"], 0, 1))),
+        // A jump to the instruction, by a branch and by a table.
+        ("setp.ge.u32 %p1, %r40, 32;\n@%p1 bra A;\nbra B;\nA: add.u32 %r1, %r2, 1;\nB:", None),
+        (
+            "setp.eq.u32 %p1, %r40, 3;\n@%p1 bra A;\nbra B;\nA: add.u32 %r1, %r2, 1;\nB:",
+            Some((&["%r2"], 3, 1)),
+        ),
+        (
+            "setp.eq.u32 %p1, %r40, 5; selp.u32 %r3, 1, 0, %p1;\nto: TARGETS\nbrx.idx %r3, to;
+             READ: add.u32 %r1, %r2, 1;\nOUT:",
+            Some((&["%r2"], 5, 1)),
+        ),
+        // Reads in front of a branch's target move it.
+        (
+            "mov.u32 %r5, 0; add.u32 %r1, %r2, 1;\nL: add.u32 %r6, %r7, 1;\nadd.u32 %r5, %r5, 1;
+             setp.lt.u32 %p1, %r5, 3; @%p1 bra L;",
+            Some((&["%r7"], 0, 3)),
+        ),
+        // A constant selector takes bytes of one source only.
+        ("prmt.b32 %r1, %r40, %r2, 0x3210;", None),
+        ("prmt.b32 %r1, %r2, %r40, 0x7654;", None),
+        ("prmt.b32 %r1, %r40, %r2, 0x3214;", Some((&["%r2"], 0, 1))),
+        ("prmt.b32 %r1, %r2, %r40, 0xb654;", Some((&["%r2"], 0, 1))),
+        ("prmt.b32.b4e %r1, %r40, %r2, 0;", Some((&["%r2"], 0, 1))),
+    ] {
+        let expected: Option<Report> = expected;
+        let body = body.replace("TARGETS", table);
+        let module = parse(&format!("{body}\nred.relaxed.gpu.global.add.u32 [%rd40+64], 1;"));
+        let run = |check| {
+            let (outcome, reports, words) = run(&module, launch(1, 32), 3, check);
+            outcome.unwrap_or_else(|e| panic!("{body}: {e}"));
+            assert_eq!(words[8], 32, "every lane has run to its end: {body}");
+            reports
+        };
+        assert_eq!(run(None), [], "{body}");
+        assert_eq!(run(Some(CheckConfig { races: false, ..CheckConfig::collecting() })), [], "{body}");
+        let reports = run(Some(CheckConfig::collecting()));
+        let found: Vec<_> = reports
+            .iter()
+            .map(|report| {
+                assert_eq!((report.kind(), report.class()), ("unwritten-register", Class::Lifetime));
+                let FaultKind::UnwrittenRegister { registers } = &report.fault.kind else {
+                    panic!("{report:?}")
+                };
+                assert!(registers.iter().all(|name| report.fault.at.ptx_text.contains(name)), "{report:?}");
+                (
+                    registers.iter().map(String::as_str).collect::<Vec<_>>(),
+                    report.fault.lane,
+                    report.occurrences,
+                )
+            })
+            .collect();
+        let expected = expected.map(|(registers, lane, times)| (registers.to_vec(), Some(lane), times));
+        assert_eq!(found.last(), expected.as_ref(), "{body}");
+    }
+}
+
+#[test]
 fn a_bad_address_ends_its_run_and_what_was_collected_stays() {
     let module = parse(&format!("{THREE}\nadd.s64 %rd3, %rd40, 65536;\nst.global.u32 [%rd3], %r1;"));
     let (outcome, reports, _) = run(&module, launch(8, 1), 3, Some(CheckConfig::collecting()));

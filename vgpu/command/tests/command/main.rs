@@ -309,14 +309,13 @@ fn calls_that_led_to_an_inlined_line_are_in_all_formats() {
 }
 
 #[test]
-fn faults_hangs_and_unwritten_registers_are_reports() {
+fn faults_and_hangs_are_reports() {
     let word = ["--block", "1", "--arg", "buf:u32:1=zero"];
     for (kernel, more, parts) in [
         ("beyond", &[][..], &["out-of-bounds (bounds)", "'argument 0'"][..]),
         ("beyond", &["--check"], &["out-of-bounds (bounds)"]),
         ("waits", &[], &["hang (synchronisation)", "spins on"]),
         ("waits", &["--check"], &["hang (synchronisation)"]),
-        ("register", &["--check", "--seeds", "0..3"], &["unwritten-register (lifetime), 3 times", "'%r1'"]),
     ] {
         let (code, text) = run(kernel, &[&word, more].concat());
         assert_eq!(code, 1, "{kernel}: {text}");
@@ -330,6 +329,21 @@ fn faults_hangs_and_unwritten_registers_are_reports() {
         assert_eq!(code, 1, "{kernel}: {text}");
         assert_is_sarif(&json(&text));
     }
+}
+
+#[test]
+fn reads_of_registers_that_nothing_writes_are_reports() {
+    let word = ["--block", "1", "--arg", "buf:u32:1=zero"];
+    let check = ["--check", "--seeds", "0..3"];
+    let (code, text) = run("register", &[&word[..], &check].concat());
+    assert_eq!(code, 1, "{text}");
+    for part in ["unwritten-register (lifetime), 3 times", "read of register '%r1'", "PTX line 89"] {
+        assert!(text.contains(part), "without '{part}': {text}");
+    }
+    // The kernel goes on.
+    assert!(!text.contains("ended the run"), "{text}");
+    let (code, text) = run("register", &word);
+    assert_eq!(code, 0, "{text}");
     let list = temporary("unwritten-register register ptx:89 -- the host does not read the word\n");
     let accept = ["--check", "--accept", list.path().to_str().unwrap()];
     let (code, text) = run("register", &[&word[..], &accept].concat());
@@ -524,6 +538,8 @@ fn check_lists_everything_that_is_refused() {
     let (code, text) = vgpu(&["check", good.to_str().unwrap()]);
     assert_eq!(code, 0, "{text}");
     assert!(text.ends_with("5 of 5 kernels run\n"), "{text}");
+    let note = "register: nothing writes '%r1' on PTX line 89; with --check, a lane that reads such a register is a report";
+    assert!(text.contains(note), "{text}");
 }
 
 #[test]
