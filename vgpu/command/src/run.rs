@@ -94,8 +94,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     accept: Option<PathBuf>,
     /// Assume what the memory model does not promise: FenceBeforeBarrier, ConvergedWarps,
-    /// ClusterArrivals, ReadsBeforeBulkCopies. ConvergedWarps changes the execution, also without
-    /// --check
+    /// ClusterArrivals, ReadsBeforeBulkCopies, CoherentLoads. ConvergedWarps changes the execution,
+    /// also without --check
     #[arg(long, value_name = "NAME")]
     assume: Vec<String>,
     /// Most reports that are collected in a run

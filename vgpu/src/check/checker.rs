@@ -57,12 +57,16 @@ pub struct Assumptions {
     /// fills the memory again. By the manual, accesses of two proxies need a `fence.proxy.async`
     /// between them. CUTLASS's pipelines have none there.
     pub reads_before_bulk_copies: bool,
+    /// `ld.global.nc` and `ldu` read as `ld.global` does, also where the memory is written while the
+    /// kernel runs. By the manual, they may return what a cache has kept. DeepEP reads its peers'
+    /// messages so.
+    pub coherent_loads: bool,
 }
 
 impl Assumptions {
     /// Their names.
-    pub const NAMES: [&str; 4] =
-        ["FenceBeforeBarrier", "ConvergedWarps", "ClusterArrivals", "ReadsBeforeBulkCopies"];
+    pub const NAMES: [&str; 5] =
+        ["FenceBeforeBarrier", "ConvergedWarps", "ClusterArrivals", "ReadsBeforeBulkCopies", "CoherentLoads"];
 
     /// Adds the assumption of this name.
     ///
@@ -74,6 +78,7 @@ impl Assumptions {
             "ConvergedWarps" => self.converged_warps = true,
             "ClusterArrivals" => self.cluster_arrivals = true,
             "ReadsBeforeBulkCopies" => self.reads_before_bulk_copies = true,
+            "CoherentLoads" => self.coherent_loads = true,
             _ => {
                 return Err(format!(
                     "no assumption is called '{name}': there are {}",

@@ -526,6 +526,7 @@ impl Hooks for CheckHooks<'_> {
     }
 
     fn read(&mut self, place: Place, part: Part, pc: u32, how: How) -> Violations {
+        let how = How { read_only: how.read_only && !self.world.config.assume.coherent_loads, ..how };
         self.world.accesses += u64::from(part.lanes.count_ones());
         self.touch(place, part.bytes(), false);
         self.visit(place, part.lanes, pc, how, false);

@@ -123,11 +123,15 @@ fn is_ordered(grids: &Grids, own: Key, past: &CausalPast, other: &Record) -> boo
     theirs == own || grids.includes_tick(&past.all, theirs, other.tick)
 }
 
-/// The assumption under which a race would be none, and the edge that is missing without it. Memory
-/// that `ld.global.nc` reads must not change, whatever is ordered.
+/// The assumption under which a race would be none, and the edge that is missing without it.
 fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Option<String> {
     if me.record.how.read_only || other.how.read_only {
-        return None;
+        let (mine, theirs) = (me.record.how, other.how);
+        let is_ordered = is_ordered(&world.grids, me.own, me.past, other);
+        // A copy needs more than the order of its issue.
+        let would_do = is_ordered && !mine.bulk && !theirs.bulk && !theirs.late;
+        return would_do
+            .then(|| format!("{READ_ONLY} (assume CoherentLoads to rely on the order that they have)"));
     }
     let theirs = actor_of(other);
     let place = clock::place_of(theirs).and_then(|(_, within)| within);
@@ -167,6 +171,9 @@ fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Optio
     })
 }
 
+const READ_ONLY: &str = "ld.global.nc is for memory that no thread, peer or copy writes while its kernel runs: a plain \
+                         ld.global with an order of its own, or a kernel boundary between the two";
+
 /// The synchronisation that would have ordered the two accesses.
 fn missing(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> String {
     let grids = &world.grids;
@@ -199,9 +206,7 @@ fn missing(world: &World, me: &Me<'_>, other: &Record, other_wrote: bool) -> Str
         _ => "a wait of the host, or the order of a stream",
     };
     if mine.how.read_only || other.how.read_only {
-        return "ld.global.nc is for memory that no thread, peer or copy writes while its kernel runs: a plain ld.global \
-                with an order of its own, or a kernel boundary between the two"
-            .into();
+        return READ_ONLY.into();
     }
     if other.how.late && !other.how.bulk {
         let seen = "the copy was not seen to complete: cp.async.wait_group or .wait_all by its own thread, or an mbarrier's phase \

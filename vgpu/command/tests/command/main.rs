@@ -456,7 +456,7 @@ fn bad_usage_ends_with_2_and_says_what_is_wrong() {
         ([&LAST_BLOCK[4..], &["--block", "2000"]].concat(), "must be from 1 to [1024, 1024, 64]"),
         (
             [&LAST_BLOCK[..], &["--check", "--assume", "Nothing"]].concat(),
-            "FenceBeforeBarrier, ConvergedWarps, ClusterArrivals, ReadsBeforeBulkCopies",
+            "FenceBeforeBarrier, ConvergedWarps, ClusterArrivals, ReadsBeforeBulkCopies, CoherentLoads",
         ),
         ([&LAST_BLOCK[..], &["--accept", "Cargo.toml"]].concat(), "--accept is for --check"),
         (arguments(&["--seeds", "3..3"]), "has no seed"),
