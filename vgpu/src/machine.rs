@@ -132,9 +132,9 @@ pub enum MachineError {
         /// The first number behind them.
         end: usize,
     },
-    /// An array does not hold what [`Array::expect`] was given.
-    #[error("{0}")]
-    Mismatch(Box<Mismatch>),
+    /// Arrays do not hold what [`Machine::expect`] or [`Array::expect`] was given.
+    #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
+    Mismatch(Vec<Mismatch>),
 }
 
 /// The difference between an array and what it should hold.
@@ -202,7 +202,7 @@ impl From<Fault> for MachineError {
 }
 
 /// A number as it lies in device memory.
-pub trait Number: Copy + std::fmt::Debug + Argument + sealed::Sealed {
+pub trait Number: Copy + std::fmt::Debug + Argument + Send + Sync + sealed::Sealed + 'static {
     /// Appends its bytes.
     fn put(self, bytes: &mut Vec<u8>);
     /// The number of these bytes, as many as it has.
@@ -329,9 +329,9 @@ impl<T: Number, const N: usize> Argument for [T; N] {
     }
 }
 
-/// An array in the memory of a device. Dropping it frees it, unless it is a variable of a module or
-/// an argument of a kernel that has not ended.
-#[derive(Debug)]
+/// An array in the memory of a device. Dropping the last clone and slice of it frees it, unless it is
+/// a variable of a module or an argument of a kernel that has not ended.
+#[derive(Clone, Debug)]
 pub struct Array<T> {
     memory: Memory,
     region: Arc<Region>,
@@ -499,6 +499,13 @@ impl<T: Number> Array<T> {
     /// [`MachineError::Mismatch`] where numbers or lengths differ, or those of
     /// [`Array::download`].
     pub fn expect(&self, expected: impl IntoIterator<Item = T>) -> Result<(), MachineError> {
+        match self.compare(expected)? {
+            None => Ok(()),
+            Some(mismatch) => Err(MachineError::Mismatch(vec![mismatch])),
+        }
+    }
+
+    fn compare(&self, expected: impl IntoIterator<Item = T>) -> Result<Option<Mismatch>, MachineError> {
         let actual = self.download()?;
         let (mut expected, mut compared) = (expected.into_iter(), 0);
         let (mut wrong, mut first) = (0, None);
@@ -520,11 +527,8 @@ impl<T: Number> Array<T> {
             _ => expected.take(1).count(),
         };
         let expected_len = compared + more;
-        if wrong == 0 && expected_len == self.len {
-            return Ok(());
-        }
-        let label = self.label();
-        Err(MachineError::Mismatch(Box::new(Mismatch { label, len: self.len, expected_len, wrong, first })))
+        let is_wrong = wrong > 0 || expected_len != self.len;
+        Ok(is_wrong.then(|| Mismatch { label: self.label(), len: self.len, expected_len, wrong, first }))
     }
 
     /// The last write of a number, for reports. `None` where writes are not tracked.
@@ -674,7 +678,12 @@ pub struct Machine {
     path: Option<Path>,
     /// The faults that ended runs and, without check mode, those behind which kernels continued.
     faults: Vec<Report>,
+    /// Comparisons behind the next run.
+    expected: Vec<Comparison>,
 }
+
+/// Compares an array, and returns the difference, if there is one.
+type Comparison = Box<dyn FnOnce() -> Result<Option<Mismatch>, MachineError> + Send + Sync>;
 
 /// Devices whose schedules are drawn from a seed.
 fn seeded(seed: u64) -> DeviceConfig {
@@ -758,6 +767,7 @@ impl Machine {
             has_own_limit,
             path: None,
             faults: vec![],
+            expected: vec![],
         }
     }
 
@@ -1035,12 +1045,54 @@ impl Machine {
         Ok(())
     }
 
-    /// Runs all kernels to their ends.
+    /// Has the next [`run`](Self::run) compare an array with the numbers that it should hold behind
+    /// all kernels, as [`Array::expect`] does at once. So a program says what a kernel computes where
+    /// it launches the kernel, and one error has all arrays that are wrong.
+    ///
+    /// ```
+    /// use epoxide_vgpu::{GridConfig, Machine, Module};
+    ///
+    /// let module = Module::parse(
+    ///     ".version 8.4\n.target sm_90\n.address_size 64
+    ///      .visible .entry rank(.param .u64 out, .param .u32 rank) {
+    ///          .reg .b32 %r<2>; .reg .b64 %rd<2>;
+    ///          ld.param.u64 %rd1, [out];
+    ///          ld.param.u32 %r1, [rank];
+    ///          st.global.u32 [%rd1], %r1;
+    ///          ret;
+    ///      }",
+    /// )?;
+    /// let mut machine = Machine::new(3);
+    /// for rank in 0..3 {
+    ///     let out = machine.alloc::<u32>(rank, "out", 1)?;
+    ///     machine.launch_with(rank, &module, "rank", GridConfig::new(1, 1, 0), &[&out, &(rank as u32)])?;
+    ///     machine.expect(&out, [if rank == 0 { 0 } else { 7 }]);
+    /// }
+    /// assert_eq!(
+    ///     machine.run().unwrap_err().to_string(),
+    ///     "1 of 1 number of 'out of device 1' is wrong, the first at 0: 1, expected 7
+    /// 1 of 1 number of 'out of device 2' is wrong, the first at 0: 2, expected 7"
+    /// );
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn expect<T: Number>(&mut self, array: &Array<T>, expected: impl IntoIterator<Item = T>) {
+        let expected = expected.into_iter();
+        // An iterator may have no end: one number more shows that there are too many.
+        let most = match expected.size_hint() {
+            (least, Some(most)) if least == most => most,
+            _ => array.len() + 1,
+        };
+        let (array, expected) = (array.clone(), expected.take(most).collect::<Vec<T>>());
+        self.expected.push(Box::new(move || array.compare(expected)));
+    }
+
+    /// Runs all kernels to their ends, and compares the arrays of [`expect`](Self::expect).
     ///
     /// # Errors
     /// The first fault, or a report of all waits if no kernel can proceed. The remaining work is
-    /// dropped then. A machine that collects reports returns no error for those that it collects:
-    /// see [`reports`](Self::reports).
+    /// dropped then, and nothing is compared. A machine that collects reports returns no error for
+    /// those that it collects: see [`reports`](Self::reports). [`MachineError::Mismatch`] has all
+    /// arrays that are wrong.
     pub fn run(&mut self) -> Result<(), MachineError> {
         let result = match self.path.clone() {
             Some(path) => self.run_explored(&path),
@@ -1065,7 +1117,13 @@ impl Machine {
             device.arguments.clear();
             device.queue.clear();
         }
-        result
+        let expected = std::mem::take(&mut self.expected);
+        result?;
+        let wrong = expected.into_iter().filter_map(|compare| compare().transpose());
+        match wrong.collect::<Result<Vec<_>, _>>()? {
+            wrong if wrong.is_empty() => Ok(()),
+            wrong => Err(MachineError::Mismatch(wrong)),
+        }
     }
 
     fn run_all(&mut self) -> Result<(), MachineError> {
@@ -1551,7 +1609,7 @@ mod tests {
         let poison = other.download().unwrap()[0];
         let unwritten = other.expect([!poison, 0]).unwrap_err();
         let MachineError::Mismatch(unwritten) = unwritten else { panic!("{unwritten}") };
-        let first = unwritten.first.unwrap();
+        let first = unwritten[0].first.clone().unwrap();
         assert_eq!((first.index, first.actual), (0, poison.to_string()));
         assert_eq!(first.written.as_deref(), Some("nothing has written it"));
         other.upload(&[5, 5]).unwrap();

@@ -233,10 +233,13 @@ impl Trial {
                 tried.runs += 1;
                 machine.reports().into_iter().for_each(|report| tried.add(mode, seed, report));
                 let Err(error) = outcome else { return };
-                let is_report =
-                    |error: &MachineError| matches!(error, MachineError::Fault(_) | MachineError::Stuck(_));
-                if !error.downcast_ref().is_some_and(is_report) {
-                    tried.fail(mode, seed, error.to_string());
+                match error.downcast_ref() {
+                    // It is among the reports.
+                    Some(MachineError::Fault(_) | MachineError::Stuck(_)) => {}
+                    Some(MachineError::Mismatch(all)) => {
+                        all.iter().for_each(|mismatch| tried.fail(mode, seed, mismatch.to_string()));
+                    }
+                    _ => tried.fail(mode, seed, error.to_string()),
                 }
             });
         }

@@ -24,7 +24,7 @@ use crate::fault::{
 use crate::ir::{MbarOp, Op, Scope, Sem, Space, WarpOp};
 use crate::kernel::Kernel;
 use crate::memory_error::Spot;
-use crate::names::readable_name;
+use crate::names::brief_name;
 use crate::ptx::SourceLine;
 
 /// The access that was stopped, and the causal past of its lane.
@@ -783,7 +783,7 @@ fn spot(world: &World, shadow: u32, offset: u64) -> String {
 /// The kernel and line of an access.
 fn line_of(world: &World, actor: Key, pc: u32) -> String {
     let Some(facts) = world.grids.facts(actor) else { return "no kernel".into() };
-    format!("kernel '{}' at {}", readable_name(&facts.kernel.name), facts.kernel.place_of(pc).line())
+    format!("kernel '{}' at {}", brief_name(&facts.kernel.name), facts.kernel.place_of(pc).line())
 }
 
 /// Identifies an instruction of a kernel.

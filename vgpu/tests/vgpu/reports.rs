@@ -431,6 +431,51 @@ READER:
 }
 
 #[test]
+fn arrays_are_compared_behind_the_next_run() {
+    let module = parse("mov.u64 %rd1, 7; st.global.u64 [%rd40], %rd1;");
+    let mut machine = Machine::checked(2, 0);
+    let wrong = |machine: &mut Machine| {
+        let Err(MachineError::Mismatch(all)) = machine.run() else { panic!("no array is wrong") };
+        all.iter().map(|m| (m.label.clone(), m.len, m.expected_len, m.wrong)).collect::<Vec<_>>()
+    };
+    for device in 0..2 {
+        let words = machine.upload(device, "words", &[0u64; 3]).unwrap();
+        machine.launch_with(device, &module, "k", launch(1, 1), &[&words]).unwrap();
+        // The comparison keeps the array.
+        machine.expect(&words, [7, device as u64, 0]);
+    }
+    assert_eq!(wrong(&mut machine), [("words of device 1".to_owned(), 3, 3, 1)]);
+    // Each comparison is made once.
+    machine.run().unwrap();
+    let words = machine.upload(0, "words", &[7u64; 3]).unwrap();
+    machine.expect(&words, std::iter::repeat(7));
+    machine.expect(&words, [7; 9]);
+    machine.expect(&words, [7; 3]);
+    machine.expect(&words.slice(1..3, "part").unwrap(), [7; 1]);
+    let name = |part: &str| format!("{part}words of device 0");
+    assert_eq!(wrong(&mut machine), [(name(""), 3, 4, 0), (name(""), 3, 9, 0), (name("part of "), 2, 1, 0)]);
+    // Each wrong array of a trial is a failure of its own.
+    let tried = Trial { modes: vec![Mode::Fast], seeds: 4, ..Trial::default() }.run(|machine| {
+        for (label, value) in [("a", 1), ("b", machine.seed() % 2)] {
+            let array = machine.upload(0, label, &[0u64])?;
+            machine.expect(&array, [value]);
+        }
+        Ok(machine.run()?)
+    });
+    let failures: Vec<_> =
+        tried.failures.iter().map(|f| (f.text.as_str(), f.runs.seeds.as_slice())).collect();
+    let text = |label| format!("1 of 1 number of '{label}' is wrong, the first at 0: 0, expected 1");
+    let expected = [(text("a"), &[0u64, 1, 2, 3][..]), (text("b"), &[1, 3])];
+    assert_eq!(failures, expected.each_ref().map(|(text, seeds)| (text.as_str(), *seeds)), "{tried}");
+    // A fault ends the run, and says more than the contents.
+    machine.expect(&words, [0; 3]);
+    let beyond = parse("st.global.u64 [%rd40+65536], %rd40;");
+    machine.launch_with(0, &beyond, "k", launch(1, 1), &[&words]).unwrap();
+    assert!(matches!(machine.run(), Err(MachineError::Fault(_))));
+    machine.run().unwrap();
+}
+
+#[test]
 fn a_trial_leaves_accepted_reports_out_and_lists_unused_entries() {
     let module = parse(THREE);
     let run = |accept: &str| {
