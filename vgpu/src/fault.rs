@@ -8,7 +8,7 @@ use crate::ir::CLUSTER_BARRIER;
 use crate::kernel::Kernel;
 use crate::lower::slice::behind_address;
 use crate::memory_error::{MemoryError, NearRegion, Spot, place};
-use crate::names::readable_name;
+use crate::names::{counted, readable_name};
 
 /// PTX that cannot be loaded, with the place.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -1243,10 +1243,24 @@ pub struct StuckWarp {
     /// The event that it waits for.
     pub waiting: WaitingFor,
     /// The word or the mbarrier that it waits for, as in `'buffers' + 0x4`. Empty where it has no name.
+    /// Of lanes that read several words by one load, the word of the first lane.
     pub place: String,
+    /// The words of the other lanes, where they are not the same.
+    pub others: Vec<OtherWord>,
     /// Check mode, for a wait on an mbarrier: the instructions that initialised it and arrived
     /// last.
     pub mbarrier: Vec<TraceStep>,
+}
+
+/// A word that lanes poll beside the one of the first lane of their group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OtherWord {
+    /// Lanes that poll it, one bit each.
+    pub lanes: u32,
+    /// The word, as in `'buffers' + 0x4`. Empty where it has no name.
+    pub place: String,
+    /// Its contents.
+    pub value: u64,
 }
 
 impl StuckWarp {
@@ -1254,9 +1268,13 @@ impl StuckWarp {
     fn waits_like(&self, other: &StuckWarp) -> bool {
         let event = |of: &StuckWarp| (of.at.ptx_line, of.lanes);
         event(self) == event(other)
-            && (&self.waiting, &self.place, &self.mbarrier) == (&other.waiting, &other.place, &other.mbarrier)
+            && (&self.waiting, &self.place, &self.others, &self.mbarrier)
+                == (&other.waiting, &other.place, &other.others, &other.mbarrier)
     }
 }
+
+/// Words of other lanes that a line of a hang lists.
+const MOST_OTHER_WORDS: usize = 8;
 
 /// Every live warp of a grid, and the event that it waits for.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -1296,6 +1314,13 @@ impl fmt::Display for StuckReport {
             }
             write!(f, " (PTX line {}: {})", w.at.ptx_line, w.at.ptx_text)?;
             w.mbarrier.iter().try_for_each(|step| write!(f, "\n    its mbarrier: {step}"))?;
+            for OtherWord { lanes, place, value } in w.others.iter().take(MOST_OTHER_WORDS) {
+                write!(f, "\n    {}: {place}, value {value:#x} ({value})", lane_numbers(*lanes))?;
+            }
+            match w.others.len().saturating_sub(MOST_OTHER_WORDS) {
+                0 => {}
+                more => write!(f, "\n    and {}", counted(more as u64, "more word"))?,
+            }
         }
         for (barrier, places) in &self.barriers {
             for place in places {

@@ -17,11 +17,12 @@ use crate::exec::access::{SHARED_TAG, TAG};
 use crate::exec::bulk_queue::{BulkQueue, Landed};
 use crate::exec::cluster::{RANK_SHIFT, map_shared, offset_of, rank_of};
 use crate::exec::copies::CopyQueue;
+use crate::exec::polls::PolledWord;
 use crate::exec::state::{SHARED_BASE, SharedMemory};
 use crate::exec::{Activity, Barrier, BlockState, Env, Exec, Group, GroupState, Slice, Status, Stop, Warp};
 use crate::fault::{
-    Fault, FaultKind, InstructionPlace, Launch, LaunchError, StuckReport, StuckWarp, Trace, TraceStep,
-    WaitingFor, address_of,
+    Fault, FaultKind, InstructionPlace, Launch, LaunchError, OtherWord, StuckReport, StuckWarp, Trace,
+    TraceStep, WaitingFor, address_of,
 };
 use crate::float_mode::IeeeMode;
 use crate::ir::{BARRIERS, Fence, File, Init, NAMED_BARRIERS, Op, Special, WgmmaOp};
@@ -1218,8 +1219,22 @@ impl Grid {
         for block in self.blocks.iter().filter(|b| b.state.exited_warps < b.state.warps) {
             for warp in &block.warps {
                 for g in &warp.groups {
+                    let mut words = vec![];
                     let waiting = match g.state {
-                        GroupState::Ready => warp.waiting.clone().unwrap_or(WaitingFor::Nothing),
+                        GroupState::Ready => {
+                            let (shared, code) = (&block.state.shared, &kernel.code);
+                            words = warp.polled_words(code, g.mask, &self.env.table, shared);
+                            let noted = warp.waiting.clone().unwrap_or(WaitingFor::Nothing);
+                            match (&noted, words.first()) {
+                                // The note is that of the warp's last wait, maybe of other lanes.
+                                (WaitingFor::Memory { addr: noted, .. }, Some(word))
+                                    if *noted != word.addr =>
+                                {
+                                    WaitingFor::Memory { addr: word.addr, value: word.value }
+                                }
+                                _ => noted,
+                            }
+                        }
                         GroupState::Lanes { mask } => {
                             let arrived =
                                 warp.groups.iter().filter(|o| o.pc == g.pc).fold(0, |a, o| a | o.mask);
@@ -1240,8 +1255,15 @@ impl Grid {
                     };
                     let pcs = past.into_iter().flat_map(|(init, arrival)| [Some(init), arrival]).flatten();
                     let mbarrier = pcs.map(|pc| TraceStep::at(kernel, pc)).collect();
+                    let place = |at: &WaitingFor| self.place_of(block, at);
+                    let other = |word: &PolledWord| OtherWord {
+                        lanes: word.lanes,
+                        place: place(&WaitingFor::Memory { addr: word.addr, value: word.value }),
+                        value: word.value,
+                    };
                     warps.push(StuckWarp {
-                        place: self.place_of(block, &waiting),
+                        place: place(&waiting),
+                        others: words.iter().skip(1).map(other).collect(),
                         block: block.state.ctaid,
                         warp: warp.index,
                         lanes: g.mask,

@@ -104,8 +104,9 @@ pub use device::{
 };
 pub use explore::{Coverage, Explore, Explored, Failure, Path};
 pub use fault::{
-    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, InstructionPlace, Launch, LaunchError, Nearby, Party,
-    PtxError, Race, Side, StuckReport, StuckWarp, Trace, TraceStep, UnwrittenRegister, WaitingFor,
+    Attempt, Fault, FaultKind, Gap, GapKind, Hazard, InstructionPlace, Launch, LaunchError, Nearby,
+    OtherWord, Party, PtxError, Race, Side, StuckReport, StuckWarp, Trace, TraceStep, UnwrittenRegister,
+    WaitingFor,
 };
 pub use grid::{Grid, Progress, Residency, Stats};
 pub use kernel::{Kernel, ParamInfo};

@@ -5,7 +5,7 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::ir::File;
+use crate::ir::{Addr, File};
 use crate::memory::Mapping;
 
 /// The process keeps so many bytes at most of blocks that have ended.
@@ -122,6 +122,16 @@ pub(crate) struct Regs {
 }
 
 impl Regs {
+    /// The address that an access names for a lane.
+    #[inline(always)]
+    pub(crate) fn address(&self, a: &Addr, lane: usize) -> u64 {
+        if a.wide {
+            self.r64[a.slot as usize][lane].wrapping_add(a.offset as u64)
+        } else {
+            u64::from(self.r32[a.slot as usize][lane].wrapping_add(a.offset as u32))
+        }
+    }
+
     /// The registers of the warps of a block: slots of each file, with arbitrary values.
     pub(crate) fn of_warps(warps: usize, [n32, n64, np]: [u32; 3]) -> Vec<Regs> {
         let [n32, n64, np] = [n32 as usize, n64 as usize, np as usize];

@@ -21,7 +21,7 @@ pub(crate) mod lanes;
 pub(crate) mod mma;
 mod multimem;
 mod parts;
-mod polls;
+pub(crate) mod polls;
 mod print;
 pub(crate) mod products;
 mod simd;
@@ -602,10 +602,6 @@ impl<'a, W: Hooks> Exec<'a, W> {
 
     #[inline(always)]
     fn address(&self, a: &crate::ir::Addr, lane: usize) -> u64 {
-        if a.wide {
-            self.warp.regs.r64[a.slot as usize][lane].wrapping_add(a.offset as u64)
-        } else {
-            u64::from(self.warp.regs.r32[a.slot as usize][lane].wrapping_add(a.offset as u32))
-        }
+        self.warp.regs.address(a, lane)
     }
 }

@@ -6,11 +6,16 @@
 //! they have executed more. A [`Machine`](crate::Machine) runs all waits on for a while, with the
 //! clock held, before it reports a hang.
 
-use super::access::TAG;
-use super::state::{Exec, Warp};
+use std::sync::atomic::Ordering;
+
+use super::access::{SHARED_TAG, TAG, read};
+use super::lanes::lanes;
+use super::state::{Exec, SharedMemory, Warp};
 use crate::check::hash::FastMap;
 use crate::check::hooks::Hooks;
 use crate::fault::WaitingFor;
+use crate::ir::{GUARD_NOT, Inst, NO_GUARD, Op};
+use crate::memory::Table;
 
 /// The most instructions of a group of lanes between two reads of a wait. Kernels of high throughput
 /// need between 2,048 and 4,096 while lanes wait apart.
@@ -116,7 +121,50 @@ impl<W: Hooks> Exec<'_, W> {
     }
 }
 
+/// A word that lanes poll.
+pub(crate) struct PolledWord {
+    pub(crate) lanes: u32,
+    pub(crate) addr: u64,
+    /// The contents now; of an access of several elements, the first.
+    pub(crate) value: u64,
+}
+
 impl Warp {
+    /// The words that a group of lanes polls, each once, that of the first lane first. Empty where
+    /// its last read was no load, or where the address registers have changed since.
+    pub(crate) fn polled_words(
+        &self,
+        code: &[Inst],
+        group: u32,
+        table: &Table,
+        shared: &SharedMemory,
+    ) -> Vec<PolledWord> {
+        let of_group = self.polls.iter().filter(|(poll, _)| poll.lanes == group && poll.addr != TIMER);
+        let last = of_group.min_by_key(|(_, seen)| self.executed.wrapping_sub(seen.at));
+        let Some((poll, _)) = last else { return vec![] };
+        let Inst { op: Op::Ld(load), guard, .. } = &code[poll.pc as usize] else { return vec![] };
+        let guarded = match *guard {
+            NO_GUARD => group,
+            guard if guard & GUARD_NOT != 0 => group & !self.regs.pred[(guard & !GUARD_NOT) as usize],
+            guard => group & self.regs.pred[guard as usize],
+        };
+        let mut words: Vec<PolledWord> = vec![];
+        for lane in lanes(guarded) {
+            let addr = self.regs.address(&load.addr, lane);
+            if words.is_empty() && addr != poll.addr {
+                return vec![];
+            }
+            match words.iter_mut().find(|word| word.addr == addr) {
+                Some(word) => word.lanes |= 1 << lane,
+                None => {
+                    let Some(value) = peek(table, shared, addr, load.bytes) else { return vec![] };
+                    words.push(PolledWord { lanes: 1 << lane, addr, value });
+                }
+            }
+        }
+        words
+    }
+
     /// Whether lanes that read at `last` can be in a wait at `now`. All groups of the warp may have
     /// run meanwhile.
     #[inline(always)]
@@ -128,4 +176,19 @@ impl Warp {
     pub(crate) fn waits_for_the_clock(&self) -> bool {
         self.polls.iter().any(|(poll, seen)| poll.addr == TIMER && self.is_wait(seen.at, self.executed))
     }
+}
+
+/// The contents of memory that a load of `bytes` bytes could read there now.
+fn peek(table: &Table, shared: &SharedMemory, addr: u64, bytes: u8) -> Option<u64> {
+    if !addr.is_multiple_of(u64::from(bytes)) {
+        return None;
+    }
+    let is_shared = addr & TAG == SHARED_TAG || addr >> 32 == 0;
+    let at = match is_shared {
+        true => shared.pointer(addr & !TAG, bytes.into()).ok()?,
+        false => table.find(addr, bytes.into()).map(|_| addr as *mut u8)?,
+    };
+    // SAFETY: the block's shared memory, or a region that the table keeps mapped, holds these bytes,
+    // and the address is aligned to them.
+    Some(unsafe { read(at, bytes, Ordering::Relaxed) })
 }

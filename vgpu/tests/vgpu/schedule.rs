@@ -264,6 +264,56 @@ fn warps_of_a_block_that_wait_alike_are_one_line() {
 }
 
 #[test]
+fn a_wait_of_lanes_lists_the_word_of_each() {
+    let report = |globals: &str, body: &str, threads: u32| {
+        let body = kernel(globals, body);
+        let mut run =
+            Run::new(&body, &[0, 1, 2, 0, 4, 5, 6, 7], launch(1, threads), &DeviceConfig::default());
+        while run.grid.step(1_000_000).unwrap() != Progress::Spinning {}
+        let report = run.grid.stuck_report();
+        let text = report.to_string();
+        (report, text)
+    };
+    // All lanes wait until each has the number of its lane, which lane 3 lacks.
+    let all =
+        "L: ld.acquire.sys.global.u64 %rd1, [%rd42]; cvt.u64.u32 %rd2, %r40; setp.eq.u64 %p1, %rd1, %rd2;
+               vote.sync.all.pred %p2, %p1, 0x3f; @!%p2 bra L;";
+    let (found, text) = report("", all, 6);
+    let [warp] = found.warps.as_slice() else { panic!("{text}") };
+    assert_eq!(warp.place, "'buf' + 0x0", "{text}");
+    let words: Vec<_> = warp.others.iter().map(|word| (word.lanes, word.value)).collect();
+    assert_eq!(words, [(2, 1), (4, 2), (8, 0), (16, 4), (32, 5)], "{text}");
+    assert!(text.contains("\n    lane 3: 'buf' + 0x18, value 0x0 (0)"), "{text}");
+    // Lanes with the same word are one line; the others of a guard wait for nothing.
+    let pairs = "shr.u32 %r1, %r40, 1; mul.wide.u32 %rd1, %r1, 8; add.s64 %rd1, %rd1, %rd40;
+                 setp.lt.u32 %p3, %r40, 6;
+                 L: @%p3 ld.acquire.sys.global.u32 %r2, [%rd1+4]; setp.eq.u32 %p1, %r2, 9; bar.warp.sync -1;
+                 bra L;";
+    let (found, text) = report("", pairs, 32);
+    let words: Vec<_> = found.warps[0].others.iter().map(|word| (word.lanes, word.value)).collect();
+    assert_eq!(words, [(12, 0), (48, 0)], "{text}");
+    assert!(text.contains("\n    lanes 2-3: 'buf' + 0xc, value 0x0 (0)"), "{text}");
+    // Lanes that wait apart have a word each, in shared memory as well.
+    let apart = "mov.u64 %rd1, FLAGS; setp.eq.u32 %p2, %r40, 0; @%p2 bra M;
+                 L: ld.volatile.shared.u64 %rd5, [%rd1+8]; setp.ne.u64 %p1, %rd5, 9; @%p1 bra L;
+                 M: ld.volatile.shared.u64 %rd5, [%rd1]; setp.ne.u64 %p1, %rd5, 9; @%p1 bra M;";
+    let (found, text) = report(".shared .align 8 .b64 FLAGS[4];", apart, 2);
+    let mut waits: Vec<_> = found.warps.iter().map(|warp| (warp.lanes, warp.place.as_str())).collect();
+    waits.sort_unstable();
+    assert_eq!(
+        waits,
+        [(1, "'FLAGS + 0x0' in shared memory"), (2, "'FLAGS + 0x8' in shared memory")],
+        "{text}"
+    );
+    // A report has a few of many words.
+    let many = "cvt.u64.u32 %rd1, %r40; add.u64 %rd1, %rd1, %rd40;
+                L: ld.acquire.sys.global.u8 %r1, [%rd1]; setp.ne.u32 %p1, %r1, 77; bar.warp.sync -1; @%p1 bra L;";
+    let (found, text) = report("", many, 32);
+    assert_eq!(found.warps[0].others.len(), 31);
+    assert!(text.contains("\n    lane 8: 'buf' + 0x8, value 0x1 (1)\n    and 23 more words"), "{text}");
+}
+
+#[test]
 fn a_grid_that_computes_does_not_count_as_spinning() {
     let body = "mov.u32 %r1, 0; L: add.u32 %r1, %r1, 1; setp.ne.u32 %p1, %r1, 100000; @%p1 bra L;
         st.global.u32 [%rd40], %r1;";
