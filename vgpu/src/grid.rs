@@ -1225,14 +1225,13 @@ impl Grid {
                             let (shared, code) = (&block.state.shared, &kernel.code);
                             words = warp.polled_words(code, g.mask, &self.env.table, shared);
                             let noted = warp.waiting.clone().unwrap_or(WaitingFor::Nothing);
-                            match (&noted, words.first()) {
+                            match (noted, words.first()) {
                                 // The note is that of the warp's last wait, maybe of other lanes.
-                                (WaitingFor::Memory { addr: noted, .. }, Some(word))
-                                    if *noted != word.addr =>
-                                {
-                                    WaitingFor::Memory { addr: word.addr, value: word.value }
+                                (WaitingFor::Memory { addr, value }, Some(word)) if addr == word.addr => {
+                                    WaitingFor::Memory { addr, value }
                                 }
-                                _ => noted,
+                                (_, Some(word)) => WaitingFor::Memory { addr: word.addr, value: word.value },
+                                (noted, None) => noted,
                             }
                         }
                         GroupState::Lanes { mask } => {

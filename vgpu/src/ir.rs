@@ -862,7 +862,7 @@ impl Op {
     pub(crate) fn is_weak(&self) -> bool {
         match self {
             Op::Ld(access) | Op::St(access) => access.sem == Sem::Weak,
-            Op::Alu { .. } | Op::Bra { .. } | Op::Nop => true,
+            Op::Alu { .. } | Op::Bra { .. } | Op::Nop | Op::UnwrittenRegisters(_) => true,
             _ => false,
         }
     }

@@ -115,7 +115,7 @@ pub use memory::{Memory, Region, Reservation};
 pub use memory_error::{MemoryError, NearRegion};
 pub use module::{Module, Refusal};
 pub use multicast::MulticastObject;
-pub use names::readable_name;
+pub use names::{brief_name, readable_name};
 pub use seeds::for_each_seed;
 pub use symmetric::Symmetric;
 pub use tensor_map::{ElementType, Fill, PixelTensor, Swizzle, TensorMap, TensorMapError, TiledTensor};

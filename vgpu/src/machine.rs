@@ -507,7 +507,7 @@ impl<T: Number> Array<T> {
 
     fn compare(&self, expected: impl IntoIterator<Item = T>) -> Result<Option<Mismatch>, MachineError> {
         let actual = self.download()?;
-        let (mut expected, mut compared) = (expected.into_iter(), 0);
+        let (mut expected, mut compared) = (bounded(expected, self.len), 0);
         let (mut wrong, mut first) = (0, None);
         for (index, (actual, expected)) in actual.iter().zip(expected.by_ref()).enumerate() {
             compared = index + 1;
@@ -521,12 +521,7 @@ impl<T: Number> Array<T> {
                 first = Some(WrongNumber { index, actual, expected, written: self.written_by(index) });
             }
         }
-        // An iterator may have no end: one number more shows that there are too many.
-        let more = match expected.size_hint() {
-            (least, Some(most)) if least == most => least,
-            _ => expected.take(1).count(),
-        };
-        let expected_len = compared + more;
+        let expected_len = compared + expected.count();
         let is_wrong = wrong > 0 || expected_len != self.len;
         Ok(is_wrong.then(|| Mismatch { label: self.label(), len: self.len, expected_len, wrong, first }))
     }
@@ -684,6 +679,17 @@ pub struct Machine {
 
 /// Compares an array, and returns the difference, if there is one.
 type Comparison = Box<dyn FnOnce() -> Result<Option<Mismatch>, MachineError> + Send + Sync>;
+
+/// Numbers to compare with an array of `len`. An iterator that does not know its length may have no
+/// end: one number more than the array has shows that there are too many.
+fn bounded<T>(numbers: impl IntoIterator<Item = T>, len: usize) -> impl Iterator<Item = T> {
+    let numbers = numbers.into_iter();
+    let most = match numbers.size_hint() {
+        (least, Some(most)) if least == most => most,
+        _ => len + 1,
+    };
+    numbers.take(most)
+}
 
 /// Devices whose schedules are drawn from a seed.
 fn seeded(seed: u64) -> DeviceConfig {
@@ -1076,13 +1082,7 @@ impl Machine {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn expect<T: Number>(&mut self, array: &Array<T>, expected: impl IntoIterator<Item = T>) {
-        let expected = expected.into_iter();
-        // An iterator may have no end: one number more shows that there are too many.
-        let most = match expected.size_hint() {
-            (least, Some(most)) if least == most => most,
-            _ => array.len() + 1,
-        };
-        let (array, expected) = (array.clone(), expected.take(most).collect::<Vec<T>>());
+        let (array, expected) = (array.clone(), bounded(expected, array.len()).collect::<Vec<T>>());
         self.expected.push(Box::new(move || array.compare(expected)));
     }
 
@@ -1092,7 +1092,7 @@ impl Machine {
     /// The first fault, or a report of all waits if no kernel can proceed. The remaining work is
     /// dropped then, and nothing is compared. A machine that collects reports returns no error for
     /// those that it collects: see [`reports`](Self::reports). [`MachineError::Mismatch`] has all
-    /// arrays that are wrong.
+    /// arrays that are wrong. Without any, the first error of [`Array::download`].
     pub fn run(&mut self) -> Result<(), MachineError> {
         let result = match self.path.clone() {
             Some(path) => self.run_explored(&path),
@@ -1119,11 +1119,14 @@ impl Machine {
         }
         let expected = std::mem::take(&mut self.expected);
         result?;
-        let wrong = expected.into_iter().filter_map(|compare| compare().transpose());
-        match wrong.collect::<Result<Vec<_>, _>>()? {
-            wrong if wrong.is_empty() => Ok(()),
-            wrong => Err(MachineError::Mismatch(wrong)),
+        let (mut wrong, mut failed) = (vec![], Ok(()));
+        for compare in expected {
+            match compare() {
+                Ok(mismatch) => wrong.extend(mismatch),
+                Err(error) => failed = failed.and(Err(error)),
+            }
         }
+        if wrong.is_empty() { failed } else { Err(MachineError::Mismatch(wrong)) }
     }
 
     fn run_all(&mut self) -> Result<(), MachineError> {

@@ -23,7 +23,12 @@ pub fn readable_name(name: &str) -> String {
 }
 
 /// The same without parameters and result, for texts of many reports.
-pub(crate) fn brief_name(name: &str) -> String {
+///
+/// ```
+/// assert_eq!(epoxide_vgpu::brief_name("_Z5scalePfj"), "scale");
+/// ```
+#[must_use]
+pub fn brief_name(name: &str) -> String {
     let options = cpp_demangle::DemangleOptions::new().no_params().no_return_type();
     let symbol = cpp_demangle::Symbol::new(name).ok();
     let brief = symbol.and_then(|symbol| symbol.demangle_with_options(&options).ok());

@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use epoxide_vgpu::{Class, InstructionPlace, Kernel, Module, Refusal, ptx};
+use epoxide_vgpu::{
+    Class, InstructionPlace, Module, Refusal, ReportPlace, UnwrittenRegister, brief_name, ptx,
+};
 use serde_json::{Map, json};
 
 use crate::names::readable;
@@ -39,8 +41,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
         refused.dedup();
         // An error outside of all kernels keeps all of them from running.
         let runs = if refused.contains(&"") { 0 } else { kernels - refused.len() };
-        let loaded = module.iter().flat_map(Module::kernels);
-        document.notes.extend(loaded.filter_map(|kernel| unwritten_registers(kernel)));
+        document.notes.extend(module.iter().flat_map(unwritten_registers));
         document.notes.push(format!("{}: {runs} of {kernels} kernels run", path.display()));
         files.push(json!({ "file": path.display().to_string(), "kernels": kernels, "run": runs }));
         document.findings.extend(refusals.iter().map(|refusal| finding(path, &text, refusal)));
@@ -49,15 +50,46 @@ pub fn run(args: &Args) -> Result<Verdict> {
     document.print(args.format)
 }
 
-/// A note on the registers that a kernel reads and that nothing can have written.
-fn unwritten_registers(kernel: &Kernel) -> Option<String> {
-    let reads = kernel.unwritten_registers();
-    let list: Vec<String> =
-        reads.iter().map(|read| format!("'{}' on PTX line {}", read.register, read.at.ptx_line)).collect();
-    let (name, list) = (readable(kernel.name()), list.join(", "));
-    (!reads.is_empty()).then(|| {
-        format!("{name}: nothing writes {list}; with --check, a lane that reads such a register is a report")
-    })
+/// A line of the source that reads registers which nothing can have written.
+struct UnwrittenRead {
+    place: ReportPlace,
+    /// The registers in the first kernel.
+    registers: Vec<String>,
+    kernels: Vec<String>,
+}
+
+/// Notes on such lines: instances of a template have one many times.
+fn unwritten_registers(module: &Module) -> Vec<String> {
+    let mut lines: Vec<UnwrittenRead> = vec![];
+    for kernel in module.kernels() {
+        for UnwrittenRegister { register, at } in kernel.unwritten_registers() {
+            let name = brief_name(kernel.name());
+            // Whichever kernel.
+            let place = ReportPlace { kernel: String::new(), at };
+            match lines.iter_mut().find(|line| line.place.is_same_line(&place)) {
+                Some(line) => {
+                    if line.place == place {
+                        line.registers.push(register);
+                    }
+                    if !line.kernels.contains(&name) {
+                        line.kernels.push(name);
+                    }
+                }
+                None => lines.push(UnwrittenRead { place, registers: vec![register], kernels: vec![name] }),
+            }
+        }
+    }
+    let note = |UnwrittenRead { place, registers, kernels }: &UnwrittenRead| {
+        let (at, registers) = (&place.at, registers.join("', '"));
+        let ptx = at.source.as_ref().map_or_else(String::new, |_| format!(" (PTX line {})", at.ptx_line));
+        let others = match kernels.len() - 1 {
+            0 => String::new(),
+            1 => ", and as many in another kernel".to_owned(),
+            more => format!(", and as many in {more} other kernels"),
+        };
+        format!("{}: nothing writes '{registers}', read {at}{ptx}{others}", kernels[0])
+    };
+    lines.iter().map(note).collect()
 }
 
 /// The finding of a rejection in a file with this text.

@@ -16,8 +16,8 @@ pub(crate) const MOST_COLLECTED: usize = 100;
 /// Configuration of check mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckConfig {
-    /// Report races and reads of unwritten memory. If false, such accesses have the results that
-    /// the memory model allows.
+    /// Report races, and reads of unwritten memory and of registers that nothing writes. If false,
+    /// such accesses have the results that the memory model allows.
     pub races: bool,
     /// Weak memory: this seed draws the reads that return an older value where they may. So a
     /// missing fence shows as a wrong result as well.
@@ -26,8 +26,8 @@ pub struct CheckConfig {
     /// which CUDA allows.
     pub strict_exits: bool,
     /// The number of reports that are collected ([`Checker::reports`]) before one is a fault. A
-    /// race and a read of unwritten memory are collected: the access then happens as it would
-    /// without checks. A bad address ends its kernel at once. 0: the first report is a fault, and a
+    /// race, and a read of unwritten memory or of a register that nothing writes, are collected: the
+    /// access then happens as it would without checks. A bad address ends its kernel at once. 0: the first report is a fault, and a
     /// race between lanes that have run in step is of the class
     /// [`Class::Corrupts`](crate::Class::Corrupts).
     pub collect: usize,

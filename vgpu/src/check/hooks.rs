@@ -165,6 +165,10 @@ pub(crate) trait Hooks {
         false
     }
     /// `Place` is that of the first lane.
+    /// Whether `ld.global.nc` is assumed to read as `ld.global` does.
+    fn has_coherent_loads(&self) -> bool {
+        false
+    }
     fn read(&mut self, _: Place, _: Part, _pc: u32, _: How) -> Violations {
         Violations::default()
     }
@@ -525,8 +529,11 @@ impl Hooks for CheckHooks<'_> {
         self.world.config.weak_memory.is_some()
     }
 
+    fn has_coherent_loads(&self) -> bool {
+        self.world.config.assume.coherent_loads
+    }
+
     fn read(&mut self, place: Place, part: Part, pc: u32, how: How) -> Violations {
-        let how = How { read_only: how.read_only && !self.world.config.assume.coherent_loads, ..how };
         self.world.accesses += u64::from(part.lanes.count_ones());
         self.touch(place, part.bytes(), false);
         self.visit(place, part.lanes, pc, how, false);

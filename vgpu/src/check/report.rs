@@ -127,9 +127,9 @@ fn is_ordered(grids: &Grids, own: Key, past: &CausalPast, other: &Record) -> boo
 fn assumption(world: &World, me: &Me<'_>, other: &Record, way: &[Step]) -> Option<String> {
     if me.record.how.read_only || other.how.read_only {
         let (mine, theirs) = (me.record.how, other.how);
-        let is_ordered = is_ordered(&world.grids, me.own, me.past, other);
+        let is_behind = |key: Key| key == me.own || world.grids.includes_tick(&me.past.all, key, other.tick);
         // A copy needs more than the order of its issue.
-        let would_do = is_ordered && !mine.bulk && !theirs.bulk && !theirs.late;
+        let would_do = other.actors().all(is_behind) && !mine.bulk && !theirs.bulk && !theirs.late;
         return would_do
             .then(|| format!("{READ_ONLY} (assume CoherentLoads to rely on the order that they have)"));
     }

@@ -352,9 +352,10 @@ impl History {
         let clashes =
             |r: &&Record| r.actor != 0 && r.actors().any(|key| !beside.does_not_race_with(grids, key, r));
         let in_use = |r: &&Record| !who.after_kernel_of(grids, r.actor);
-        let other = (self.read_only().iter().find(in_use))
-            .or_else(|| std::iter::once(&self.read).find(clashes))
-            .or_else(|| self.readers().iter().find(clashes))?;
+        // A read that the write is not ordered behind is the worse one.
+        let other = (std::iter::once(&self.read).find(clashes))
+            .or_else(|| self.readers().iter().find(clashes))
+            .or_else(|| self.read_only().iter().find(in_use))?;
         Some(Violation::Race { other: *other, wrote: false })
     }
 

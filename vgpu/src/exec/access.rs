@@ -580,7 +580,8 @@ impl<W: Hooks> Exec<'_, W> {
             {
                 return Ok(flow);
             }
-            let how = How { read_only: a.read_only, ..How::generic(a.sem, a.scope, a.unit(), Update::No) };
+            let read_only = a.read_only && !self.watch.has_coherent_loads();
+            let how = How { read_only, ..How::generic(a.sem, a.scope, a.unit(), Update::No) };
             repeats = self.watch_load(a, &self.addresses(&a.addr), size, how, m)?;
             if repeats == m {
                 self.keep_load(a, m)?;
@@ -652,7 +653,7 @@ impl<W: Hooks> Exec<'_, W> {
         for inst in &self.kernel.code[self.pc as usize + 1..] {
             match &inst.op {
                 Op::Alu { s, .. } if !named(s) => {}
-                Op::Nop => {}
+                Op::Nop | Op::UnwrittenRegisters(_) => {}
                 Op::Bra { .. } => return true,
                 Op::St(to) if matches!(to.sem, Sem::Weak | Sem::Relaxed) => {
                     return !named(&to.regs[..usize::from(to.n)]) && !named(&[to.addr.slot]);
@@ -679,7 +680,7 @@ impl<W: Hooks> Exec<'_, W> {
                 };
                 !named(&a.regs[..usize::from(a.n)]) && !named(&[a.addr.slot]) && !late().any(meets)
             }
-            Op::Bra { .. } | Op::Nop => true,
+            Op::Bra { .. } | Op::Nop | Op::UnwrittenRegisters(_) => true,
             _ => false,
         };
         if !stays {

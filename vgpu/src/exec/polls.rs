@@ -131,7 +131,8 @@ pub(crate) struct PolledWord {
 
 impl Warp {
     /// The words that a group of lanes polls, each once, that of the first lane first. Empty where
-    /// its last read was no load, or where the address registers have changed since.
+    /// its last read was no load, where the address registers have changed since, or where a word is
+    /// in shared memory of another block.
     pub(crate) fn polled_words(
         &self,
         code: &[Inst],

@@ -219,29 +219,28 @@ impl Lower<'_> {
         self.unless_noted(closed)
     }
 
-    /// Puts a report in front of each read of registers that nothing can have written. Returns the
-    /// reads, by the number of the report.
+    /// Puts a report in front of each instruction that reads registers which nothing can have
+    /// written. Returns the reads, by the number of the report.
     fn report_unwritten(&mut self, reads: Vec<Unwritten>) -> Vec<UnwrittenRead> {
-        let mut found: Vec<(Unwritten, Vec<String>)> = vec![];
-        for read in reads {
+        let mut found: Vec<(usize, Inst, Vec<String>)> = vec![];
+        for Unwritten { at, file, slot, guards } in reads {
             // A register without a name is the lowering's own, copied from registers that were read.
-            let Some(name) = self.name_of(read.file, read.slot) else { continue };
-            match found.last_mut() {
-                Some((last, names)) if (last.at, last.guards) == (read.at, read.guards) => names.push(name),
-                _ => found.push((read, vec![name])),
+            let Some(name) = self.name_of(file, slot) else { continue };
+            if found.last().is_none_or(|last| last.0 != at) {
+                let op = Op::UnwrittenRegisters(found.len() as u32);
+                found.push((at, Inst { op, ..self.code[at] }, vec![]));
+            }
+            let Some((_, report, names)) = found.last_mut() else { continue };
+            if guards {
+                report.guard = NO_GUARD;
+            }
+            if !names.contains(&name) {
+                names.push(name);
             }
         }
-        let report = |(number, (read, _)): (u32, &(Unwritten, _))| {
-            let inst = self.code[read.at];
-            let guard = if read.guards { NO_GUARD } else { inst.guard };
-            (read.at, Inst { op: Op::UnwrittenRegisters(number), guard, ..inst })
-        };
-        self.insert((0..).zip(&found).map(report).collect());
+        self.insert(found.iter().map(|&(at, report, _)| (at, report)).collect());
         // Each report moves its instruction by one.
-        let moved = |(number, (read, registers)): (u32, (Unwritten, _))| UnwrittenRead {
-            pc: read.at as u32 + number,
-            registers,
-        };
+        let moved = |(number, (at, _, registers))| UnwrittenRead { pc: at as u32 + number, registers };
         (0..).zip(found).map(moved).collect()
     }
 

@@ -216,21 +216,24 @@ fn kernels_of_two_devices_interleave() {
 
 #[test]
 fn loads_come_behind_later_stores() {
-    let body = format!(
-        "{TWO_BLOCKS}
-        ld.global.u32 %r3, [%rd40]; st.global.u32 [%rd40+4], %r1;
-        st.global.u32 [%rd40+8], %r3;
-        bra END;
-        SECOND:
-        ld.global.u32 %r4, [%rd40+4]; st.global.u32 [%rd40], %r1;
-        st.global.u32 [%rd40+12], %r4;
-        END:"
-    );
-    let program = Program::new(&body, launch(2, 1), weak());
     let all = BTreeSet::from([[0, 0], [0, 1], [1, 0], [1, 1]]);
-    for explore in [Explore::new().preemptions(9), Explore::new()] {
-        let (found, explored) = program.outcomes(explore, [2, 3]);
-        assert_eq!((found, explored.coverage), (all.clone(), Coverage::Complete));
+    // Arithmetic between the two changes nothing, also that with a register which nothing writes.
+    for between in ["", "add.u32 %r5, %r1, 1;", "add.u32 %r5, %r7, 1;"] {
+        let body = format!(
+            "{TWO_BLOCKS}
+            ld.global.u32 %r3, [%rd40]; {between} st.global.u32 [%rd40+4], %r1;
+            st.global.u32 [%rd40+8], %r3;
+            bra END;
+            SECOND:
+            ld.global.u32 %r4, [%rd40+4]; {between} st.global.u32 [%rd40], %r1;
+            st.global.u32 [%rd40+12], %r4;
+            END:"
+        );
+        let program = Program::new(&body, launch(2, 1), weak());
+        for explore in [Explore::new().preemptions(9), Explore::new()] {
+            let (found, explored) = program.outcomes(explore, [2, 3]);
+            assert_eq!((found, explored.coverage), (all.clone(), Coverage::Complete), "{between}");
+        }
     }
 }
 

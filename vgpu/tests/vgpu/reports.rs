@@ -81,8 +81,11 @@ fn a_read_of_a_register_that_nothing_writes_is_a_report_where_a_lane_executes_it
         // A guard keeps all lanes out, or all but one.
         ("setp.ge.u32 %p1, %r40, 32;\n@%p1 add.u32 %r1, %r2, 1;", None),
         ("setp.eq.u32 %p1, %r40, 7;\n@%p1 add.u32 %r1, %r2, 1;", Some((&["%r2"], 7, 1))),
-        // Every lane reads the guard.
+        // Every lane reads the guard, and then perhaps the operands.
         ("@%p2 add.u32 %r1, %r40, 1;", Some((&["%p2"], 0, 1))),
+        ("@!%p2 add.u32 %r1, %r2, 1;", Some((&["%p2", "%r2"], 0, 1))),
+        ("@%p2 selp.u32 %r1, 1, 0, %p2;", Some((&["%p2"], 0, 1))),
+        ("mad.lo.u32 %r1, %r2, %r3, %r2;", Some((&["%r2", "%r3"], 0, 1))),
         // A jump to the instruction, by a branch and by a table.
         ("setp.ge.u32 %p1, %r40, 32;\n@%p1 bra A;\nbra B;\nA: add.u32 %r1, %r2, 1;\nB:", None),
         (
@@ -96,7 +99,7 @@ fn a_read_of_a_register_that_nothing_writes_is_a_report_where_a_lane_executes_it
         ),
         // Reads in front of a branch's target move it.
         (
-            "mov.u32 %r5, 0; add.u32 %r1, %r2, 1;\nL: add.u32 %r6, %r7, 1;\nadd.u32 %r5, %r5, 1;
+            "mov.u32 %r5, 0; setp.ne.u32 %p1, %r5, 0;\n@%p1 add.u32 %r1, %r2, 1;\nL: add.u32 %r6, %r7, 1;\nadd.u32 %r5, %r5, 1;
              setp.lt.u32 %p1, %r5, 3; @%p1 bra L;",
             Some((&["%r7"], 0, 3)),
         ),
@@ -134,8 +137,12 @@ fn a_read_of_a_register_that_nothing_writes_is_a_report_where_a_lane_executes_it
                 )
             })
             .collect();
-        let expected = expected.map(|(registers, lane, times)| (registers.to_vec(), Some(lane), times));
-        assert_eq!(found.last(), expected.as_ref(), "{body}");
+        let listed = module.kernel("k").unwrap().unwritten_registers();
+        let listed: Vec<_> = listed.iter().map(|read| read.register.as_str()).collect();
+        let expected: Vec<_> =
+            expected.into_iter().map(|(registers, lane, times)| (registers.to_vec(), Some(lane), times)).collect();
+        assert_eq!(found, expected, "{body}");
+        assert!(found.iter().flat_map(|(registers, ..)| registers).all(|name| listed.contains(name)), "{body}");
     }
 }
 

@@ -305,6 +305,17 @@ fn a_wait_of_lanes_lists_the_word_of_each() {
         [(1, "'FLAGS + 0x0' in shared memory"), (2, "'FLAGS + 0x8' in shared memory")],
         "{text}"
     );
+    // The warp's last wait is that of another group, on an mbarrier.
+    let mixed =
+        "mov.u64 %rd1, BAR; setp.eq.u32 %p2, %r40, 0; @%p2 mbarrier.init.shared.b64 [%rd1], 2; bar.sync 0;
+                 @%p2 bra M; L: ld.acquire.sys.global.u64 %rd2, [%rd42]; setp.ne.u64 %p1, %rd2, 99;
+                 @%p1 bra L; ret;
+                 M: mbarrier.test_wait.parity.shared.b64 %p3, [%rd1], 0; @!%p3 bra M;";
+    let (found, text) = report(".shared .align 8 .b64 BAR;", mixed, 3);
+    let mut waits: Vec<_> =
+        found.warps.iter().map(|warp| (warp.lanes, &*warp.place, warp.others.len())).collect();
+    waits.sort_unstable();
+    assert_eq!(waits, [(1, "'BAR + 0x0' in shared memory", 0), (6, "'buf' + 0x8", 1)], "{text}");
     // A report has a few of many words.
     let many = "cvt.u64.u32 %rd1, %r40; add.u64 %rd1, %rd1, %rd40;
                 L: ld.acquire.sys.global.u8 %r1, [%rd1]; setp.ne.u32 %p1, %r1, 77; bar.warp.sync -1; @%p1 bra L;";
