@@ -27,8 +27,8 @@ pub struct CheckConfig {
     pub strict_exits: bool,
     /// The number of reports that are collected ([`Checker::reports`]) before one is a fault. A
     /// race, and a read of unwritten memory or of a register that nothing writes, are collected: the
-    /// access then happens as it would without checks. A bad address ends its kernel at once. 0: the first report is a fault, and a
-    /// race between lanes that have run in step is of the class
+    /// access then happens as it would without checks. A bad address ends its kernel at once. 0: the
+    /// first report is a fault, and a race between lanes that have run in step is of the class
     /// [`Class::Corrupts`](crate::Class::Corrupts).
     pub collect: usize,
     /// Properties beyond the memory model that may be relied on.
