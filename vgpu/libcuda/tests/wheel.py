@@ -55,7 +55,7 @@ def error(kind, text, *args, **options):
 error("fault", "data race", ptx, "race", 2, 32, [words], check=True)
 error("fault", "unwritten", ptx, "add", 2, 32, [vgpu.out(words), vgpu.u32(1)], check=True)
 register = twice.replace("mov.u32 %r1, %tid.x;", "")
-error("fault", "reads register '%r1'", register, "twice", 1, 1, [words, words], check=True)
+error("fault", "read of register '%r1'", register, "twice", 1, 1, [words, words], check=True)
 error("fault", "outside of every region", ptx, "add", 4, 512, [words, vgpu.u32(1)])
 error("bad argument", "takes 2 arguments, 1 were given", ptx, "add", 1, 1, [words])
 error("bad argument", "has 4 bytes, its argument has 8", ptx, "add", 1, 1, [words, vgpu.f64(1)])
